@@ -1,11 +1,11 @@
-"""Attention on CPU beside torch's, by turns in one process: prompts, and what a call of one token costs the host.
+"""Attention on a CPU beside torch's, alternating in one process: prompts, and what a call for one token costs the host.
 
-    python benches/attention_cpu.py host                         # microseconds a call over tiny caches
-    python benches/attention_cpu.py prompts --tokens 64 512      # times torch's speed over 4,096 keys
-    python benches/attention_cpu.py chosen                       # 1,024 chosen of 32,768, beside all and beside torch
+    python benches/attention_cpu.py host                         # microseconds per call over tiny caches
+    python benches/attention_cpu.py prompts --tokens 64 512      # as a multiple of torch's speed, over 4,096 keys
+    python benches/attention_cpu.py chosen                       # 1,024 of 32,768 tokens, beside all of them and torch
     python benches/attention_cpu.py invariant                    # what tikv.init(invariant=True) costs
 
-One thread each, timed by the time that this thread computed, so that other work on the machine counts little.
+Everything runs on one thread and is timed in that thread's CPU time, so that other work on the machine counts little.
 """
 
 import argparse
@@ -21,7 +21,7 @@ WIDTH = 128
 
 
 def best_times(calls, repeats, rounds):
-    """Least seconds of each call, by turns."""
+    """The fewest seconds of each call; the calls alternate."""
     found = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds + 1):  # the first turn compiles
         for name, call in calls.items():
@@ -33,7 +33,7 @@ def best_times(calls, repeats, rounds):
 
 
 def median_times(calls, rounds):
-    """Median seconds of each call, by turns."""
+    """The median seconds of each call; the calls alternate."""
     found = {name: [] for name in calls}
     for n in range(rounds + 1):
         for name, call in calls.items():
@@ -45,7 +45,7 @@ def median_times(calls, rounds):
 
 
 def host(rounds):
-    """Calls of one token whose arithmetic takes no time."""
+    """Calls for one token, whose arithmetic takes hardly any time."""
     heads, width = 1, 16
     q, out = torch.randn(1, heads, width), torch.empty(1, heads, width)
     k, v = torch.randn(2, 1, heads, 16, width)
@@ -67,7 +67,7 @@ def host(rounds):
 
 
 def prompts(tokens, keys, rounds):
-    """The newest of `keys` tokens attend, each by its own causal mask; 2 KV heads."""
+    """The newest of `keys` tokens attend, each under its causal mask, with 2 KV heads."""
     print("| new tokens | query heads a KV head | dtype | torch ms | auto, times torch's speed | own kernel |")
     print("| ---: | ---: | --- | ---: | ---: | ---: |")
     for count in tokens:
@@ -94,7 +94,7 @@ def prompts(tokens, keys, rounds):
 
 
 def chosen(chosen_tokens, keys, rounds):
-    """One token of 32 query heads over 8 KV heads attends to some of `keys` tokens, drawn at random."""
+    """One token with 32 query heads and 8 KV heads attends to some of `keys` tokens, which are drawn at random."""
     heads, group = 8, 4
     print("| dtype | order in memory | chosen by | ms | of all tokens | of as many in a row | torch, times that |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
@@ -133,7 +133,7 @@ def chosen(chosen_tokens, keys, rounds):
 
 
 def of_invariant(keys):
-    """Calls by what they are, of one token of 8 KV heads and of prompts of 2, over `keys` tokens."""
+    """Name -> call over `keys` tokens: single tokens with 8 KV heads, and prompts with 2."""
     calls = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16, "int8"):
         name = str(dtype).removeprefix("torch.")
@@ -163,7 +163,7 @@ def of_invariant(keys):
 
 
 def invariant(keys, rounds):
-    """Each call in a runtime of its own setting."""
+    """Time each call with the setting and without it."""
     found = {}
     for setting in (False, True):
         tikv.runtime.ti.reset()

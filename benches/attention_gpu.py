@@ -1,25 +1,25 @@
-"""Attention on an NVIDIA GPU, device time alone, beside torch, Triton and FlashAttention-3; float16, 8 KV heads of 128.
+"""Device time of attention on an NVIDIA GPU, beside torch, Triton and FlashAttention-3; float16, 8 KV heads of 128.
 
     python benches/attention_gpu.py decode          # GB/s of K and V
     python benches/attention_gpu.py prompts         # TFLOP/s over 8,192 keys, 4 query heads per KV head
-    python benches/attention_gpu.py visible         # windows and trees: time for what is visible
-    python benches/attention_gpu.py codes           # each format beside own float16: a token
+    python benches/attention_gpu.py visible         # windows and trees: the time against the number of visible keys
+    python benches/attention_gpu.py codes           # each format beside float16 in tikv: one token
     python benches/attention_gpu.py code_prompts    # the same for prompts of 2,048 tokens
     python benches/attention_gpu.py dequantize      # each format back to float16, beside the device's copy
     python benches/attention_gpu.py latent          # keys of 576 whose first 512 columns are the values
 
-Decoding: tikv reads pages of 16 in random order and contiguous caches. Beside it stand a Triton kernel over the same
+Decoding: tikv reads pages of 16 in random order and contiguous caches. Its peers are a Triton kernel over the same
 pages at the fastest of a few settings, torch's own attention over contiguous caches, and FlashAttention-3 over both
-where it is installed. Rates are the bytes of K and V over the time.
+if it is installed. A rate is the bytes of K and V divided by the time.
 
-Prompts: the newest tokens of a sequence attend, each by its causal mask, over pages and contiguous. torch's flash
-attention has the same mask over K and V that were repeated before; its cuDNN attention sees all keys without a mask,
-and its rate counts them.
+Prompts: the newest tokens of a sequence attend, each under its causal mask, over pages and contiguous caches. torch's
+flash attention has the same mask, over K and V that were repeated beforehand; its cuDNN attention sees all keys
+without a mask, and its rate counts them all.
 
-Codes: the same sequences in contiguous caches and in pages of each format; beside them own float16 in the same storage,
-and for 4 bits dequantising all of K and V for torch's attention.
+Codes: the same sequences in contiguous caches and in pages of each format, beside float16 in the same storage; for 4
+bits also beside dequantising all of K and V for torch's attention.
 
-How time is taken is said in benches/gpu.py.
+benches/gpu.py says how time is measured.
 """
 
 import functools
@@ -40,7 +40,7 @@ torch_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 class Contiguous:
-    """Sequences of one length, each head of each in one piece."""
+    """Sequences of one length; each head of a sequence is in one piece."""
 
     def __init__(self, machine, batch, length):
         self.shape = batch, HEADS, length, WIDTH
@@ -237,7 +237,7 @@ def numbers_of(name, caches, scales):
 
 
 def codes(machine):
-    """The speed of a token over each format, as times own float16's in the same storage."""
+    """The speed of a token over each format, as a multiple of float16's in the same storage."""
     table = Table(
         "sequences x tokens, query heads per KV head", "storage", "format", "us", "GB/s", "times float16's speed"
     )

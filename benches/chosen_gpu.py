@@ -1,11 +1,11 @@
-"""Attention over chosen tokens on an NVIDIA GPU, device time alone; float16, 8 KV heads of 128, 4 query heads each.
+"""Device time of attention over chosen tokens on an NVIDIA GPU; float16, 8 KV heads of 128, 4 query heads per KV head.
 
     python benches/chosen_gpu.py tokens     # 2,048 of 131,072 tokens, 8 sequences: contiguous, and pages of 16
     python benches/chosen_gpu.py quest      # the same chosen by scores of pages of 16: scores, choice and attention
     python benches/chosen_gpu.py latent     # 2,048 of 32,768 latents of 576, 128 query heads, 64 sequences
 
-Beside them stand attention over all tokens, over as many tokens in a row, and torch, which gathers the chosen rows and
-attends over the copy. How time is taken is said in benches/gpu.py.
+For comparison there are attention over all tokens, attention over as many consecutive tokens, and torch, which gathers
+the chosen rows and attends over the copy. benches/gpu.py says how time is measured.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""What every bench measures beside its own question: a copy of the same size, an empty launch, and the machine.
+"""What every bench measures in addition to its own question: a copy of the same size, an empty launch, and the machine.
 
     pytest benches --benchmark-json=bench.json        times, each result checked first
     pytest benches --benchmark-disable                the same code on small shapes, without timing
-    pytest benches --small                            with timing, once each: figures that mean nothing
+    pytest benches --small                            with timing, once each; the figures mean nothing
 
 `pct_of_copy` is a rate as a percentage of what a plain copy of the same bytes reaches on this machine, measured right
 before and right after: all cores' memcpy on the CPU, the driver's device copy on CUDA. Times are medians.
@@ -47,7 +47,7 @@ def seconds(call, arch, calls, rounds) -> float:
 
 
 class Roof:
-    """What a plain copy that moves the same bytes takes, and an empty launch."""
+    """How long a plain copy that moves the same bytes takes, and an empty launch."""
 
     def __init__(self, arch):
         self.arch = arch

@@ -1,10 +1,10 @@
-"""The engines side by side on the CPU: `python benches/engines.py`. Both have to be installed, and torch.
+"""The two engines side by side on the CPU: `python benches/engines.py`. Both must be installed, and torch too.
 
-With words behind it, such as `append index_copy`, only cases whose names have one of them.
+Words after the command, such as `append index_copy`, choose the cases whose names have one of them.
 
-A process has one engine, so each has a process of its own. They take turns, one short round after the other, so that
-both see the same machine. Of each case the fastest round and the lower quartile of the rounds are said: a round that
-another program disturbed is not an engine's.
+A process has one engine, so each engine runs in its own process. The processes alternate in short rounds, so that both
+meet the same machine. For each case the fastest round and the lower quartile of the rounds are printed, since a round
+that another program disturbed says nothing about an engine.
 """
 
 import importlib.util

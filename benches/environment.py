@@ -1,4 +1,4 @@
-"""On what a bench ran: every table of these benches stands below a line that says it."""
+"""The machine and the versions that a bench ran on, in a line above each of its tables."""
 
 import datetime
 import os

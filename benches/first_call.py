@@ -1,9 +1,9 @@
-"""Seconds of the first call of a kernel on an NVIDIA GPU, where nothing was compiled before.
+"""Seconds of the first call of a kernel on an NVIDIA GPU when nothing has been compiled before.
 
     python benches/first_call.py
 
-Each kind of call has a process and empty folders of its own. Starting Python, importing and making the arrays do not
-count; the start of the compiling process does.
+Each kind of call has its own process and its own empty folders. The time does not include the start of Python, imports
+and the making of arrays; it includes the start of the process that compiles.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""FlashAttention-3 by its own package, in a process of its own: a peer of benches/attention_gpu.py.
+"""FlashAttention-3 from its own package, in its own process: a peer of benches/attention_gpu.py.
 
     python benches/flash_attention_3.py '[[1, 512, 8192, 4, 16]]'
 

@@ -1,9 +1,9 @@
-"""Whole models on CPU beside transformers' own cache, by turns in one process.
+"""Whole models on a CPU beside transformers' own cache, alternating in one process.
 
     python benches/generate_cpu.py                     # `generate` of 8 layers, prompts of 512 and 4,096 tokens
-    python benches/generate_cpu.py step                # a step of 16 layers so small that Python is what it takes
+    python benches/generate_cpu.py step                # a step of 16 layers so small that Python takes most of it
 
-One thread, timed by the time that it computed, so that other work on the machine counts little.
+Everything runs on one thread and is timed in its CPU time, so that other work on the machine counts little.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def model_of(layers, width, heads, kv_heads, head_dim):
 
 
 def caches(dtypes):
-    """(name, attention, how a cache is made of a configuration and a length) by turns."""
+    """Pairs to alternate: (name, attention, a function that makes a cache from a configuration and a length)."""
     yield "DynamicCache", "sdpa", lambda config, length: transformers.DynamicCache(config=config)
     for dtype in dtypes:
         yield (
@@ -75,7 +75,7 @@ def generations(prompts, tokens, rounds):
 
 
 def step(steps, rounds):
-    """Milliseconds of a new cache with its prompt, and of a step, of a model whose arithmetic is next to nothing."""
+    """Milliseconds of a new cache with its prompt, and of a step, for a model with almost no arithmetic."""
     model = model_of(16, 32, 2, 2, 32)
     ids, found = torch.randint(1, 256, (1, 32)), {}
     for turn in range(rounds + 1):

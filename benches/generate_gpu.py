@@ -2,11 +2,11 @@
 
     python benches/generate_gpu.py short        # a text of 4,096 tokens
     python benches/generate_gpu.py long         # 8 texts of 16,384 tokens, a window of 1,024 with 4 sinks too
-    python benches/generate_gpu.py exact        # float32: tokens of all formats, against their own eager text
+    python benches/generate_gpu.py exact        # float32: the tokens with each format, compared with its eager text
 
-Bfloat16 otherwise. The model has 16 layers of 2,048, 32 query heads, 8 KV heads of 128 and random weights; that of
-`exact` is a small one, whose times mean nothing. Otherwise each cache has a process of its own, with DynamicCache again
-beside it, in which nothing was compiled before: first calls are those of a new machine.
+`short` and `long` use bfloat16 and a model with 16 layers of 2,048, 32 query heads, 8 KV heads of 128 and random
+weights. Each cache runs in its own process, with DynamicCache again beside it. Nothing was compiled before, so first
+calls are those of a new machine. `exact` uses a small model, whose times mean nothing.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What the programs for an NVIDIA GPU share: device times, checks of results, tables, and the command line.
 
-The L2 cache is flushed before each call, the host queues the call while the device sleeps; medians of 16 count. Without
-a GPU, `--small` runs each program on the CPU, once for each figure, to see that it works.
+The L2 cache is flushed before each call, and the host queues the call while the device sleeps. A time is the median of
+16 calls. Without a GPU, `--small` runs each program on the CPU, once for each figure, to see that it works.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What calls cost the host: microseconds until a call returns, while the GPU has little to do, beside peers' calls.
+"""What a call costs the host: microseconds until it returns, while the GPU has little to do, beside the calls of peers.
 
-    python benches/host_time.py calls     # of operations, stores and pools; float16, 8 KV heads of 128
-    python benches/host_time.py models    # of caches of transformers
+    python benches/host_time.py calls     # operations, stores and pools; float16, 8 KV heads of 128
+    python benches/host_time.py models    # caches of transformers
 
-Medians of rounds of 20 calls; the device is waited for between them, and that is not counted.
+Times are medians of rounds of 20 calls. Between rounds the program waits for the device, which is not counted.
 """
 
 import functools

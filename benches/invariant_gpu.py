@@ -1,9 +1,9 @@
-"""What tikv.init(invariant=True) costs on an NVIDIA GPU, device time alone; 8 KV heads of 128.
+"""What tikv.init(invariant=True) costs on an NVIDIA GPU, in device time; 8 KV heads of 128.
 
     python benches/invariant_gpu.py
 
-A token of 32 sequences of 8,192 tokens, and prompts over 8,192 tokens of one sequence, in a process of each setting.
-How time is taken is said in benches/gpu.py.
+It times one token of 32 sequences of 8,192 tokens, and prompts over 8,192 tokens of one sequence, with each setting in
+its own process. benches/gpu.py says how time is measured.
 """
 
 import argparse

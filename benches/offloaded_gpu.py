@@ -2,8 +2,8 @@
 
     python benches/offloaded_gpu.py
 
-8 texts of 16,384 tokens, the model of examples/whole_model.py with 16 layers of 2,048, 8 KV heads of 128, bfloat16. The
-steps are the model's alone, each waited for; medians of 8.
+There are 8 texts of 16,384 tokens, and the model of examples/whole_model.py with 16 layers of 2,048, 8 KV heads of 128,
+in bfloat16. Steps run without `generate`, and the program waits for each. Times are medians of 8.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The H200's picture, from the figures that the manual's tables have: python benches/report.py --h200.
 
-Rows and columns are found by their names, so a figure is changed in its table and the picture drawn again. A name that
-no table has any more stops the command, which says it; the lists below then need the new one.
+Rows and columns are found by their names, so to change a figure, change it in its table and draw the picture again.
+If a name is no longer in any table, the command stops and says so; then put the new name into the lists below.
 """
 
 import functools

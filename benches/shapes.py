@@ -1,4 +1,4 @@
-"""Named models and the sizes at which they are timed, so that no bench has numbers of its own."""
+"""Named models and the sizes at which they are timed, so that all benches use the same numbers."""
 
 from typing import NamedTuple
 

@@ -1,10 +1,10 @@
-"""Stores on an NVIDIA GPU, device time alone: shared prefixes, keys by channel, turned keys; 8 KV heads of 128.
+"""Device time of stores on an NVIDIA GPU: shared prefixes, keys by channel, rotated keys; 8 KV heads of 128.
 
     python benches/stores_gpu.py prefix      # 64 sequences share 8,192 tokens and have 256 of their own
     python benches/stores_gpu.py channels    # 4 bits: keys by channel over groups of tokens, beside groups along rows
-    python benches/stores_gpu.py rotated     # writes and decode attention with rotate="hadamard", beside none
+    python benches/stores_gpu.py rotated     # writes and decode attention with rotate="hadamard" and without
 
-Decode attention is over 32 sequences of 8,192 tokens. How time is taken is said in benches/gpu.py.
+Decode attention is over 32 sequences of 8,192 tokens. benches/gpu.py says how time is measured.
 """
 
 import functools

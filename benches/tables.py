@@ -1,7 +1,7 @@
 """All tables for one kind of machine, in one file, and the pages of the manual that are made from it.
 
-    python benches/tables.py run cpu figures.json         every program and bench for the CPU; run nothing else
-    python benches/tables.py run cuda figures.json        those for an NVIDIA GPU, and for peers that are installed
+    python benches/tables.py run cpu figures.json         every program and bench for the CPU; let nothing else run
+    python benches/tables.py run cuda figures.json        the same for an NVIDIA GPU, with the peers that are installed
     python benches/tables.py run cuda figures.json --only "generate_gpu or bench_copy"
     python benches/tables.py write figures.json PAGE.md   put its tables into a page, or into several
 
@@ -65,7 +65,7 @@ PROGRAMS = {
         ("Chosen tokens, latent attention", ["chosen_gpu.py", "latent"], SMALL),
         ("Shared prefixes", ["stores_gpu.py", "prefix"], SMALL),
         ("Keys by channel", ["stores_gpu.py", "channels"], SMALL),
-        ("Turned keys", ["stores_gpu.py", "rotated"], SMALL),
+        ("Rotated keys", ["stores_gpu.py", "rotated"], SMALL),
         ("The same bits whatever the batch", ["invariant_gpu.py"], SMALL),
         ("What calls cost the host", ["host_time.py", "calls"], SMALL),
         ("What caches of transformers cost the host", ["host_time.py", "models"], SMALL),

@@ -1,4 +1,4 @@
-"""The smallest kernel there is, in a module of its own: the process that compiles for CUDA has to find it by name."""
+"""The smallest kernel, in its own module, so that the process that compiles for CUDA finds it by name."""
 
 import functools
 

@@ -7,7 +7,7 @@
 
 The prompt is read in one prefill. Then the text continues token by token, and in each layer that sees all tokens, a
 query reads only some of them. The cost of a method is the log-likelihood that the text loses. The table has the bytes
-that a token reads, of keys, values and what the method looks at, the loss in nats, and the median time.
+of keys, values and summaries that are read for a token, the loss in nats, and the median time.
 
 A method returns the tokens for each KV head; `KVCacheStore.attend(indices=)` reads only those rows, in place.
 """
@@ -104,7 +104,7 @@ class Memory:
 def log_likelihood(
     model: Model, memory: Memory, logits: np.ndarray, ids: list[int], position: int
 ) -> tuple[float, float, float]:
-    """(nats a token, KiB that a token reads, median milliseconds) of a text that goes on."""
+    """(nats per token, KiB that are read per token, median milliseconds) of a continued text."""
     memory.rows_read = 0
     nats, seconds = loss.log_likelihood(model, memory, logits, ids, position)
     read = memory.rows_read * model.head_dim * 2 / 1024
@@ -112,7 +112,7 @@ def log_likelihood(
 
 
 def measure(model: Model, excerpts: list[list[int]], prompt: int, counts: list[int]) -> list[tuple]:
-    """Rows of (way, tokens read, KiB read a token, nats a token lost, milliseconds), the first with all tokens read."""
+    """Rows of (way, tokens read, KiB read per token, nats lost per token, milliseconds); the first reads all tokens."""
     memory = Memory(model, max(map(len, excerpts)))
     found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for ids in excerpts:

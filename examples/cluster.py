@@ -1,11 +1,11 @@
-"""How long a decode step takes on a cluster that shares one KV cache, from link speed and memory speed.
+"""Predict how long a decode step takes on a cluster that shares one KV cache, from link speed and memory speed.
 
     python examples/cluster.py                                     # a table for known models, 2 to 64 ranks
     python examples/cluster.py --tokens 1000000 --batch 4 --link 50 --latency 15
     python examples/cluster.py --model Llama-3.1-70B --ranks 8 --trace step.json    # for chrome://tracing
 
-Split by tokens, each layer reads its share of the cache from memory and gathers small parts from all ranks. Split by
-heads, the cache sends nothing. The work of the model itself is left out: it is the same either way.
+If the cache is split by tokens, each rank reads its share of a layer from memory and gathers small partial results from
+all ranks. If it is split by heads, nothing is sent. The model's own work is left out, since it is the same either way.
 """
 
 import argparse

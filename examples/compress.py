@@ -154,7 +154,7 @@ class Memory:
 
 
 def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[float]) -> list[tuple]:
-    """Rows of (way, share, bytes kept, nats a token lost, milliseconds a token), the first with nothing dropped."""
+    """Rows of (way, share, bytes kept, nats lost per token, milliseconds per token); the first drops nothing."""
     memory = Memory(model, max(map(len, excerpts)))
     found: dict[tuple[str, float], list[tuple[int, float, float]]] = {}
     for ids in excerpts:

@@ -10,7 +10,8 @@ log-likelihood that the text loses. The table has the bytes of a token's keys an
 nats per token, and tokens per second: for the model, and for attention alone over a long cache (`--context` tokens of
 random numbers), which takes most of the time in longer texts.
 
-"_hadamard" rotates keys first. "_tokens" has keys by channel over groups of tokens, and the newest 32 to 64 in float16.
+"_hadamard" rotates keys before they are quantised. "_tokens" quantises keys by channel over groups of tokens, and keeps
+the newest 32 to 64 in float16.
 """
 
 import argparse
@@ -68,7 +69,7 @@ class Memory:
 
 
 def log_likelihood(model: Model, memory: Memory, ids: list[int]) -> tuple[float, float]:
-    """(nats a token, median seconds of a token) of a text, each token after those before it."""
+    """(nats per token, median seconds per token) of a text that is read token by token."""
     total, times = 0.0, []
     memory.store.reset()
     for position, (token, following) in enumerate(itertools.pairwise(ids)):
@@ -96,7 +97,7 @@ def long_cache(model: Model, context: int, name: str) -> tuple[int, float]:
 
 
 def measure(model: Model, excerpts: list[list[int]], names: list[str], context: int) -> list[tuple]:
-    """Rows of (format, bytes a token, nats a token lost, tokens/s of the model, tokens/s of attention)."""
+    """Rows of (format, bytes per token, nats lost per token, tokens/s of the model, tokens/s of attention)."""
     rows = []
     plain = None
     names = [PLAIN, *(name for name in names if name != PLAIN)]

@@ -41,7 +41,7 @@ def tiny_model():
 
 
 def generate(model, ids, cache, tokens):
-    """The new tokens, and the seconds they took."""
+    """The new tokens, and the seconds that they took."""
     start = time.perf_counter()
     out = model.generate(ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False)
     return out[0, ids.shape[1] :], time.perf_counter() - start

@@ -39,7 +39,7 @@ def excerpts(parser: argparse.ArgumentParser, given: argparse.Namespace, model: 
 def log_likelihood(
     model: Model, memory: Memory, logits: np.ndarray, ids: list[int], position: int
 ) -> tuple[float, float]:
-    """(nats a token, median seconds of a token) of a text that goes on, each token after those before it."""
+    """(nats per token, median seconds per token) of a text that is read token by token."""
     total, times = 0.0, []
     for i, token in enumerate(ids):
         row = logits.astype(np.float64)
@@ -66,7 +66,7 @@ def plot(path: Path, lines: Iterable[Line], xlabel: str, title: str, **axis: str
             axes.annotate(label, points[0], xytext=(4, 4), textcoords="offset points", fontsize=8)
         else:
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.set(xlabel=xlabel, ylabel="loss, nats a token", title=title, **axis)
+    axes.set(xlabel=xlabel, ylabel="loss, nats per token", title=title, **axis)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=120)

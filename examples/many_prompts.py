@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
 def together(
     model: Model, prompts: list[list[int]], pool: "tikv.PagedKVCacheStore", tokens: int, read: str
 ) -> list[list[int]]:
-    """Write on for all prompts in one pool, a token of each a step; each starts with the blocks it finds there."""
+    """Continue all prompts in one pool, one token of each per step; each starts with the blocks that it finds there."""
     choosers = [Chooser(prompt, no_repeat=5) for prompt in prompts]
     seqs, logits = [], []
     for prompt in prompts:
@@ -101,7 +101,7 @@ def together(
 
 
 def alone(model: Model, prompt: list[int], dtype: str, tokens: int, read: str) -> list[int]:
-    """Write on for one prompt in a pool of its own."""
+    """Continue one prompt in its own pool."""
     pool = pool_for(model, -(-(len(prompt) + tokens) // BLOCK), dtype, BLOCK)
     memory = PagedMemory(model, pool, [pool.add()], read)
     following = cached(model, prompt, memory, Chooser(prompt, no_repeat=5))
@@ -109,7 +109,7 @@ def alone(model: Model, prompt: list[int], dtype: str, tokens: int, read: str) -
 
 
 def main() -> int:
-    """Generate, show, compare. Exit status 1 where a text differs from the one that its prompt gives alone."""
+    """Generate, show and compare. The exit status is 1 if a text differs from what its prompt gives alone."""
     args = arguments()
     try:
         arch = tikv.init(arch=args.arch).arch

@@ -211,7 +211,7 @@ def stretches(ids: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Ten
 
 @torch.no_grad()
 def validation_loss(model: TorchModel, ids: torch.Tensor, context: int, batches: int, batch: int) -> float:
-    """Mean natural-log loss a token over evenly spread stretches of the files held out."""
+    """Mean loss in nats per token, over evenly spread stretches of the files that were held out."""
     starts = torch.linspace(0, len(ids) - context - 1, batches * batch).long()
     losses = []
     model.eval()

@@ -14,7 +14,7 @@ prompt, in alternation; the table has medians. The columns:
 
     first call     seconds of the first `generate`, compiling included
     prompt         milliseconds until the first token
-    a token        milliseconds of each token after that
+    a token        milliseconds of each token after the first
     peak           the most memory, without the model and what was in use before; on a CPU it is the memory of the
                    process, exact to a few megabytes, so small caches do not show
     cache          memory of keys, values and scales when the text is written
@@ -200,7 +200,7 @@ def same(text, other):
 
 
 def measure(model, ids, ways, tokens, rounds, say):
-    """A row for each way. Timed runs go by turns, so that all meet the same machine."""
+    """A row for each way. Timed runs alternate, so that all meet the same machine."""
     rows, texts, times = [], {}, {}
     memory = Memory(ids.is_cuda)
     for way in ways:

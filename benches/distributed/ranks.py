@@ -1,7 +1,7 @@
 """Caches over several GPUs: each result is checked against one store first, then timed.
 
     benches/distributed/gpus.sh              by torchrun, on two GPUs
-    benches/distributed/gpus.sh --small      on a laptop, with gloo: that it runs
+    benches/distributed/gpus.sh --small      on a laptop, with gloo, to see that it runs
 
 Each process takes the GPU of its local rank, by torch.cuda.set_device. Times are medians, of the slowest rank.
 """

@@ -1,6 +1,7 @@
 """Decode attention against torch's over the same memory: storage, head groups, rings, pages, one long sequence, int8.
 
-A rate is the bytes of K and V that a call reads over its time. Each result is checked first, on the first sequence.
+A rate is the bytes of K and V that a call reads, divided by its time. Each result is checked first, on the first
+sequence.
 """
 
 import math
@@ -138,7 +139,7 @@ def bench_attend_one_sequence(arch, rng, smoke, peer, group, timed):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dtype", ["int8"])
 def bench_attend_int8(arch, rng, smoke, peer, dtype, group, timed):
-    """int8 with its scales; compare the time a token with float16's."""
+    """int8 with its scales; compare the time per token with float16's."""
     measure(Work(arch, rng, smoke, dtype=dtype, width=128, group=group), peer, timed)
 
 

@@ -1,4 +1,4 @@
-"""Attention over codes of groups: in place, and by dequantising all of them for torch; own float16 beside them."""
+"""Attention over formats with groups, in place, beside dequantising everything for torch, and beside float16."""
 
 import numpy as np
 import oracle

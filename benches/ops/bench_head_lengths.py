@@ -1,8 +1,8 @@
 """Decode over KV heads of different lengths beside heads that all have the mean, and with the mass of each key.
 
-After a compaction by head to an average of half, heads hold from 10 to 90 %: attention reads as much as over even
-halves, and is to take no longer than 1.1 times as long. With the mass it is to take no longer than 1.5 times as long as
-without, for which it reads K once more.
+After a compaction that keeps half of the tokens on average, heads hold from 10 to 90 %. Attention reads as much as if
+each held half, and should take at most 1.1 times as long. With the mass of each key it reads K a second time, and
+should take at most 1.5 times as long as without.
 """
 
 import numpy as np

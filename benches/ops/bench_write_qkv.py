@@ -1,4 +1,4 @@
-"""The fused QKV write beside its steps: the transform of Q and of K, then the writes. 4 query heads a KV head."""
+"""The fused QKV write beside its steps: the transform of Q and of K, then the writes. 4 query heads per KV head."""
 
 import numpy as np
 import oracle

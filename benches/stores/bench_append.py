@@ -1,4 +1,4 @@
-"""Decode: one token. What is timed is the call: a token of 8 heads of 128 is 4 KiB in 16 bits."""
+"""An append of one token, as in decoding. Most of the time is the call: 8 heads of 128 are 4 KiB in 16 bits."""
 
 import numpy as np
 import oracle

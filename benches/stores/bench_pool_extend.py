@@ -1,4 +1,4 @@
-"""A decode step of several sequences over pages: what is timed is mostly the host's part of `extend`.
+"""A decode step of several sequences over pages. Most of the time is the host's part of `extend`.
 
 The caches are short and the heads few, so that the launches take little: checks, tables, plans and views are the rest.
 """

@@ -1,4 +1,4 @@
-"""A decode step of sequences that share what they begin with: the shared blocks read once, and by each alone."""
+"""A decode step of sequences that share a prefix: the shared blocks are read once, or once for each sequence."""
 
 import numpy as np
 import oracle

@@ -1,4 +1,4 @@
-"""Decode attention over stores of 4 bits: keys by channel, whose newest stay in float16, and groups along rows."""
+"""Decode attention over stores of 4 bits: keys by channel, with the newest in float16, or groups along rows."""
 
 import numpy as np
 import oracle
