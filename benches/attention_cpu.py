@@ -68,7 +68,7 @@ def host(rounds):
 
 def prompts(tokens, keys, rounds):
     """The newest of `keys` tokens attend, each under its causal mask, with 2 KV heads."""
-    print("| new tokens | query heads a KV head | dtype | torch ms | auto, times torch's speed | own kernel |")
+    print("| new tokens | query heads per KV head | dtype | torch ms | auto, times torch's speed | own kernel |")
     print("| ---: | ---: | --- | ---: | ---: | ---: |")
     for count in tokens:
         for group in (1, 4):

@@ -2,10 +2,10 @@
 
     python benches/flash_attention_3.py '[[1, 512, 8192, 4, 16]]'
 
-prints microseconds of each shape: sequences, new tokens and keys of each, query heads per KV head, and tokens of a page
-or 0. It has 8 KV heads of 128, float16, causal, at the fastest of a few numbers of splits. Two packages serve. The one
-for torch, `flash_attn_interface`, is timed as tikv is. The one for JAX, `flash_attn3_jax`, launches on a stream of its
-own, so calls in a row are timed.
+The command prints microseconds for each shape: sequences, new tokens of each, keys of each, query heads per KV head,
+and tokens of a page or 0. Attention is causal, in float16 with 8 KV heads of 128, at the fastest of a few numbers of
+splits. One of two packages is used. The one for torch, `flash_attn_interface`, is timed like tikv. The one for JAX,
+`flash_attn3_jax`, launches on its own stream, so consecutive calls are timed.
 """
 
 import functools
@@ -22,7 +22,7 @@ CALLS = 30  # in a row
 
 
 def times(shapes):
-    """Microseconds of each shape; or why there are none, for all of them."""
+    """Microseconds of each shape; or, for all of them, why they could not be measured."""
     if not any(importlib.util.find_spec(name) for name in PACKAGES):
         return ["not installed"] * len(shapes)
     from gpu import printed_by, reason

@@ -44,7 +44,7 @@ def calls(machine):
 
 
 def measured(small, setting):
-    """Print the microseconds of each call, or why there are none, as one line."""
+    """Print the microseconds of each call, or why it could not be measured, as one line."""
     machine, found = Machine(small, invariant=setting), []
     for name, call in calls(machine):
         try:

@@ -226,14 +226,14 @@ def prompts(new: Table) -> Panel:
 
 
 def shared(gpus: Table) -> Panel:
-    """Attention over one cache whose tokens are cut over two GPUs."""
+    """Attention over one cache whose tokens are split over two GPUs."""
     groups = []
     for name, row in SHARED:
         cells = gpus.row(*row)
         one, two = needed(cells["one H200"], unit="us"), needed(cells["two"], unit="us")
         bars = [Bar("tikv", two, one / two, "two GPUs"), Bar("tikv on one GPU", one, word="one GPU")]
         groups.append(Group(name, bars))
-    return Panel("decode attention, tokens cut over two H200", "microseconds; shorter is better", groups)
+    return Panel("decode attention, tokens split over two H200", "microseconds; shorter is better", groups)
 
 
 def about(performance: str) -> str:

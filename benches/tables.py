@@ -145,7 +145,7 @@ def begun(file: pathlib.Path, arch: str, small: bool) -> dict:
 
 
 def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
-    """The tables that a program prints, or a file of benches; and why there are none."""
+    """The tables that a program prints, or a file of benches; and why, if there is no table."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "bench.json"
         is_bench = "pytest" in command

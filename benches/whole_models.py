@@ -24,7 +24,7 @@ FIELDS = {
     "prompt_ms": ("prompt", False),
     "token_ms": ("each new token", True),
     "peak_mb": ("peak memory beyond the weights", True),
-    "cache_mb": ("of it the cache", False),
+    "cache_mb": ("the cache alone", False),
     "first_call_s": ("first call", False),
     "as_dynamic": ("tokens as with DynamicCache", True),
     "as_eager": ("as with torch's attention", True),

@@ -39,7 +39,7 @@ def cache_bytes(shape: Shape, tokens: int, batch: int, itemsize: int = 2) -> int
 
 
 def gathered_bytes(shape: Shape, ranks: int, batch: int, queries: int = 1) -> int:
-    """Bytes that a rank receives in a step with tokens cut: of each other rank a result and a log-sum-exp, float32."""
+    """Bytes that a rank receives per step, split by tokens: from each other rank a float32 result and log-sum-exp."""
     return 4 * (ranks - 1) * shape.layers * batch * shape.query_heads * queries * (shape.width + 1)
 
 
@@ -82,7 +82,7 @@ def table(tokens: int, batch: int, cluster: Cluster) -> str:
 
 
 def trace(shape: Shape, ranks: int, tokens: int, batch: int, cluster: Cluster) -> dict:
-    """A step of a simulated cluster, as a trace of Chrome's: a row a rank, in microseconds."""
+    """A step of a simulated cluster, as a trace for Chrome: one row per rank, in microseconds."""
     read, gather = (seconds / shape.layers for seconds in step_seconds(shape, ranks, tokens, batch, cluster))
     events = []
     for rank in range(ranks):

@@ -127,11 +127,11 @@ def main() -> int:
     prompt = model.tokenizer.encode(FILE_START + model.tokenizer.clean(args.prompt))
     capacity = len(prompt) + args.tokens
     ways: dict[str, Callable[[], list[int]]] = {
-        "tokens cut": lambda: written(model, prompt, SharedMemory(model, "tokens", capacity), args.tokens),
+        "split by tokens": lambda: written(model, prompt, SharedMemory(model, "tokens", capacity), args.tokens),
         "prefill in one process, decode in another": lambda: prefill_and_decode(model, prompt, args.tokens, rank),
     }
     if model.num_kv_heads % world == 0:
-        ways["heads cut"] = lambda: written(model, prompt, SharedMemory(model, "heads", capacity), args.tokens)
+        ways["split by heads"] = lambda: written(model, prompt, SharedMemory(model, "heads", capacity), args.tokens)
     alone = written(model, prompt, StoreMemory(model, capacity), args.tokens)
     if rank == 0:
         print(args.prompt + model.tokenizer.decode(alone))

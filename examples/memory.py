@@ -7,7 +7,7 @@ import tikv
 
 
 class NoMemory:
-    """Remembers nothing: a call attends over the rows that it gets, so every new token runs all earlier tokens again."""
+    """Remembers nothing: a call attends over the rows that it gets, so each token runs all earlier ones again."""
 
     def __init__(self, model: Model):
         self.windows = model.windows

@@ -23,25 +23,36 @@ HABITS = {
     r"\bby turns\b": "say: in alternation, or alternating",
     r"\bfor ever\b": "say: for good, or forever",
     r"\bother ones\b": "say: different ones",
-    r"\b(?:none|memory|array|buffer|one)s? of ours\b": "name it",
+    r"\b(?:none|memory|array|buffer|one|nothing)s? of ours\b": "name it",
     r"\bwho(?:ever)? (?:writes|reads|lacks)\b": "name the subject",
     r"(?:\bof(?: [\w`'-]+){1,3} ){3}of\b": "say it with fewer of",
+    r"\bof it (?:the|a)\b": "say: the ... in it",
+    r"\b[Tt]he next table (?:is|drops|are) (?!from\b)": "say: the next table shows",
+    r"\bnext to nothing\b": "say: almost no ...",
+    r"\bcomputing time\b": "say: CPU time",
+    r"\bcalls? in a row\b": "say: consecutive calls, or calls that follow each other",
+    r"\b[Hh]ow (?:time|it) is (?:taken|said)\b": "say: ... says how time is measured",
+    r"\bcalled? (?:anew|afresh)\b|\bbound anew\b|\bcompiled anew\b": "say: again",
+    r"\b(?:stands?|goes) by itself\b": "say: alone",
+    r"\bor as (?:transformers'|torch's)\b": "say: or the same as with ...",
 }
+LONGEST_HEADING = 80
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """The manual's pages, without the outputs that they show, and what the next release changes."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        if path.name != "families.md":  # a command writes its table
-            text = path.read_text(encoding="utf-8")
-            yield path.relative_to(ROOT).as_posix(), re.sub(r"^```text\n.*?^```", "", text, flags=re.M | re.S)
+    """The manual's pages, without what commands write into them, and what the next release changes."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = re.sub(r"^```text\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        text = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.S)
+        yield path.relative_to(ROOT).as_posix(), text.partition("| family | class |")[0]
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     yield "CHANGELOG.md", text.partition("\n## [")[2].partition("\n## [")[0]
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """What a caller may read of the library: all of its docstrings and texts."""
-    for path in sorted((ROOT / "tikv").rglob("*.py")):
+    """What a caller may read of the library, its benches and its examples: all docstrings and texts."""
+    folders = [ROOT / name for name in ("tikv", "benches", "examples")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         joined = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
         for node in ast.walk(tree):
@@ -66,6 +77,13 @@ def test_no_habit_makes_a_reader_stop(texts):
     assert habits_of(texts()) == []
 
 
+def test_a_heading_is_one_short_line():
+    """A heading that was joined with the paragraph below it is found by its length."""
+    headings = [(where, line) for where, text in pages() for line in re.findall(r"^#+ .*", text, flags=re.M)]
+    assert len(headings) > 100
+    assert [found for found in headings if len(found[1]) > LONGEST_HEADING] == []
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -74,6 +92,8 @@ def test_no_habit_makes_a_reader_stop(texts):
         "the dtype of the rows of a store of the layers of the model", "Give one a layer.",
         "nats a token", "turned keys", "a sequence that there is not",
         "By that name, queries see all", "to see what lies where", "with tokens cut",
+        "The next table is decode attention", "the computing time of a thread", "arithmetic that is next to nothing",
+        "in calls in a row", "How time is taken is said in gpu.py", "a kernel is compiled anew", "of it the cache",
     ],
 )  # fmt: skip
 def test_a_habit_is_found(text):

@@ -39,10 +39,10 @@ def main():
     torch.manual_seed(0)
     for shard in ("heads", "tokens"):
         check(shard, device, rank, world)
-    say(rank, f"equal to one store: heads cut, tokens cut, {world} ranks, {dist.get_backend()}")
+    say(rank, f"equal to one store: split by heads, split by tokens, {world} ranks, {dist.get_backend()}")
     if cuda:
         check_captured(device, world)
-        say(rank, "equal to one store: tokens cut, captured in a CUDA graph")
+        say(rank, "equal to one store: split by tokens, captured in a CUDA graph")
     for batch, tokens in ((1, 2048), (4, 128)) if small else ((1, 524288), (32, 8192)):
         time_attention(batch, tokens, device, cuda)
     time_transfer(256 if small else 32768, 2 if small else 32, device, rank)

@@ -197,7 +197,7 @@ class AttentionLaunches(Plan):
             super().prepare(arrays)
 
     def _find_scratch(self) -> None:
-        """The memory that the launches share with others; where that has grown they are bound anew."""
+        """The memory that the launches share with others; where that has grown they are bound again."""
         memory = scratch_of(self.live, self.scratch.nbytes)
         if memory is not self.memory:
             self.memory, self.launches, self.first_valid = memory, None, 0
