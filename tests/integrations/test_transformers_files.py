@@ -39,6 +39,7 @@ def read(model, cache, *parts):
         return torch.cat([model(part, **given(cache)).logits for part in parts], 1)
 
 
+OF_KEYS = {"dtype": tikv.Quant(4, 32, "tokens", 40), "v_dtype": "int8"}
 CASES = {
     "full": ("Llama", {}, {}),
     "with a limit": ("Llama", {}, {"max_cache_len": 64}),
@@ -47,6 +48,8 @@ CASES = {
     "groups": ("Llama", {"head_dim": 32}, {"dtype": tikv.Quant(4, 32), "v_dtype": "q8_0"}),
     "turned keys": ("Llama", {"head_dim": 32}, {"dtype": tikv.Quant(4, 32, rotate="hadamard", seed=3)}),
     "4-bit floats": ("Llama", {"head_dim": 32}, {"dtype": "nvfp4", "k_scale": 0.5, "v_scale": 0.25}),
+    "groups along tokens": ("Llama", {"head_dim": 32}, {"dtype": tikv.Quant(4, 32, "tokens", 32)}),
+    "groups along tokens of a sliding layer": ("Gemma3", {**HYBRID, "head_dim": 32}, OF_KEYS),
     "narrower values": ("Llama", {}, {"v_dtype": "float16"}),
     "a sliding layer": ("Gemma3", HYBRID, {"dtype": "int8"}),
     "a stream": ("Llama", {}, {"window": 7, "sinks": 2}),

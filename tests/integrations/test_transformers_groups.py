@@ -16,6 +16,7 @@ import tikv  # noqa: E402
 from tikv import reference  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 from tikv.integrations.transformers import room as rooms  # noqa: E402
+from tikv.stores import files  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 
@@ -153,6 +154,58 @@ def test_beams_and_assisted_decoding(arch, rng):
         assert torch.equal(found[:, :80], alone[:, :80])
 
 
+@pytest.mark.parametrize("values", [None, "int8"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_cache_goes_on(arch, rng, tmp_path, values, dtype):
+    """Full and sliding layers, after a window let go of groups and after a crop to whole groups: every bit."""
+    of_model, path = config(), tmp_path / "text.safetensors"
+    cache = TikvCache(of_model, dtype=QUANT, v_dtype=values)
+    for tokens in (3, 97, -68, 149):
+        if tokens < 0:
+            cache.crop(tokens)
+        for layer in range(2) if tokens > 0 else ():
+            cache.update(*rows(rng, tokens, dtype), layer)
+        cache.save(path)
+        found = TikvCache.load(path, of_model)
+        assert repr(found) == repr(cache)
+        more = [rows(rng, 70, dtype) for _ in range(2)]
+        for a, b, (k, v) in zip(found.layers, copy.deepcopy(cache).layers, more, strict=True):
+            assert (a.get_seq_length(), a.store.quantised) == (b.get_seq_length(), b.store.quantised)
+            for new in ([], [k[:, :, :1], v[:, :, :1]], [k[:, :, 1:], v[:, :, 1:]]):
+                if new:
+                    a.update(*new)
+                    b.update(*new)
+                assert torch.equal(a.keys, b.keys)
+                assert torch.equal(a.values, b.values)
+        cache = TikvCache.load(path, of_model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, made: layer.update(coded=33),
+        lambda layer, made: layer.update(coded=0),
+        lambda layer, made: layer.update(length=101),
+        lambda layer, made: layer.update(capacity=2**50),
+        lambda layer, made: layer["form"].update(head_dim=2**40),
+        lambda layer, made: layer["form"].pop("head_dim_v"),
+        lambda layer, made: made["dtype"].update(residual=0),
+        lambda layer, made: made["dtype"].update(axis="head_dim"),
+        lambda layer, made: made["dtype"].update(speed=1),
+    ],
+)
+def test_a_file_that_lies_is_refused(arch, rng, tmp_path, change):
+    cache, path = TikvCache(config(), dtype=QUANT), tmp_path / "text.safetensors"
+    for layer in range(2):
+        cache.update(*rows(rng, 100, torch.float32), layer)
+    cache.save(path)
+    tensors, facts = files.read(path, "TikvCache", "test")
+    change(facts["parts"]["layers"][1], facts["made"])
+    files.write(path, "TikvCache", tensors, facts, "test")
+    with pytest.raises(tikv.CacheFileError, match=r"TikvCache\.load"):
+        TikvCache.load(path, config())
+
+
 def test_what_is_refused(arch, tmp_path):
     for more, match in (
         ({"window": 40}, "overwrites single tokens"),
@@ -169,8 +222,6 @@ def test_what_is_refused(arch, tmp_path):
     k, v = rows(np.random.default_rng(0), 100, torch.float32)
     for layer in range(2):
         cache.update(k, v, layer)
-    with pytest.raises(tikv.OptionError, match="not saved"):
-        cache.save(tmp_path / "cache.safetensors")
     with pytest.raises(tikv.OptionError, match="separate keys that share scales"):
         cache.layers[1].compact([[0]])
     with pytest.raises(tikv.PositionError, match="for whole groups"):

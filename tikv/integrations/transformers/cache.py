@@ -7,6 +7,7 @@ import inspect
 import operator
 import os
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -311,7 +312,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._limit = limit
         self._made = {
             "max_cache_len": limit,
-            "dtype": None if storage.k is None else str(storage.k),
+            "dtype": asdict(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
             "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
             "k_scale": None if k_scale is None else np.asarray(k_scale, np.float64).tolist(),
             "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),

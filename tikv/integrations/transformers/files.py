@@ -14,6 +14,7 @@ import torch
 
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
+from tikv.formats import Quant
 from tikv.integrations.transformers import shim
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
@@ -75,20 +76,21 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
             f"{operation}: layer {index} keeps {beside}, not saved. Keep the cache by copy.deepcopy(), or read the "
             f"prompt again."
         )
-    if isinstance(layer, GroupsLayer):
-        raise OptionError(
-            f"{operation}: layer {index} has groups along tokens, which are not saved. Keep the cache by "
-            f"copy.deepcopy(), or read the prompt again."
-        )
     if isinstance(layer, SlidingRing):
         layer._put_in_order()
-    store = layer.store
+    store: Any = layer.store
     if store is None:
         return {"kind": _kind_of(layer)}
+    sizes, more = {"num_kv_heads": layer.num_heads, "batch_size": layer.batch_size}, dict[str, Any]()
+    if isinstance(layer, GroupsLayer):  # its formats are those of the cache
+        form, more = dict(zip(("head_dim", "head_dim_v"), store.rows.widths, strict=True)), {"coded": store.quantised}
+    else:
+        form = store.rows.arguments()
     return {
         "kind": _kind_of(layer),
-        "form": {**store.rows.arguments(), "num_kv_heads": layer.num_heads, "batch_size": layer.batch_size},
-        "capacity": store.capacity,
+        "form": {**form, **sizes},
+        "capacity": max(store.capacity, store.length),
+        **more,
         "dtype": str(layer.dtype).removeprefix("torch."),
         "device": layer.device.type,
         "length": store.length,
@@ -128,8 +130,9 @@ class Loaded:
             for part, layers in parts_of(self.cache).items():
                 for i, (layer, said) in enumerate(zip(layers, metadata["parts"][part], strict=True)):
                     if said is not None and "form" in said:
-                        names = [name for name, _, _ in files.storage(said["form"])]
-                        _restore(layer, said, {name: tensors[f"{part}.{i}.{name}"] for name in names}, device)
+                        start = f"{part}.{i}."
+                        arrays = {name.removeprefix(start): a for name, a in tensors.items() if name.startswith(start)}
+                        _restore(layer, said, arrays, device)
             if metadata["updated"] is not None:
                 self.cache.is_updated = {i: bool(x) for i, x in enumerate(metadata["updated"])}
         return self.cache
@@ -145,7 +148,9 @@ class Loaded:
                     f"the model that it was saved of."
                 )
         try:
-            self.cache = self._make(self._config, **metadata["made"])
+            made = metadata["made"]
+            quant = made["dtype"]
+            self.cache = self._make(self._config, **made | {"dtype": Quant(**quant) if type(quant) is dict else quant})
         except TikvError as error:
             raise ValueError(f"no cache is made so: {error}") from error
         parts = parts_of(self.cache)
@@ -190,6 +195,8 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
     for key in ("written_once", "record_past"):
         if type(said[key]) is not bool:
             raise ValueError(f"{key} is {said[key]!r}")
+    if isinstance(layer, GroupsLayer):
+        return _check_groups(layer, said, name, entries)
     names, nbytes = set(), 0
     for part, width, dtype in files.storage(form):
         files.require_entry(entries, f"{name}.{part}", (batch, heads, counts["length"], *width), dtype)
@@ -202,14 +209,31 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
     return names, nbytes
 
 
+def _check_groups(
+    layer: GroupsLayer, said: dict[str, Any], name: str, entries: dict[str, Entry]
+) -> tuple[set[str], int]:
+    """`_check_layer` of groups along tokens."""
+    widths = {key: files.integer(said["form"][key], key, low=1) for key in ("head_dim", "head_dim_v")}
+    batch, heads = said["form"]["batch_size"], said["form"]["num_kv_heads"]
+    form = layer.form_of("TikvCache.load", heads, said["dtype"], **widths)
+    length, coded = said["length"], files.integer(said["coded"], "coded")
+    most = form.quant.residual + form.quant.group
+    if coded % form.quant.group or not 0 <= length - coded <= most:
+        raise ValueError(f"{name} has {length} tokens, {coded} of them codes")
+    found = form.filled((batch, heads), length - coded, coded)
+    for part, (shape, dtype) in found.items():
+        files.require_entry(entries, f"{name}.{part}", shape, dtype.numpy)
+    return {f"{name}.{part}" for part in found}, int(batch * heads * (said["capacity"] + most) * form.slot_bytes)
+
+
 def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: Any) -> None:
     """Let an empty layer be as the one that was saved."""
-    place = torch.device(said["device"] if device is None else device)
+    place, layer.dtype = torch.device(said["device"] if device is None else device), dtypes.to_torch(said["dtype"])
     with share_memory_with(place):
         layer.store = layer._new_store(capacity=said["capacity"], **said["form"])
-    layer.store.from_host(arrays, **{key: said[key] for key in ("length", "origin", "whole_from")})
-    layer.dtype = dtypes.to_torch(said["dtype"])
-    layer.device = layer.store.keys.torch().device
+    counts = "coded" if isinstance(layer, GroupsLayer) else "whole_from"
+    layer.store.from_host(arrays, **{key: said[key] for key in ("length", "origin", counts)})
+    layer.device = layer._device_of(layer.store)
     layer.is_initialized = True
     layer._attach()
     layer.record_past, layer._settled = said["record_past"], said["settled"]

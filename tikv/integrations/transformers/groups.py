@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import dtypes
+from tikv.arrays import runtime_of
 from tikv.errors import OptionError
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.slots import CacheSlots
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.growing_groups import GrowingGroups
+from tikv.stores.layers.token_group_form import TokenGroupForm
 
 
 class GroupsLayer(TikvLayer):
@@ -22,10 +24,20 @@ class GroupsLayer(TikvLayer):
 
     def _new_store(self, **form: Any) -> Any:
         for name in ("k_scale", "v_scale", "dtype"):
-            form.pop(name)
-        form["v_dtype"] = None if self.storage.v is None or self.storage.v is self.storage.k else self.storage.v
+            form.pop(name, None)
+        form["v_dtype"] = self._v_dtype
         quant: Any = self.storage.quant
         return GrowingGroups(quant=quant, row_dtype=dtypes.parse(self.dtype, self._name), **form)
+
+    @property
+    def _v_dtype(self) -> Any:
+        """What values become: None for codes as those of keys."""
+        return None if self.storage.v is self.storage.k else self.storage.v
+
+    def form_of(self, operation: str, num_kv_heads: int, dtype: str, **widths: int) -> TokenGroupForm:
+        """How a layer of these heads and of a model's dtype keeps its rows."""
+        rows = {"dtype": self.storage.quant, "v_dtype": self._v_dtype, **widths}
+        return TokenGroupForm.checked(operation, runtime_of(), num_kv_heads, rows, dtype)
 
     def _attach(self) -> None:
         """Take over what follows from the memory and its room; others read none of it."""
@@ -40,6 +52,9 @@ class GroupsLayer(TikvLayer):
         self._scales: list[Any] = []
         self._as_stored = self._whole = False
         self._bound = self._bound_of(store)
+
+    def _device_of(self, store: Any) -> Any:
+        return store.newest_keys.torch().device
 
     def _is_memory(self, tensor: Any) -> bool:
         return False

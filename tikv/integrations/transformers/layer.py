@@ -534,6 +534,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         memo[id(self)] = found
         return found
 
+    def _device_of(self, store: Any) -> Any:
+        """Where torch sees the memory of a store."""
+        return store.keys.torch().device
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError(
             f"{self._name}: a cache is not pickled, nor copied by copy.copy(), which would share its memory. Use "

@@ -16,7 +16,6 @@ from tikv.stores.files.tensor_file import Entry
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
-from tikv.stores.row_format import ROWS
 
 KIND, OPERATION = "KVCacheStore of groups along tokens", "KVCacheStore"
 NOT_PLACED: Mapping[str, Any] = {}
@@ -56,7 +55,7 @@ def write(
     tensors = {
         f"layers.{i}.{name}": a
         for i, layer in enumerate(layers)
-        for name, a in zip(_names(form), layer.arrays, strict=True)
+        for name, a in zip(form.names_of_arrays, layer.arrays, strict=True)
     }
     meta: dict[str, Any] = {"form": arguments, "quant": asdict(form.quant)}
     meta["counts"] = [[layer.counts.length, layer.oldest, layer.coded] for layer in layers]
@@ -76,10 +75,9 @@ def read(
         for layer, numbers in zip(layers, histories.told(meta, config.num_layers), strict=True):
             layer.counts.history = histories.read(layer.counts.index, numbers, tensors)
     slots = sum(min(layer.slots, config.capacity) + _slots(config, form) for layer in config.counts())
-    row = form.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in form.newest_rows)
-    files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * row), operation)
+    files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * form.slot_bytes), operation)
     return config, [
-        layer._replace(arrays=[tensors[f"layers.{i}.{name}"] for name in _names(form)])
+        layer._replace(arrays=[tensors[f"layers.{i}.{name}"] for name in form.names_of_arrays])
         for i, layer in enumerate(layers)
     ]
 
@@ -95,10 +93,6 @@ def _form_of(
         files.integer(form[name], name, low=1)
     config = StoreConfig.checked(OPERATION, **form, **placed, dtype=quant)
     return config, TokenGroupForm.checked(OPERATION, live, config.num_kv_heads, config.rows)
-
-
-def _names(form: TokenGroupForm) -> list[str]:
-    return [*ROWS, *form.codes.arrays()]
 
 
 def _slots(config: StoreConfig, form: TokenGroupForm) -> int:
@@ -137,15 +131,10 @@ def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry
     """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
     files.integer(meta["form"]["num_layers"], "num_layers", low=1, high=len(entries))
     config, form = _form_of(meta, live)
-    lead, arrays = (config.batch_size, config.num_kv_heads), form.codes.arrays()
+    lead = config.batch_size, config.num_kv_heads
     told = histories.told(meta, config.num_layers)
     for layer, numbers in zip(_layers(meta, config, form), told, strict=True):
         histories.check(numbers, layer.counts, lead, entries)
-        name = f"layers.{layer.counts.index}"
-        for what, row in zip(ROWS, form.newest_rows, strict=True):
-            shape = (*lead, min(layer.counts.length, _slots(config, form)), row.width)
-            files.require_entry(entries, f"{name}.{what}", shape, row.stored.numpy)
-        room = room_of(layer.counts, form.quant)
-        for what, (row_shape, dtype, tokens) in arrays.items():
-            filled = min(layer.coded, room) // tokens
-            files.require_entry(entries, f"{name}.{what}", (*lead, filled, *row_shape), dtype.numpy)
+        newest, room = min(layer.counts.length, _slots(config, form)), room_of(layer.counts, form.quant)
+        for name, (shape, dtype) in form.filled(lead, newest, min(layer.coded, room)).items():
+            files.require_entry(entries, f"layers.{layer.counts.index}.{name}", shape, dtype.numpy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,10 +131,16 @@ def hold_only(
     operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, choice: GroupChoice, copied: Copied
 ) -> None:
     """Let a layer be one to which only what it keeps ever came."""
-    memory, ring = newest.memory, newest.counts[counts.index]
+    memory = newest.memory
     codes.hold_only(copied.codes, choice.groups.shape[-1], memory)
-    memory.recount(ring, choice.fixed, None, choice.fixed)
-    if copied.rows:
-        newest.append(operation, ring.index, Views(copied.rows), "head_major")
-    ring.newest = 0
+    put_newest(operation, newest, counts.index, choice.fixed, copied.rows)
     memory.recount(counts, choice.left.tokens, choice.left, choice.oldest)
+
+
+def put_newest(operation: str, newest: ContiguousLayers, layer: int, fixed: int, rows: Sequence[ArrayView]) -> None:
+    """Let K and V (batch, heads, n, width), or none, be the newest tokens of a layer, behind so many others."""
+    ring = newest.counts[layer]
+    newest.memory.recount(ring, fixed, None, fixed)
+    if rows:
+        newest.append(operation, layer, Views(rows), "head_major")
+    ring.newest = 0

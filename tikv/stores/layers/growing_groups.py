@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, runtime_of, view_all
+from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device, view_all
 from tikv.dtypes import DType
 from tikv.errors import PositionError
 from tikv.formats import Quant
@@ -20,6 +20,7 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.channel_codes import ChannelCodes
+from tikv.stores.layers.group_compaction import put_newest
 from tikv.stores.layers.growing import AppendAlike, takes_nothing
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import room_of
@@ -189,6 +190,35 @@ class GrowingGroups(runtime.NotCopied):
         require_alive(self.runtime, operation)
         with self._layers.lock:
             move(operation, index)
+
+    @property
+    def newest_keys(self) -> CacheArray:
+        """The memory of the newest keys."""
+        return CacheArray(self._layers.newest.counts[0].k, self.runtime)
+
+    def to_host(self) -> dict[str, Host]:
+        """Copies of the newest tokens in temporal order, and of the codes, by the names that files have."""
+        operation, layers, codes, live = "TikvCache.save", self._layers, self._codes, self.runtime
+        require_alive(live, operation)
+        ring, lead = layers.newest.counts[0], (self.batch_size, layers.config.num_kv_heads)
+        count = ring.length - codes.tokens
+        rows = [new_array((*lead, count, row.width), row.stored, live) for row in layers.form.newest_rows]
+        layers.memory.gather(operation, ring, rows, tokens=count, position=codes.tokens, at=0)
+        found = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
+        return dict(zip(layers.form.names_of_arrays, found, strict=True))
+
+    def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, coded: int) -> None:
+        """Hold what `to_host` of a layer of this form gave, and count as it did."""
+        layers, codes, counts = self._layers, self._codes, self._layers.counts[0]
+        found = [arrays[name] for name in layers.form.names_of_arrays]
+        if codes.room < coded:
+            codes.hold(codes.like(self.batch_size, coded))
+        codes.take_over(coded, found[2:])
+        rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in found[:2]] if length > coded else []
+        put_newest("TikvCache.load", layers.newest, 0, coded, rows)
+        layers.memory.recount(counts, length, None)
+        counts.slots = max(counts.slots, length)
+        codes.dropped, self._before = 0, origin
 
     def twin(self, make: Any = None) -> GrowingGroups:
         """A copy of this layer in memory of its own, from which it can continue on its own."""

@@ -11,7 +11,7 @@ from tikv.dtypes import DType
 from tikv.errors import OptionError
 from tikv.formats import GroupFormat, Quant, parse_format
 from tikv.stores.layers.counts import Layer
-from tikv.stores.row_format import RowFormat, RowFormats
+from tikv.stores.row_format import ROWS, RowFormat, RowFormats
 
 
 class CodeForm(NamedTuple):
@@ -74,6 +74,24 @@ class TokenGroupForm(NamedTuple):
         """How rows of K and of V are stored among the newest tokens."""
         k, v = self.said.both
         return RowFormat(self.newest["dtype"], k.width), RowFormat(self.newest["v_dtype"], v.width)
+
+    @property
+    def names_of_arrays(self) -> list[str]:
+        """Of the newest tokens and of the codes, as files have them."""
+        return [*ROWS, *self.codes.arrays()]
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of a token of a head, as codes and among the newest."""
+        return self.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in self.newest_rows)
+
+    def filled(self, lead: tuple[int, int], newest: int, coded: int) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """By the names of arrays the shape (*lead, ...) that so many newest tokens and codes have, and the dtype."""
+        found: dict[str, tuple[tuple[int, ...], DType]]
+        found = {name: ((newest, row.width), row.stored) for name, row in zip(ROWS, self.newest_rows, strict=True)}
+        codes = self.codes.arrays().items()
+        found |= {name: ((coded // tokens, *row), dtype) for name, (row, dtype, tokens) in codes}
+        return {name: ((*lead, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def names(self, block_size: int) -> dict[str, tuple[tuple[int, ...], DType]]:
         """The arrays of codes by name, with the shape of a block of so many tokens, those first, and the dtype."""
