@@ -68,10 +68,22 @@ def merged(q, k, v):
 
 
 def flash(q, k, v):
-    return flash_attn.flash_attn_with_kvcache(q[None], k[None].clone(), v[None].clone(), causal=True)
+    return flash_attn.flash_attn_with_kvcache(q[None], k[None], v[None], cache_seqlens=torch.tensor([3]), causal=True)
 
 
-EACH = [store, store_with_lse, store_into, extended, extended_before, pool, extended_pool, cached, paged, merged]
+def flash_of_new_rows(q, k, v):
+    caches = torch.zeros(2, 1, 4, 2, 8)
+    start = torch.zeros(1, dtype=torch.int32)
+    return flash_attn.flash_attn_with_kvcache(q[None], *caches, k[None], v[None], cache_seqlens=start)
+
+
+def flashinfer_merged(q, k, v):
+    lse = torch.zeros(3, 2)
+    return flashinfer.merge_state(q, lse, flashinfer.merge_state(k, lse, v, lse)[0], lse)[0]
+
+
+STORES = [store, store_with_lse, store_into, extended, extended_before, pool, extended_pool]
+EACH = [*STORES, cached, paged, merged, flash, flash_of_new_rows, flashinfer_merged]
 
 
 def tensors(trained):

@@ -508,7 +508,7 @@ def test_too_many_tokens_are_written_nowhere(indexer_first, arch):
 
 
 def test_keys_that_an_indexer_numbers_stay_together(arch):
-    """After a compaction, or with keys of another number, the numbers that an indexer chooses would be of other rows."""
+    """After a compaction, or with keys of another number, the numbers that an indexer chooses are of other rows."""
     layer = IndexedLayer(0, None, None, None, types.SimpleNamespace(_attn_implementation="eager"))
     k, v, x = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 4), torch.randn(1, 3, 5)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks, paged
@@ -213,10 +213,10 @@ def batch_decode_with_paged_kv_cache(
     to = _heads_first(view(out, "out", operation))
     if not return_lse:
         call.attend(None, Results(to))
-        return handed_over(out)
+        return refuse_backward(handed_over(out), q, k_pool, v_pool)
     lse = new_like(q, asked.shape[:-1], dtypes.float32, call.plan.live)
     call.attend(None, Results(to, True, _heads_first(view(lse, "lse", operation), asked.ndim - 1)))
-    return handed_over(out), handed_over(lse)
+    return refuse_backward((handed_over(out), handed_over(lse)), q, k_pool, v_pool)
 
 
 def _seen(causal: bool, window_left: int, queries: int, capacity: int) -> dict[str, Any]:
@@ -447,7 +447,9 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
 
 
 def _merged(operation: str, *states: Any) -> tuple[Any, Any]:
-    return merge_into(operation, states, True, None, None)
+    merged = merge_into(operation, states, True, None, None)
+    refuse_backward(merged, *states)
+    return merged
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
@@ -552,4 +554,5 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     to = to.restrided((tokens, heads, 1, width), (*to.strides[:2], 0, 1))
     to_lse = to_lse.restrided((tokens, heads, 1), (*to_lse.strides, 0))
     merge_parts(operation, seen, to, to_lse, base2=True)
+    refuse_backward((out, out_lse), s)
     return out, out_lse

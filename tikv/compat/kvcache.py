@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
 from tikv.compat.ragged_rows import RaggedRows, place
@@ -124,7 +124,9 @@ class CacheCall:
         if self.write is not None:
             self.write.run()
         self.attention.run()
-        out, lse = handed_over(self.out), handed_over(self.lse)
+        q, k_cache, v_cache, k, v, qv = self.given[1:7]
+        results = handed_over(self.out), handed_over(self.lse)
+        out, lse = refuse_backward(results, q, k_cache, v_cache, k, v, qv)
         library = library_of(out)
         if self.views["q"].dtype in dtypes.FLOATS8:
             out = out.astype(dtypes.bfloat16.numpy) if library is np else out.bfloat16()
