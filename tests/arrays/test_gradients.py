@@ -145,3 +145,15 @@ def test_what_is_made_of_queries_alone(arch):
         with pytest.raises(tikv.OptionError, match="gradients do not flow"):
             found.sum().backward()
     assert not tikv.select(scores, 1, page=2).requires_grad
+
+
+def test_a_step_whose_memory_stays(arch):
+    q, k, v = (a[:1] for a in tensors("kv"))
+    found = tikv.KVCacheStore(**FORM, capacity=8)
+    step = tikv.compile_step(found, layers=0)
+    assert not step.run(k.detach(), v.detach(), q).requires_grad
+    got = step.run(k, v, q)
+    with pytest.raises(tikv.OptionError, match="gradients do not flow"):
+        (got.sum() + k.sum()).backward()
+    with torch.no_grad():
+        assert not step.run(k, v, q).requires_grad

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, to_device, view, write_host
+from tikv.arrays import (
+    ArrayView,
+    CacheArray,
+    describe,
+    is_followed,
+    refuse_backward,
+    to_device,
+    view,
+    write_host,
+)
 from tikv.errors import OptionError
 from tikv.graphs.calls import GraphCall
 from tikv.graphs.graph import Graph, choose_backend
@@ -163,8 +172,13 @@ class Step(runtime.NotCopied):
             ShapeError, DTypeError, StaleRuntimeError: as `KVCacheStore.append` and `KVCacheStore.attend`.
             ArchError: a CUDA graph is being captured, and no `prepare` or run came before it.
         """
-        with self.store.lock:
-            return self._run("Step.run", k, v, q)
+        store = self.store
+        with store.lock:
+            found = self._run("Step.run", k, v, q)
+            store._followed |= is_followed(k, v)
+        if store._followed or is_followed(q):
+            return _refusing(found, (q, k, v), store._followed)
+        return found
 
     def prepare(self, k: Any, v: Any, q: Any = None) -> None:
         """Do all that `run` does but launch and count: what a CUDA graph needs before it captures a run.
@@ -225,3 +239,10 @@ class Step(runtime.NotCopied):
     def __repr__(self) -> str:
         what = "all layers" if self._stacked else f"layer {self._layers[0]}"
         return f"Step({what} of {self.store!r}; {self.graph.backend})"
+
+
+def _refusing(found: Any, inputs: tuple[Any, ...], followed: bool) -> Any:
+    """`refuse_backward` of a step's results, which are seen anew: later runs may write them without gradients."""
+    if isinstance(found, (list, tuple)):
+        return type(found)([_refusing(a, inputs, followed) for a in found])
+    return refuse_backward(found.detach() if hasattr(found, "detach") else found, *inputs, followed=followed)
