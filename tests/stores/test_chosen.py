@@ -70,6 +70,22 @@ def test_layers_of_a_store(arch, rng, dtype, v_dtype, window):
         close(store.attend(0, oracle.place(q, arch), return_mass=True, **options), [expected[0], expected[2]])
 
 
+@pytest.mark.full(unless=lambda case: case["dtype"] == "quant4_64")
+@pytest.mark.parametrize("dtype", ["int8", "quant4_64", "q8_0", "mxfp4"])
+def test_tokens_as_many_as_neighbours_in_another_order(arch, rng, dtype):
+    """From the first to the last of them are as many as are chosen, and still each has the scales of its own row."""
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "capacity": 30}
+    store = tikv.KVCacheStore(**form, dtype=tikv.Quant(bits=4, group=64) if dtype == "quant4_64" else dtype)
+    k, v = rng.standard_normal((2, 1, 9, HEADS, WIDTH)).astype(np.float32) * 2.0 ** np.arange(9)[:, None, None] / 16
+    store.append(0, *(oracle.place(a.astype(np.float32), arch) for a in (k, v)))
+    k, v = (oracle.to_numpy(a).astype(np.float32).swapaxes(1, 2) for a in store.tokens(0))
+    q = rng.standard_normal((1, 1, HEADS * GROUP, WIDTH)).astype(np.float32) / 16
+    for chosen in ([0, 3, 1, 2, 4], [4, 6, 5, 7]):
+        chosen = np.array([[chosen]])
+        got = store.attend(0, oracle.place(q, arch), indices=oracle.place(chosen, arch), return_lse=True)
+        close(got, want(q, k, v, chosen, lambda t: range(9))[:2])
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_layer_whose_heads_hold_different_tokens(arch, rng, by_head):
     """Indices count what a compaction left of a head."""

@@ -365,7 +365,7 @@ def make_take_scores(uid, c):
     def take(k: FLOATS, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
         begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
         together = 0
-        if ti.static(c.place != "table"):
+        if ti.static(c.place != "table" and not c.chosen):
             together = ti.select(end - begin == n - 1, ti.min(n, CHUNK), 0)
         at, behind = before(begin + first, CHUNK), before(to, ROW)
         for j in range(together):
