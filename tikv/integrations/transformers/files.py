@@ -89,7 +89,7 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
     return {
         "kind": _kind_of(layer),
         "form": {**form, **sizes},
-        "capacity": max(store.capacity, store.length),
+        "capacity": store.capacity,
         **more,
         "dtype": str(layer.dtype).removeprefix("torch."),
         "device": layer.device.type,
@@ -186,8 +186,9 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
     batch, heads = (files.integer(form[key], key, low=1) for key in ("batch_size", "num_kv_heads"))
     capacity = files.integer(said["capacity"], "capacity", low=1)
     counts = {key: files.integer(said[key], key) for key in COUNTS}
-    if counts["length"] > capacity or counts["settled"] > counts["origin"] + counts["length"]:
-        raise ValueError(f"{name} has {counts['length']} tokens in {capacity} slots, {counts}")
+    slots = max(capacity, counts["length"]) if isinstance(layer, GroupsLayer) else capacity  # as `make_room` has it
+    if counts["length"] > slots or counts["settled"] > counts["origin"] + counts["length"]:
+        raise ValueError(f"{name} has {counts['length']} tokens in {slots} slots, {counts}")
     if hasattr(layer, "_oldest") and not layer.sinks <= counts["oldest"] < layer.window:
         raise ValueError(f"{name} has its oldest token in slot {counts['oldest']}")
     if said["dtype"] not in ("float32", "float16", "bfloat16", "float64"):
@@ -223,7 +224,9 @@ def _check_groups(
     found = form.filled((batch, heads), length - coded, coded)
     for part, (shape, dtype) in found.items():
         files.require_entry(entries, f"{name}.{part}", shape, dtype.numpy)
-    return {f"{name}.{part}" for part in found}, int(batch * heads * (said["capacity"] + most) * form.slot_bytes)
+    return {f"{name}.{part}" for part in found}, int(
+        batch * heads * (max(said["capacity"], length) + most) * form.slot_bytes
+    )
 
 
 def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: Any) -> None:
