@@ -28,6 +28,7 @@ HABITS = {
     r"(?:\bof(?: [\w`'-]+){1,3} ){3}of\b": "say it with fewer of",
     r"\bof it (?:the|a)\b": "say: the ... in it",
     r"\b[Tt]he next table (?:is|drops|are) (?!from\b)": "say: the next table shows",
+    r"\bbehind (?:a prompt|[\d,]+ tokens)\b": "say: after",
     r"\bnext to nothing\b": "say: almost no ...",
     r"\bcomputing time\b": "say: CPU time",
     r"\bcalls? in a row\b": "say: consecutive calls, or calls that follow each other",

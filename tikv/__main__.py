@@ -463,7 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants.set_defaults(run=show_variants)
     matrix = commands.add_parser(
         "support",
-        help="run every operation x dtype x back end and compare with the reference",
+        help="run every operation with every dtype on every back end, and compare with the reference",
         description="Run every operation with every dtype on each back end and compare it with the NumPy reference. "
         "The first run compiles each kernel, which takes some minutes per back end.",
     )
