@@ -81,7 +81,7 @@ def tree_of(root: int, branches: list[list[int]]) -> tuple[list[int], list[int]]
 
 
 def write(model: Model, prompt: list[int], count: int, branches: int, depth: int) -> tuple[list[int], int]:
-    """(tokens, passes): the likeliest tokens behind a prompt, some of a branch at a time; 0 branches for one."""
+    """(tokens, passes): the likeliest tokens after a prompt, some of a branch at a time; 0 branches for one."""
     memory = TreeMemory(model, len(prompt) + count + branches * depth + 1)
     token = int(model.forward(prompt, 0, memory)[-1].argmax())
     text, passes = list(prompt), 0
