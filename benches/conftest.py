@@ -111,7 +111,7 @@ def peer(request, arch):
     if name == "numpy" and arch != "cpu":
         pytest.skip("numpy is a peer on the CPU only")
     if name == "torch" and arch not in ("cpu", "cuda"):
-        pytest.skip(f"torch has no view of memory on {arch}")
+        pytest.skip(f"torch cannot share memory on {arch}")
     return name
 
 

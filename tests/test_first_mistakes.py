@@ -87,7 +87,7 @@ MISTAKES = {
     "a layer too many": (lambda: store().append(2, rows(), rows()), "layer=2", "0..1"),
     "a layer by name": (lambda: store().append("0", rows(), rows()), "layer is '0'", "Pass an int"),
     "a width that is a float": (lambda: store(head_dim=16.0), "head_dim is 16.0", "Pass an int"),
-    "heads that were repeated": (append(rows(3, 4), rows(3, 4)), "heads of k is 4", "as they were before"),
+    "heads that were repeated": (append(rows(3, 4), rows(3, 4)), "heads of k is 4", "without the repetition"),
     "another batch": (
         append(rows()[None].repeat(3, 0), rows()[None].repeat(3, 0), batch_size=2),
         "batch of k is 3",
@@ -123,7 +123,7 @@ MISTAKES = {
     ),
     "columns apart": (append(rows(width=32)[..., ::2], rows(width=32)[..., ::2]), "not contiguous", "Pass a copy"),
     "a group wider than a head": (lambda: store(dtype=tikv.Quant(bits=4)), "16 wide", "a multiple of 64"),
-    "bits that are not offered": (lambda: tikv.Quant(bits=5), "bits=5", "(2, 3, 4, 8)"),
+    "bits that are not supported": (lambda: tikv.Quant(bits=5), "bits=5", "(2, 3, 4, 8)"),
     "a sequence that was not added": (
         of_pool(lambda made, seq: made.append(0, rows(), rows(), [7])),
         "sequence 7",

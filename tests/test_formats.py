@@ -59,7 +59,9 @@ def test_scales_of_another_dtype_are_refused(name):
         if dtype in row.scale_dtypes:
             assert row.check_scale_dtype(dtype, "example") is dtype
         else:
-            with pytest.raises(DTypeError, match=f"example: scale_dtype {dtype.name} is not offered for {name}. Use "):
+            with pytest.raises(
+                DTypeError, match=f"example: scale_dtype {dtype.name} is not supported for {name}. Use "
+            ):
                 row.check_scale_dtype(dtype, "example")
 
 

@@ -175,7 +175,7 @@ def of_scores(arch, batch, tokens):
         },
         "return_lse": FLAG,
         "return_mass": FLAG,
-        "mass_queries": {**but(NO_INTEGER, "None"), "zero": 0, "negative": -1, "without return_mass": 1},
+        "mass_queries": {**but(NO_INTEGER, "None"), "zero": 0, "negative": -1, "needs return_mass": 1},
     }
 
 

@@ -265,7 +265,7 @@ def bench_attention(arguments: argparse.Namespace, archs: list[str]) -> int:
         ],
     )
     table.tell(bench.about(machine.live.arch))
-    table.tell(f'wrote {file}: impl="auto" goes by it on this device; tikv.info()["attention_auto"] says so')
+    table.tell(f'wrote {file}: impl="auto" uses it on this device; tikv.info()["attention_auto"] says so')
     return 0
 
 

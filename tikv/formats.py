@@ -59,7 +59,7 @@ class Format:
         """
         if dtype not in self.scale_dtypes:
             raise DTypeError(
-                f"{operation}: {name} {dtype.name} is not offered for {self}. Use "
+                f"{operation}: {name} {dtype.name} is not supported for {self}. Use "
                 f"{' or '.join(row.name for row in self.scale_dtypes)}."
             )
         return dtype
@@ -133,8 +133,8 @@ class GroupFormat(Format):
         """
         if width % self.group or width == 0:
             raise ShapeError(
-                f"{operation}: {what} is {width} wide, and groups of {self} have {self.group} columns. Use a multiple "
-                f"of {self.group}, or a format of smaller groups."
+                f"{operation}: {what} is {width} wide, and groups of {self} have {self.group} columns. Use a "
+                f"multiple of {self.group}, or a format with smaller groups."
             )
         return width // self.group
 
@@ -174,22 +174,22 @@ class Quant:
     def __post_init__(self) -> None:
         for name, value, offered in (("bits", self.bits, BITS), ("group", self.group, GROUPS)):
             if type(value) is not int or value not in offered:
-                raise OptionError(f"Quant: {name}={value!r} is not offered. Use one of {offered}.")
+                raise OptionError(f"Quant: {name}={value!r} is not supported. Use one of {offered}.")
         if self.axis not in ("head_dim", "tokens"):
-            raise OptionError(f"Quant: axis={self.axis!r} is not offered. Use 'head_dim' or 'tokens'.")
+            raise OptionError(f"Quant: axis={self.axis!r} is not supported. Use 'head_dim' or 'tokens'.")
         if type(self.residual) is not int or not (
             self.group <= self.residual < MOST_RESIDUAL if self.axis == "tokens" else self.residual == 0
         ):
             wanted = f"residual={self.group}, the group, or more" if self.axis == "tokens" else "0 with axis='head_dim'"
-            raise OptionError(f"Quant: residual={self.residual!r} is not offered. Use {wanted}.")
+            raise OptionError(f"Quant: residual={self.residual!r} is not supported. Use {wanted}.")
         if self.rotate not in (None, HADAMARD):
-            raise OptionError(f"Quant: rotate={self.rotate!r} is not offered. Use None or {HADAMARD!r}.")
+            raise OptionError(f"Quant: rotate={self.rotate!r} is not supported. Use None or {HADAMARD!r}.")
         if type(self.seed) is not int or not 0 <= self.seed < MOST_SEED or (self.seed and self.rotate is None):
             wanted = f"an int from 0 to {MOST_SEED - 1}" if self.rotate else f"0, or rotate={HADAMARD!r}"
-            raise OptionError(f"Quant: seed={self.seed!r} is not offered. Use {wanted}.")
+            raise OptionError(f"Quant: seed={self.seed!r} is not supported. Use {wanted}.")
         if self.rotate and self.axis == "tokens":
             raise OptionError(
-                "Quant: rotate with axis='tokens' is not offered: each channel has its own scales there, and rotated "
+                "Quant: rotate with axis='tokens' is not supported: each channel has its own scales there, and rotated "
                 "keys have no channels. Use axis='head_dim', or rotate=None."
             )
 

@@ -246,7 +246,7 @@ def test_arrays_of_the_host_that_span_more_than_the_device_holds(arch):
         for o in (0, 1024)
     ]
     new = np.ones((2, 1, 16), np.float16)
-    with pytest.raises(tikv.CapacityError, match=r"^memory: arrays of the host take \d+ bytes.*Pass copies"):
+    with pytest.raises(tikv.CapacityError, match=r"^memory: the host arrays span \d+ bytes.*Pass contiguous copies"):
         tikv.write_slots(new, new, *pools, np.array([1, 6]))
     assert not any(pool.any() for pool in pools)
     assert is_as_before()

@@ -221,7 +221,11 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
 @pytest.mark.parametrize(
     ("change", "error", "why"),
     [
-        ({"scheduler_metadata": np.zeros(3, np.int32)}, tikv.OptionError, "scheduler_metadata='given' is not offered"),
+        (
+            {"scheduler_metadata": np.zeros(3, np.int32)},
+            tikv.OptionError,
+            "scheduler_metadata='given' is not supported",
+        ),
         ({"pack_gqa": False}, tikv.OptionError, "pack_gqa=False"),
         ({"sm_margin": 4}, tikv.OptionError, "sm_margin=4"),
         ({"qv": np.ones((2, 1, 2, 16), np.float32)}, tikv.OptionError, "neighbouring columns of one array"),

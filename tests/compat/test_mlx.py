@@ -242,7 +242,7 @@ def test_mlx_files_of_quantised_caches_that_cannot_be(arch, tmp_path, change, er
     with pytest.raises(tikv.OptionError, match="a window over quant4_32"):
         mlx.save_prompt_cache(path, ring)
     form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "capacity": 8}
-    with pytest.raises(tikv.OptionError, match="dtype='q8_0' is not offered"):
+    with pytest.raises(tikv.OptionError, match="dtype='q8_0' is not supported"):
         mlx.save_prompt_cache(path, tikv.KVCacheStore(**form, dtype="q8_0"))
     with pytest.raises(tikv.OptionError, match="v_dtype='float16' differ"):
         mlx.save_prompt_cache(path, tikv.KVCacheStore(**form, dtype=store.dtype, v_dtype="float16"))

@@ -132,7 +132,7 @@ def test_vllm_concat_and_cache_mla(arch, rng, name):
         given = [oracle.place(a, arch) for a in (latent, key)]
         vllm.concat_and_cache_mla(*given, cache, oracle.place(slots, arch), name, scale, skip_scale=True)
         oracle.assert_same_bits(oracle.to_numpy(cache).view(dtype)[2, 3], reference.encode(rows[0], E4M3), any_nan=True)
-    with pytest.raises(tikv.OptionError, match="kv_cache_dtype='fp8_ds_mla' is not offered"):
+    with pytest.raises(tikv.OptionError, match="kv_cache_dtype='fp8_ds_mla' is not supported"):
         vllm.concat_and_cache_mla(latent, key, cache, slots, "fp8_ds_mla", scale)
 
 

@@ -56,7 +56,7 @@ def of_scores():
         "softcap": {**NO_NUMBER, "zero": 0.0, "negative": -1.0},
         "sink_logits": {**but(NO_ARRAY, "None"), "short": np.ones(Q_HEADS - 1, np.float32)},
         "alibi_slopes": {**but(NO_ARRAY, "None"), "another batch": np.ones((BATCH + 1, Q_HEADS), np.float32)},
-        "mass_queries": {**but(NO_INTEGER, "None"), "zero": 0, "without return_mass": 1},
+        "mass_queries": {**but(NO_INTEGER, "None"), "zero": 0, "needs return_mass": 1},
         "return_lse": FLAG,
         "return_mass": FLAG,
     }

@@ -275,7 +275,7 @@ EAGER = {  # family: options, and what is said
     "Bart": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
               "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "forced_eos_token_id": None,
               "decoder_start_token_id": 2}, "its decoder may have an encoder"),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "a layer keeps something beside"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "a layer keeps more than"),
 }  # fmt: skip
 
 
@@ -451,7 +451,7 @@ def test_a_capture_by_hand_is_refused_before_anything_is_written(arch, monkeypat
         it.step(10)
         it.cache.crop(-1)
         capture = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(tikv.ArchError, match="a CUDA graph is captured by hand"), capture:
+    with pytest.raises(tikv.ArchError, match="a CUDA graph is being captured by hand"), capture:
         it.step(10)
     monkeypatch.undo()
     assert torch.equal(it.cache.layers[0]._k[:, :, :10], keys[:, :, :10])

@@ -238,7 +238,7 @@ def test_windows_that_are_none_are_refused(arch, options, why):
 
 def test_models_and_attention_that_cannot_are_refused(arch):
     sliding = transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)
-    with pytest.raises(tikv.OptionError, match="no layer of this model attends in full"):
+    with pytest.raises(tikv.OptionError, match="no layer of this model has full attention"):
         TikvCache(sliding, window=8)
     model = build()
     cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)

@@ -1040,9 +1040,7 @@ def test_another_text_is_refused_before_a_write(arch, options, attention):
     with torch.no_grad():
         for length in (2, 20):
             ids, mask = prompts(length).values()
-            with pytest.raises(
-                tikv.ShapeError, match=f"{length} are new, but the attention mask is of a text of {length}"
-            ):
+            with pytest.raises(tikv.ShapeError, match=f"{length} are new, but the attention mask covers only {length}"):
                 model(ids, attention_mask=mask, **given(cache))
             if shim.VERSION >= (5, 4):
                 with pytest.raises(tikv.PositionError, match="holds 14 tokens, and the new ones begin at position 0"):

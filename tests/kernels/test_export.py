@@ -105,7 +105,7 @@ def test_a_launch_gives_every_number_its_place(exported):
             "copy_kv, linearize stores no int8. Use one of float32, float16, bfloat16, float8_e4m3fn",
         ),
         (["--q-heads", "6", "--kv-heads", "4"], errors.OptionError, "q_heads a multiple of kv_heads"),
-        (["--head-dim", "0"], errors.OptionError, "Sizes are 1 and more"),
+        (["--head-dim", "0"], errors.OptionError, "Sizes must be at least 1"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_anything_is_made(

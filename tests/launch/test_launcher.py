@@ -49,7 +49,7 @@ def test_without_a_driver_taichi_launches_and_the_report_says_why(choice):
     assert "Install taichi-kv[cuda]" in report["why"]
     choice.setenv("TIKV_LAUNCHER", "native")
     assert launch.launcher_report(CUDA)["launcher"] == "none"
-    with pytest.raises(tikv.ArchError, match=r"asked for and is not there.*taichi-kv\[cuda\]"):
+    with pytest.raises(tikv.ArchError, match=r"asked for but is not available.*taichi-kv\[cuda\]"):
         launcher.launcher_of(CUDA)
     assert launcher.launcher_of(CPU)[0] == "direct"
 
@@ -63,7 +63,7 @@ def test_what_quadrants_compiles_stays_with_its_own_launcher(choice):
     with pytest.raises(tikv.ArchError) as caught:
         launcher.launcher_of(QUADRANTS)
     assert str(caught.value) == (
-        f"launch: the native launcher was asked for and is not there: {why}. Use engine='taichi', or unset "
+        f"launch: the native launcher was asked for but is not available: {why}. Use engine='taichi', or unset "
         f"TIKV_LAUNCHER."
     )
     choice.setattr(driver, "capturing", lambda index: True)

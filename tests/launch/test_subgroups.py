@@ -43,7 +43,7 @@ def test_however_a_trial_ends_the_process_goes_on(untried, monkeypatch, tmp_path
     monkeypatch.setattr(subgroups, "_TRIAL", f"open({str(counted)!r}, 'a').write('x'); {script}")
     if trial == "hangs":
         monkeypatch.setattr(subgroups, "SECONDS", 0.5)
-    assert tikv.info()["subgroups"] == "not tried yet: attention's first call does"
+    assert tikv.info()["subgroups"] == "not tried yet: attention's first call tries them"
     for _ in range(2):
         untried.why_no_subgroups = None
         why = launch.why_no_subgroups(untried)
@@ -57,9 +57,9 @@ def test_however_a_trial_ends_the_process_goes_on(untried, monkeypatch, tmp_path
 def test_where_no_process_can_be_started(untried, monkeypatch):
     """A frozen program would start itself again."""
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert "no process for a trial could be started" in subgroups.tried(untried)
+    assert "a process to try them out could not be started" in subgroups.tried(untried)
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert "TIKV_SUBGROUPS=on takes them untried" in subgroups.tried(untried)
+    assert "TIKV_SUBGROUPS=on uses them untested" in subgroups.tried(untried)
 
 
 @pytest.mark.archs("cpu")

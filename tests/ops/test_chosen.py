@@ -271,5 +271,5 @@ def test_refused_calls(arch, rng):
     with pytest.raises(tikv.OptionError, match="impl='torch'"):
         tikv.decode_attention(case.q.astype(np.float16), case.k, case.v, 9, indices=indices, impl="torch")
     ring = Case(rng, ring=24, lens=(40,))
-    with pytest.raises(tikv.CapacityError, match="Give lengths as an array"):
+    with pytest.raises(tikv.CapacityError, match="Pass lengths as an array"):
         tikv.decode_attention(ring.q, ring.k, ring.v, 2**30, ring=True, window=24, indices=[[[0]]])

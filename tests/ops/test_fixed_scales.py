@@ -114,7 +114,7 @@ def test_attention_multiplies(arch, rng, place):
         ((1.0, None), tikv.ShapeError, "v_scale is missing"),
         ((np.ones(3, np.float32),) * 2, tikv.ShapeError, r"one per head: \(2,\)"),
         ((np.ones(2), np.ones(2)), tikv.DTypeError, "float16 or float32"),
-        ((1.0, np.ones(2, np.float32)), tikv.ShapeError, "a number each"),
+        ((1.0, np.ones(2, np.float32)), tikv.ShapeError, "a number for both"),
     ],
 )
 def test_scales_that_are_refused(arch, rng, scales, error, match):

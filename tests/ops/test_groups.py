@@ -248,7 +248,7 @@ def test_caches_that_attention_refuses(arch, change, error, match):
         tikv.decode_attention(q, *change(k, v), 3)
     with pytest.raises(tikv.OptionError, match="return_mass"):
         tikv.decode_attention(q, k, v, 3, return_mass=True)
-    with pytest.raises(tikv.OptionError, match="a Quantized has its scales"):
+    with pytest.raises(tikv.OptionError, match="a Quantized has its own scales"):
         tikv.decode_attention(q, k, v, 3, k_scale=1.0, v_scale=1.0)
 
 
@@ -347,12 +347,12 @@ REFUSED = {
     "a write of parts apart": (
         lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, _apart(v), np.array([0, 1])),
         tikv.ShapeError,
-        "do not lie so. Write into what tikv.quantize gave",
+        "are not laid out so. Write into what tikv.quantize returned",
     ),
     "scales beside them": (
         lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, v, np.array([0, 1]), k_scale=1.0, v_scale=1.0),
         tikv.OptionError,
-        "a Quantized has its scales",
+        "a Quantized has its own scales",
     ),
     "another layout": (
         lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, v, np.array([0, 1]), layout="HND"),
@@ -450,9 +450,9 @@ def test_strided_rows_and_parts_of_others(arch, rng):
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda x: tikv.Quant(bits=5), tikv.OptionError, r"bits=5 is not offered\. Use one of \(2, 3, 4, 8\)"),
+        (lambda x: tikv.Quant(bits=5), tikv.OptionError, r"bits=5 is not supported\. Use one of \(2, 3, 4, 8\)"),
         (lambda x: tikv.Quant(bits=4, group=48), tikv.OptionError, "group=48"),
-        (lambda x: tikv.Quant(bits=4, axis="rows"), tikv.OptionError, "axis='rows' is not offered"),
+        (lambda x: tikv.Quant(bits=4, axis="rows"), tikv.OptionError, "axis='rows' is not supported"),
         (lambda x: tikv.quantize(x[:, :96], tikv.Quant(4, 64)), tikv.ShapeError, "x is 96 wide"),
         (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
         (lambda x: tikv.quantize(x, "float8_e4m3fn"), tikv.OptionError, "'int8', 'q8_0', 'q4_0', 'mxfp8', 'mxfp4'"),
@@ -460,7 +460,7 @@ def test_strided_rows_and_parts_of_others(arch, rng):
         (lambda x: tikv.quantize(x, "mxfp4", tensor_scale=2.0), tikv.OptionError, "mxfp4 has no scale of a whole"),
         (lambda x: tikv.quantize(x, "nvfp4", tensor_scale=0.0), tikv.OptionError, "tensor_scale"),
         (lambda x: tikv.quantize(x.astype(np.float64), "q8_0"), tikv.DTypeError, "Pass float32"),
-        (lambda x: tikv.quantize(x, "q8_0", scale_dtype="float32"), tikv.DTypeError, "not offered for q8_0"),
+        (lambda x: tikv.quantize(x, "q8_0", scale_dtype="float32"), tikv.DTypeError, "not supported for q8_0"),
         (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0"), x), tikv.OptionError, "Leave scale out"),
         (lambda x: tikv.dequantize(tikv.quantize(x, tikv.Quant(4))._replace(biases=None)), tikv.ShapeError, "missing"),
         (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0")._replace(shape=(2, 64))), tikv.ShapeError, "codes is"),

@@ -175,8 +175,8 @@ def test_a_large_column_costs_less(arch, rng):
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: tikv.Quant(4, rotate="fourier"), tikv.OptionError, "rotate='fourier' is not offered"),
-        (lambda: tikv.Quant(4, rotate="hadamard", seed=-1), tikv.OptionError, "seed=-1 is not offered"),
+        (lambda: tikv.Quant(4, rotate="fourier"), tikv.OptionError, "rotate='fourier' is not supported"),
+        (lambda: tikv.Quant(4, rotate="hadamard", seed=-1), tikv.OptionError, "seed=-1 is not supported"),
         (lambda: tikv.Quant(4, seed=3), tikv.OptionError, "Use 0, or rotate='hadamard'"),
         (
             lambda: tikv.Quant(4, 32, axis="tokens", residual=32, rotate="hadamard"),

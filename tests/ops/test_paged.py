@@ -520,8 +520,8 @@ def test_pools_whose_blocks_cannot_be_moved(arch, rng):
         with pytest.raises(error, match=match):
             tikv.copy_blocks(pool, other, [(0, 1)])
     for other, error, match in (
-        (np.zeros((4, 2, 3, 8), np.float32), tikv.ShapeError, "laid out alike"),
-        (np.zeros((4, 2, 3, 8), np.float32).swapaxes(1, 2), tikv.ShapeError, "laid out alike"),
+        (np.zeros((4, 2, 3, 8), np.float32), tikv.ShapeError, "have the same layout"),
+        (np.zeros((4, 2, 3, 8), np.float32).swapaxes(1, 2), tikv.ShapeError, "have the same layout"),
         (np.zeros((4, 3, 2, 8), np.float16), tikv.DTypeError, "one dtype"),
         (pool[1:], tikv.ShapeError, "overlap"),
     ):

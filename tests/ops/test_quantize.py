@@ -155,7 +155,7 @@ def test_what_quantize_and_dequantize_refuse(arch, rng):
     before = out.copy()
     for call, error, match in (
         (lambda: tikv.quantize(q), tikv.DTypeError, "x is i8.*float32, float16 or bfloat16"),
-        (lambda: tikv.quantize(x, "bfloat16"), tikv.DTypeError, "scale_dtype bfloat16 is not offered for int8"),
+        (lambda: tikv.quantize(x, "bfloat16"), tikv.DTypeError, "scale_dtype bfloat16 is not supported for int8"),
         (lambda: tikv.quantize(x, "half"), tikv.DTypeError, "unknown dtype"),
         (lambda: tikv.quantize(x[:, :, ::2]), tikv.ShapeError, "not contiguous"),
         (lambda: tikv.quantize(x[:, :, :0]), tikv.ShapeError, "at least one element"),

@@ -412,7 +412,7 @@ CUDA = types.SimpleNamespace(
         ({"width": 640, "width_v": 512}, "640 and 512 wide"),
         ({"width_v": 40}, "128 and 40 wide"),
         ({"ptr": 8}, "not every row begins at a multiple of 16 bytes"),
-        ({"inner": 1}, "rows lie in pieces"),
+        ({"inner": 1}, "rows are stored in several pieces"),
         ({"terms": ["sink_logits", "alibi_slopes"]}, "sink_logits and alibi_slopes are given"),
         ({"terms": ["indices"]}, ""),
         ({"terms": ["indices", "sink_logits"]}, "sink_logits are given"),

@@ -626,7 +626,7 @@ def test_scales_of_two_memory_layouts_are_refused(arch, rng):
     case = Case(rng, arch, "half")
     k, v = case.pools(np.int8, "NHD")
     k_scale, wide = case.destination((4, 3, H), np.float32), case.destination((4, 3, 2 * H), np.float32)
-    with pytest.raises(tikv.ShapeError, match="other strides"):
+    with pytest.raises(tikv.ShapeError, match="different strides"):
         tikv.write_qkv(
             case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, layout="NHD", slot_mapping=range(5),
             rope_positions=range(5), k_scale=k_scale, v_scale=wide[:, :, :H],
@@ -662,7 +662,11 @@ TABLES = {"cos": np.ones((4, 8), np.float32), "sin": np.zeros((4, 8), np.float32
         ({"mode": "half"}, tikv.OptionError, "needs cos"),
         ({"mode": "none", **TABLES}, tikv.OptionError, "does not use cos"),
         ({"mode": "half", "q_weight": np.ones(8, np.float32), **TABLES}, tikv.OptionError, "does not use q_weight"),
-        ({"mode": "half", **TABLES, "sin": np.zeros((5, 8), np.float32)}, tikv.ShapeError, "make them alike"),
+        (
+            {"mode": "half", **TABLES, "sin": np.zeros((5, 8), np.float32)},
+            tikv.ShapeError,
+            "both must have the same shape",
+        ),
         ({"mode": "half", **TABLES, "cos": np.ones((4, 8))}, tikv.DTypeError, "must be float32"),
         ({"mode": "half", **TABLES, "cos": np.ones(8, np.float32)}, tikv.ShapeError, "cos"),
         ({"mode": "half", **TABLES, "rope_dim": 7}, tikv.ShapeError, "rope_dim=7 is odd"),

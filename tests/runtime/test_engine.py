@@ -128,7 +128,8 @@ def test_a_process_has_one_engine(python):
     )
     assert said == (
         f"init: this process uses {used.title} (asked for), and a process has one engine. Choose {other.title} in "
-        f"another one, before its first operation: tikv.init(engine={other.name!r}), or TIKV_ENGINE={other.name}.\n"
+        f"another process, before its first operation: tikv.init(engine={other.name!r}), or "
+        f"TIKV_ENGINE={other.name}.\n"
     )
 
 

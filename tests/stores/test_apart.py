@@ -110,7 +110,7 @@ def test_what_two_formats_take_and_refuse(arch, rng):
     for wrong, error, match in (
         ({"v_dtype": "int32"}, tikv.DTypeError, "int32"),
         ({"v_dtype": tikv.Quant(4, 64), "head_dim_v": 80}, tikv.ShapeError, "head_dim_v is 80 wide"),
-        ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not offered for q8_0"),
+        ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not supported for q8_0"),
     ):
         with pytest.raises(error, match=match):
             tikv.KVCacheStore(**form, **wrong)

@@ -143,12 +143,12 @@ def test_bytes_and_refused_stores(arch):
     assert "quant4_64" in repr(store)
     with pytest.raises(tikv.ShapeError, match="head_dim is 80 wide"):
         tikv.KVCacheStore(**form, capacity=4, head_dim=80, dtype=tikv.Quant(4, 64))
-    with pytest.raises(tikv.DTypeError, match="not offered for q8_0"):
+    with pytest.raises(tikv.DTypeError, match="not supported for q8_0"):
         tikv.KVCacheStore(**form, capacity=4, head_dim=64, dtype="q8_0", scale_dtype="float32")
     store = tikv.KVCacheStore(**form, capacity=4, head_dim=64, dtype="q8_0")
     with pytest.raises(tikv.DTypeError, match="cannot append float64 to a q8_0 store"):
         store.append(0, *(np.ones((1, 1, 64)) for _ in "kv"))
-    with pytest.raises(tikv.OptionError, match="the mass of keys of q8_0 is not offered"):
+    with pytest.raises(tikv.OptionError, match="the mass of keys of q8_0 is not supported"):
         store.attend(0, np.ones((1, 1, 64), np.float32), return_mass=True)
     store.append(0, *(np.ones((3, 1, 64), np.float32) for _ in "kv"))
     before = oracle.to_numpy(store.keys(0)).copy()

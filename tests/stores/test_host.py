@@ -329,7 +329,9 @@ def test_each_call_asks_first_whether_a_graph_is_captured(arch, monkeypatch, cal
         raise tikv.ArchError(f"{operation}: {what}. {remedy}")
 
     monkeypatch.setattr("tikv.launch.refuse_during_capture", captured)
-    with pytest.raises(tikv.ArchError, match=r"a layer's copy is now\. Use place='device' for what graphs capture"):
+    with pytest.raises(
+        tikv.ArchError, match=r"a layer's copy is now\. Use place='device' for layers that a graph captures"
+    ):
         call(both, both.host)
     both.check()
 
@@ -343,7 +345,7 @@ def test_a_captured_graph_is_refused(arch):
     q = both.new(1)[0]
     both.call("attend", 0, q)
     torch.cuda.synchronize()
-    refused = pytest.raises(tikv.ArchError, match="Use place='device' for what graphs capture")
+    refused = pytest.raises(tikv.ArchError, match="Use place='device' for layers that a graph captures")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         both.host.attend(0, q)
     torch.cuda.synchronize()

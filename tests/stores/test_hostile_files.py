@@ -409,7 +409,7 @@ def test_a_block_that_is_swapped_out_has_one_owner(arch, tmp_path):
     twin = facts["sequences"][1] | {"seq": 8, "token_ids": 0}
     for others in ([twin], [twin | {"swapped": False}]):
         files.write(path, "PagedKVCacheStore", tensors, facts | {"sequences": facts["sequences"] + others}, "test")
-        with pytest.raises(tikv.CacheFileError, match="has a block of another one that is swapped out"):
+        with pytest.raises(tikv.CacheFileError, match="shares a block with a sequence that is swapped out"):
             tikv.PagedKVCacheStore.load(path)
 
 

@@ -282,7 +282,7 @@ def test_an_error_of_attention_behind_the_append_does_as_ctrl_c(arch, monkeypatc
     monkeypatch.setattr("tikv.ops.attention.launches.AttentionLaunches.attend", no_memory)
     with pytest.raises(tikv.CapacityError) as error:
         extend(1)(store)
-    told = " Layer 1 holds 1 of the new tokens, which took the place of older ones: its length is 10."
+    told = " Layer 1 holds 1 of the new tokens, which overwrote older ones: its length is now 10."
     assert str(error.value) == "no memory for parts." + told * lost
     assert (held(store) == before) is not lost
     assert store.layer_length(1) == 9 + lost
@@ -304,7 +304,7 @@ def test_what_goes_in_by_parts_says_how_much(arch, every, kind):
         assert store.layer_length(0) == start
         if came:
             partly.add(came)
-            says = f"{LOST}{came} of the new tokens, which took the place of older ones: its length is {start + came}."
+            says = f"{LOST}{came} of the new tokens, which overwrote older ones: its length is now {start + came}."
             assert leaving or says == said
         else:
             assert held(store) == before

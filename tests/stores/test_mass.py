@@ -136,7 +136,7 @@ def test_mass_of_a_layer(arch, rng, kind):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"mass_queries": 3}, tikv.OptionError, "without return_mass"),
+        ({"mass_queries": 3}, tikv.OptionError, "needs return_mass"),
         ({"return_mass": True, "mass_queries": 0}, tikv.PositionError, "mass_queries=0"),
         ({"return_mass": True, "mass_queries": 1.5}, tikv.DTypeError, "not an integer"),
         ({"return_mass": True, "seq_lens": np.array([3], np.int32)}, tikv.OptionError, "seq_lens"),

@@ -452,7 +452,7 @@ def test_no_sequences(arch):
     [
         ({"page_summaries": 0}, tikv.PositionError, "page_summaries"),
         ({"page_summaries": 3}, tikv.OptionError, "does not divide block_size=4"),
-        ({"page_summaries": 8}, tikv.OptionError, "may not lie in two blocks"),
+        ({"page_summaries": 8}, tikv.OptionError, "may not cross blocks"),
         ({"page_summaries": 4, "layout": "VLLM"}, tikv.OptionError, "VLLM cuts rows"),
         ({"page_summaries": 4, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores does not take"),
     ],

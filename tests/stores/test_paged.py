@@ -777,7 +777,7 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (lambda s, k: s.append(0, k[:, :1], k[:, :1], [0, 2]), tikv.ShapeError, "number of heads of k is 1"),
         (lambda s, k: s.append(0, k[..., :4], k, [0, 2]), tikv.ShapeError, "head width of k_pool"),
         (lambda s, k: s.append(0, k[0], k[0], [0, 2]), tikv.ShapeError, "k is f32"),
-        (lambda s, k: s.append(0, k.view("float16")[..., :16], k, [0, 2]), tikv.DTypeError, "must have one dtype"),
+        (lambda s, k: s.append(0, k.view("float16")[..., :16], k, [0, 2]), tikv.DTypeError, "must have the same dtype"),
         (lambda s, k: s.append(0, *[np.ones((2, 2, 16))] * 2, [0, 2]), tikv.DTypeError, "float64"),
         (lambda s, k: s.append(0, s.keys(0).numpy()[0, :2], k, [0, 2]), tikv.ShapeError, "overlap"),
         (lambda s, k: s.truncate(0, 7), tikv.PositionError, r"has 6 tokens; it cannot keep 7\. Keep at most 6\."),

@@ -163,7 +163,7 @@ def test_what_pools_of_groups_refuse(arch):
         store.write_qkv(0, np.ones((1, 3 * 64), np.float32), [seq], num_q_heads=1)
     with pytest.raises(tikv.DTypeError, match="cannot quantise k"):
         store.append(0, *(np.ones((1, 1, 64)) for _ in "kv"), [seq])
-    with pytest.raises(tikv.OptionError, match="the mass of keys of q8_0 is not offered"):
+    with pytest.raises(tikv.OptionError, match="the mass of keys of q8_0 is not supported"):
         store.attend(0, np.ones((1, 1, 64), np.float32), [seq], return_mass=True)
     oracle.assert_same_bits(store.keys(0), before)
     assert store.length(seq) == 0
@@ -176,7 +176,7 @@ def test_what_two_formats_take_and_refuse(arch, rng, tmp_path):
         ({"v_dtype": "int32"}, tikv.DTypeError, "int32"),
         ({"v_dtype": "q8_0", "layout": "VLLM"}, tikv.OptionError, "groups of q8_0 lie whole"),
         ({"v_dtype": tikv.Quant(4, 64), "head_dim_v": 80}, tikv.ShapeError, "head_dim_v is 80 wide"),
-        ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not offered for q8_0"),
+        ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not supported for q8_0"),
     ):
         with pytest.raises(error, match=match):
             tikv.PagedKVCacheStore(**form, **wrong)
@@ -233,7 +233,7 @@ def test_what_pools_with_a_scale_refuse(arch, tmp_path):
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 4, "block_size": PAGE}
     for given, match in (
         ({"v_scale": 1.0}, "v_scale is of floats of 8 bits, and V is kept as float16"),
-        ({"dtype": "float8_e5m2", "k_scale": (1.0, 2.0), "per_head": True}, "a pool is of one head"),
+        ({"dtype": "float8_e5m2", "k_scale": (1.0, 2.0), "per_head": True}, "a pool has one head"),
         ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 1.0}, "int8 has scales of rows"),
     ):
         with pytest.raises(tikv.OptionError, match=match):

@@ -336,7 +336,7 @@ def test_what_is_refused(arch):
         ({"block_size": 48}, tikv.OptionError, "Use block_size=64"),
         ({"block_size": 64, "per_head": True}, tikv.OptionError, r"per_head=True with groups.*together"),
         ({"block_size": 64, "layout": "VLLM"}, tikv.OptionError, "layout='VLLM' with groups"),
-        ({"block_size": 64, "page_summaries": 16}, tikv.OptionError, r"page_summaries=16.*outside of the blocks"),
+        ({"block_size": 64, "page_summaries": 16}, tikv.OptionError, r"page_summaries=16.*outside the blocks"),
         ({"block_size": 64, "v_dtype": QUANT}, tikv.OptionError, r"PagedKVCacheStore: v_dtype.*only keys have scales"),
         ({"block_size": 64, "k_scale": 2.0}, tikv.OptionError, "PagedKVCacheStore: k_scale"),
         ({"block_size": 64, "head_dim": 33}, tikv.ShapeError, "PagedKVCacheStore: head_dim_v is 33 wide"),

@@ -226,7 +226,7 @@ def test_what_a_per_head_store_does_not_do_is_refused(tmp_path, arch):
             call()
     with pytest.raises(tikv.OptionError, match="layout VLLM"):
         tikv.PagedKVCacheStore(**(form | {"head_dim": 8}), layout="VLLM", per_head=True)
-    with pytest.raises(tikv.OptionError, match="Say which layer"):
+    with pytest.raises(tikv.OptionError, match="Pass layer="):
         store.block_table(seq)
     with pytest.raises(tikv.ShapeError, match="number of heads"):
         store.append(0, k[:, :1], k[:, :1], [seq], cu_seqlens=[0, 4])

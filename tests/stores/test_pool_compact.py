@@ -288,8 +288,8 @@ REFUSED = [
     ([3, 1], tikv.PositionError, "has 1 after 3"),
     ([0, 6], tikv.PositionError, "has 6, and 6 rows are held there"),
     ([[0, 1], [0, 1], [0, 2]], tikv.ShapeError, "heads would keep different tokens.*use per_head=True"),
-    (np.ones(5, bool), tikv.ShapeError, "Give a True or False for each"),
-    ([[0]], tikv.ShapeError, "Give a list for each"),
+    (np.ones(5, bool), tikv.ShapeError, "Pass True or False for each"),
+    ([[0]], tikv.ShapeError, "Pass a list for each"),
     ([0.5], tikv.DTypeError, "Pass int32 or int64 indices, or a bool mask"),
 ]
 

@@ -102,7 +102,7 @@ def test_of_a_window_a_group_leaves_as_a_whole(arch, rng, tmp_path, window, sink
     model.extend(0, 45)
     model.check()
     model.attend(0, 3, missing="ignore")
-    with pytest.raises(tikv.PositionError, match="newer ones took their slots"):
+    with pytest.raises(tikv.PositionError, match="newer ones overwrote the rest"):
         model.attend(0, 3)
     model.trim(3)
     model.check()
@@ -259,7 +259,7 @@ Q = np.ones((1, 1, 32), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda s: tikv.Quant(4, 64, "tokens"), tikv.OptionError, "residual=0 is not offered. Use residual=64"),
+        (lambda s: tikv.Quant(4, 64, "tokens"), tikv.OptionError, "residual=0 is not supported. Use residual=64"),
         (lambda s: tikv.Quant(4, 64, "tokens", 63), tikv.OptionError, "residual=63"),
         (lambda s: tikv.Quant(4, 64, residual=64), tikv.OptionError, "Use 0 with axis='head_dim'"),
         (lambda s: tikv.Quant(4, 64, "rows"), tikv.OptionError, "Use 'head_dim' or 'tokens'"),
@@ -270,7 +270,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: tikv.quantize(ROWS, QUANT), tikv.OptionError, "groups along tokens are kept by tikv.KVCacheStore"),
         (lambda s: s.append(0, ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.append(0, ROWS[:1], ROWS[:1], positions=np.zeros(1, np.int32)), tikv.OptionError, "positions"),
-        (lambda s: s.positions_on_device(), tikv.OptionError, "counts on the host which keys become codes"),
+        (lambda s: s.positions_on_device(), tikv.OptionError, "counts on the host which keys are quantised"),
         (lambda s: s.advance(1), tikv.OptionError, "counts on the host"),
         (lambda s: tikv.compile_step(s), tikv.OptionError, r"compile_step: a store of groups.*Call append\(\)"),
         (lambda s: s.extend(0, ROWS[:17], ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
@@ -299,7 +299,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: s.keys(0), tikv.OptionError, "Read tokens"),
         (lambda s: s.trim(81), tikv.PositionError, "81"),
         (lambda s: s.trim(49), tikv.PositionError, "the first 32 are codes"),
-        (lambda s: s.restore(tikv.KVCacheStore(**FORM).snapshot()), tikv.OptionError, "not of a store of this form"),
+        (lambda s: s.restore(tikv.KVCacheStore(**FORM).snapshot()), tikv.OptionError, "a store of another form"),
         (lambda s: tikv.KVCacheStore(**FORM).restore(s.snapshot()), tikv.OptionError, "not a snapshot"),
     ],
 )

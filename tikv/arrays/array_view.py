@@ -117,7 +117,7 @@ class ArrayView:
         """The same place in a copy of its owner, which is memory of our own."""
         owner = self.owner
         if not hasattr(owner, "block"):
-            raise CopyError(f"copy.deepcopy: {self!r} sees memory of another object. Copy that object.")
+            raise CopyError(f"copy.deepcopy: {self!r} is a view of another object's memory. Copy that object instead.")
         found = copy.deepcopy(owner, memo)
         return ArrayView(
             found.ptr + self.ptr - owner.ptr,
@@ -255,7 +255,8 @@ def require_memory(array: ArrayView, name: str, operation: str) -> None:
     """
     if array.span and not array.ptr and array.handle is None:
         raise ShapeError(
-            f"{operation}: {name} is {describe(array)} without memory: its address is 0. Pass an array with its values."
+            f"{operation}: {name} is {describe(array)} without memory: its address is 0. Pass an array that holds "
+            "values."
         )
 
 

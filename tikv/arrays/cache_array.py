@@ -153,8 +153,8 @@ class CacheArray(runtime.NotCopied):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False and (self.device != "cpu" or dtype not in (None, self.dtype.numpy)):
             raise ShapeError(
-                f"CacheArray.__array__: copy=False, and {describe(self._array)} on {self.device} must be copied to be "
-                f"{np.dtype(dtype or self.dtype.numpy)} in NumPy. Leave copy out."
+                f"CacheArray.__array__: copy=False is not possible: {describe(self._array)} on {self.device} must "
+                f"be copied to become {np.dtype(dtype or self.dtype.numpy)} in NumPy. Leave copy out."
             )
         found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
         return found if dtype is None else found.astype(dtype, copy=False)
@@ -174,8 +174,8 @@ class CacheArray(runtime.NotCopied):
         order = tuple(order or reversed(range(self.ndim)))
         if len(order) != self.ndim:
             raise ShapeError(
-                f"CacheArray.transpose: {len(order)} axes are named, and there are {self.ndim}. Name all of them in "
-                f"their new order, as in NumPy, or use torch().transpose(a, b) to swap two."
+                f"CacheArray.transpose: {len(order)} axes are named, and the array has {self.ndim}. Name all of "
+                "them in their new order, as in NumPy, or use torch().transpose(a, b) to swap two."
             )
         return native.transpose(order) if isinstance(native, np.ndarray) else native.permute(order)
 

@@ -82,7 +82,7 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     elif tensor.device_type == _CUDA:
         device = f"cuda:{tensor.device_id}"
     else:
-        raise ArchError(f"{operation}: {name} lies on DLPack device {tensor.device_type}. Use CPU or CUDA memory.")
+        raise ArchError(f"{operation}: {name} is on DLPack device {tensor.device_type}. Use CPU or CUDA memory.")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
     # JAX's arrays are values, whatever they say: writing into one is undefined.

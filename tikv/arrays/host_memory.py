@@ -24,7 +24,9 @@ def memory_of_host(nbytes: int, live: runtime.Runtime) -> Memory:
     if live.is_cpu:
         return Memory(nbytes, live)
     if not live.is_cuda:
-        raise ArchError(f"memory: kernels on {live.device} have no address for the host's memory.")
+        raise ArchError(
+            f"memory: kernels on {live.device} cannot read the host's memory. Use memory of the device, or CPU or CUDA."
+        )
     return PageLocked(nbytes, live)
 
 

@@ -71,11 +71,12 @@ class Memory:
                 self.ptr = self.block.data_ptr()
             elif live.index:
                 raise ArchError(
-                    f"memory: on {live.device} it is torch's, which this process has not imported or cannot use. "
-                    f"Import torch before the first operation, or start a process that sees {live.device} alone."
+                    f"memory: torch allocates it on {live.device}, and this process has not imported torch or "
+                    "cannot use it. Import torch before the first operation, or start a process that sees "
+                    f"{live.device} alone."
                 )
             elif size // 4 > MOST_WORDS:
-                raise MemoryError(f"{live.engine.title} counts {MOST_WORDS} words at most")
+                raise MemoryError(f"an array of {live.engine.title}'s has at most {MOST_WORDS} words")
             else:
                 self.block = live.new_words(size // 4)
                 self.handle = self.block

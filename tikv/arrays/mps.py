@@ -64,8 +64,8 @@ def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, ope
         why = f"{live.engine.title} runs on {live.arch}"
         way = f"tikv.init({live.engine.mps_arch!r}) before the first operation"
     raise ArchError(
-        f"{operation}: {name} is a torch tensor on mps, and {why}. Call {way}, or pass {name}.cpu(), which waits for "
-        f"the GPU and copies {array.nbytes:,} bytes each time; what is written has to go back the same way."
+        f"{operation}: {name} is a torch tensor on mps, and {why}. Call {way}, or pass {name}.cpu(), which waits "
+        f"for the GPU and copies {array.nbytes:,} bytes each time; results have to be copied back the same way."
     )
 
 
@@ -138,8 +138,8 @@ def as_torch(array: ArrayView, live: runtime.Runtime) -> Any:
     """
     if live.engine.mps_arch != live.arch:
         raise ArchError(
-            f"CacheArray.torch: torch has no view of memory of {live.engine.title}'s on {live.arch}. "
-            f"Use copy_to_host(), which waits for the device and copies {array.nbytes:,} bytes."
+            f"CacheArray.torch: torch cannot share {live.engine.title}'s memory on {live.arch}. Use "
+            f"copy_to_host(), which waits for the device and copies {array.nbytes:,} bytes."
         )
     turns_of(live)
     words = live.engine.as_torch(array.handle).view(dtypes.to_torch(array.dtype.name))

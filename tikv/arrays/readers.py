@@ -216,7 +216,8 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
         _check_strided(array, name, operation)
         raise DTypeError(
             f"{operation}: {name} is a torch tensor without memory of its own ({_first_line(error)}). Pass a plain "
-            f"tensor: outside of torch.vmap and torch.func.grad, and a nested one by its parts."
+            "tensor: call outside torch.vmap and torch.func.grad, and pass the parts of a nested tensor one by "
+            "one."
         ) from error
     if negated:
         raise DTypeError(
@@ -295,8 +296,8 @@ def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
         )
     if not hasattr(array, "arr"):
         raise DTypeError(
-            f"{operation}: {name} is a {type(array).__name__}. Of {used.title}'s containers only "
-            f"{used.alias}.ndarray is seen."
+            f"{operation}: {name} is a {type(array).__name__}. The only container of {used.title}'s that can be "
+            f"passed is {used.alias}.ndarray."
         )
     if runtime.is_stale_ndarray(array):
         raise StaleRuntimeError(
@@ -341,8 +342,8 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
         described = array.__cuda_array_interface__
     except Exception as error:
         raise DTypeError(
-            f"{operation}: {name} ({type(array).__name__}) does not say where it lies: its __cuda_array_interface__ "
-            f"raised {type(error).__name__} ({_first_line(error)}). Pass a copy of it."
+            f"{operation}: {name} ({type(array).__name__}) does not say where its memory is: its "
+            f"__cuda_array_interface__ raised {type(error).__name__} ({_first_line(error)}). Pass a copy of it."
         ) from error
     dtype = dtypes.of_numpy(np.dtype(described["typestr"]))
     if dtype is None:

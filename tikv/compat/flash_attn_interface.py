@@ -79,7 +79,7 @@ def flash_attn_with_kvcache(
         ``return_softmax_lse``, also the log-sum-exp. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: an option that is not offered, which the message names: ``qv`` where K and V are not adjacent
+        OptionError: an option that is not supported, which the message names: ``qv`` where K and V are not adjacent
             columns, descales of a cache that is not in 8-bit floats, metadata, or margins.
         ShapeError, DTypeError, PositionError, CapacityError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
             Nothing is written. Lengths, rows, pages and padding are checked if all of them lie on the host. Otherwise

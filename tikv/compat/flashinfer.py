@@ -181,7 +181,7 @@ def batch_decode_with_paged_kv_cache(
     if custom_mask is not None and packed_custom_mask is not None:
         refuse_option(operation, packed_custom_mask=("given", "one of custom_mask and packed_custom_mask"))
     if masked and window_left >= 0:
-        refuse_option(operation, window_left=(window_left, "-1 with a mask, which says what queries see"))
+        refuse_option(operation, window_left=(window_left, "-1 with a mask, since the mask says what queries see"))
     k_pool, v_pool = _pools(paged_kv_cache, kv_layout, operation)
     asked = view(q, "q", operation)
     checks.rank(asked, (3, 4), "q", "(B, Hq, D) or (B, T, Hq, D)", operation)
@@ -290,8 +290,8 @@ def _lengths_and_table(
     )
     if (len(starts), len(last)) != (batch + 1, batch):
         raise ShapeError(
-            f"{operation}: paged_kv_indptr has {len(starts)} entries and paged_kv_last_page_len {len(last)}; for the "
-            f"{batch} requests of q they are {batch + 1} and {batch}."
+            f"{operation}: paged_kv_indptr has {len(starts)} entries and paged_kv_last_page_len {len(last)}; the "
+            f"{batch} requests of q need {batch + 1} and {batch}."
         )
     index = Indices(operation, {"paged_kv_indices": indices})
     pages, counts = index.array("paged_kv_indices", (None,), "(pages,)"), np.diff(starts)
@@ -330,8 +330,8 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     entries = -(-sizes // per_entry)
     if tuple(given.shape) != (int(entries.sum()),):
         raise ShapeError(
-            f"{operation}: {name} is {tuple(given.shape)}; for {queries} queries over {lens.tolist()} tokens it is "
-            f"({int(entries.sum())},)."
+            f"{operation}: {name} is {tuple(given.shape)}; for {queries} queries over {lens.tolist()} tokens it "
+            f"must be ({int(entries.sum())},)."
         )
     wrong = lens < queries
     if wrong.any():
@@ -398,7 +398,7 @@ def get_batch_indices_positions(
     index = Indices(operation, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     starts = index.array("append_indptr", (None,), "(B + 1,)")
     if not starts.shape[0]:
-        raise ShapeError(f"{operation}: append_indptr is (0,); it needs one entry more than there are requests.")
+        raise ShapeError(f"{operation}: append_indptr is (0,); it needs one more entry than there are requests.")
     lens, where = index.array("seq_lens", (starts.shape[0] - 1,), "(B,)"), index.library.where
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None:

@@ -35,7 +35,7 @@ def refuse_option(operation: str, **options: Any) -> None:
         OptionError: naming the option.
     """
     for name, (value, offered) in options.items():
-        raise OptionError(f"{operation}: {name}={value!r} is not offered. Use {offered}.")
+        raise OptionError(f"{operation}: {name}={value!r} is not supported. Use {offered}.")
 
 
 def flag(value: Any, name: str, operation: str) -> bool:

@@ -185,7 +185,8 @@ class CacheCall:
             return self.views["q"].shape[1]
         if most is None:
             raise ShapeError(
-                f"{self.operation}: max_seqlen_q is missing. With cu_seqlens_q, pass the most queries of a sequence."
+                f"{self.operation}: max_seqlen_q is missing. With cu_seqlens_q, pass the largest number of queries "
+                "of any sequence."
             )
         counts = self.asked.counts
         index.refuse_where(
@@ -488,7 +489,7 @@ def _sight(given: Arguments) -> Sight:
     try:
         left, right = given.window_size
         if isinstance(left, bool) or isinstance(right, bool):
-            raise TypeError("a truth value")
+            raise TypeError("not a number but a truth value")
         left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         wanted = "(left, right), integers, -1 for unlimited"

@@ -70,17 +70,17 @@ def save_prompt_cache(
     format = cache.dtype if isinstance(cache.dtype, GroupFormat) and cache.dtype.rule == "affine" else None
     if cache.v_dtype != cache.dtype:
         raise OptionError(
-            f"{operation}: dtype={str(cache.dtype)!r} and v_dtype={str(cache.v_dtype)!r} differ, which is not offered. "
-            f"Use a store of one dtype."
+            f"{operation}: dtype={str(cache.dtype)!r} and v_dtype={str(cache.v_dtype)!r} differ, which is not "
+            "supported. Use a store of one dtype."
         )
     if format is None and cache.dtype.name not in ("float32", "float16", "bfloat16"):
         raise OptionError(
-            f"{operation}: dtype={cache.dtype.name!r} is not offered. Use a float32, float16 or bfloat16 store, or one "
-            f"of a tikv.Quant."
+            f"{operation}: dtype={cache.dtype.name!r} is not supported. Use a float32, float16 or bfloat16 store, "
+            "or one of a tikv.Quant."
         )
     if format is not None and any(window is not None for window in cache.windows):
         raise OptionError(
-            f"{operation}: a window over {format} is not offered: mlx-lm's quantised caches have no window. Use a "
+            f"{operation}: a window over {format} is not supported: mlx-lm's quantised caches have no window. Use a "
             f"store without one, or its own save()."
         )
     tensors: dict[str, np.ndarray[Any, Any]] = {}
@@ -90,7 +90,8 @@ def save_prompt_cache(
         require_uncompacted([state], operation, "A prompt cache has no place for positions: save() the store.")
         if state.ring and state.valid_from > max(0, state.length - state.ring):
             raise OptionError(
-                f"{operation}: layer {i} was trimmed after its window had wrapped, which is not offered. Fill it first."
+                f"{operation}: layer {i} was trimmed after its window had wrapped, which is not supported. Fill it "
+                "first."
             )
         if format is None:
             tensors[f"{i}.0"], tensors[f"{i}.1"] = arrays[0], arrays[1]
@@ -137,7 +138,7 @@ def load_prompt_cache(
         CacheFileError: the file is missing, damaged, or not a prompt cache; or its numbers or shapes are impossible. If
             this machine has too little memory for its windows, the error is a CapacityError too.
         CapacityError: ``capacity`` is less than the saved tokens.
-        OptionError: it holds a kind of cache that is not offered, which the message names, or layers of several kinds.
+        OptionError: it holds a kind of cache that is not supported, named in the message, or layers of several kinds.
 
     Exactness: every bit is kept; bfloat16 scales and biases become float32, which represents each of them exactly.
     """
@@ -157,7 +158,7 @@ def load_prompt_cache(
         capacity = max(2 * longest, longest + 256, needed)
     elif capacity < needed:
         raise CapacityError(
-            f"{operation}: capacity={capacity} and {str(file_name)!r} needs {needed}. Give that or more."
+            f"{operation}: capacity={capacity}, but {str(file_name)!r} needs {needed}. Use at least that."
         )
     k, v, *scales = layers[0].arrays
     format = layers[0].format
@@ -207,7 +208,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
 
     Raises:
         CacheFileError: it is not such a file, or says what cannot be.
-        OptionError: a kind of cache that is not offered.
+        OptionError: a kind of cache that is not supported.
     """
     listed = "1." if _is_newer(file) else "2."
     classes = {
@@ -222,7 +223,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     for i in range(len(classes)):
         if classes[i] not in CLASSES:
             raise OptionError(
-                f"{operation}: layer {i} is a {files.words(classes[i])}, which is not offered. Use a file of "
+                f"{operation}: layer {i} is a {files.words(classes[i])}, which is not supported. Use a file of "
                 f"{', '.join(CLASSES[:2])} or {CLASSES[2]}."
             )
     quantised = [name == "QuantizedKVCache" for name in classes.values()]
@@ -300,7 +301,7 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
     length, group, bits = (_number(file, name, newer) for name in names)
     if bits not in BITS or group not in GROUPS:
         raise OptionError(
-            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which is not offered."
+            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which is not supported."
         )
     format = GROUP_FORMATS[f"quant{bits}_{group}"]
     if first is not None and first.format is not format:

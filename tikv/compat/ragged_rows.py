@@ -36,7 +36,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
         return RaggedRows(sequence, number, index.arange(batch) * 0 + each, number >= 0)
     starts = index.array(starts_name, (None,), "(B + 1,)")
     if not starts.shape[0]:
-        raise ShapeError(f"{index.operation}: {starts_name} is (0,); it has one entry more than there are sequences.")
+        raise ShapeError(f"{index.operation}: {starts_name} is (0,); it needs one more entry than there are sequences.")
     index.check_starts(starts_name, starts, shape[0], f"rows of {name}")
     row = index.arange(shape[0])
     inside = row < starts[-1]
@@ -93,7 +93,9 @@ def require_library(operation: str, arrays: dict[str, Any], why: str) -> None:
                 f"torch tensors."
             )
         if seen.device != view(first, first_name, operation).device:
-            raise ShapeError(f"{operation}: {name} is {describe(seen)} on {seen.device}. {why} needs {first_name}'s.")
+            raise ShapeError(
+                f"{operation}: {name} is {describe(seen)} on {seen.device}. {why} needs the device of {first_name}."
+            )
 
 
 def check_rotation(cos: ArrayView, sin: ArrayView, capacity: int, width: int, operation: str) -> None:

@@ -120,7 +120,7 @@ def reshape_and_cache(
     Keys are (N, H, D/x, bs, x), where x elements take 16 bytes; values are (N, H, D, bs).
 
     Raises:
-        OptionError: ``interleaved_v`` is true, a layout of values that is not offered.
+        OptionError: ``interleaved_v`` is true, a layout of values that is not supported.
         As `reshape_and_cache_flash`.
     """
     if flag(interleaved_v, "interleaved_v", "vllm.reshape_and_cache"):
@@ -299,7 +299,7 @@ def _starts(operation: str, index: Indices, batch: int) -> Any:
     starts = index.array("cu_seq_lens", (None,), "(B + 1,)")
     if starts.shape[0] <= batch:
         raise ShapeError(
-            f"{operation}: cu_seq_lens is ({starts.shape[0]},); for {batch} sequences it is ({batch + 1},)."
+            f"{operation}: cu_seq_lens is ({starts.shape[0]},); for {batch} sequences it must be ({batch + 1},)."
         )
     return starts[: batch + 1]
 

@@ -113,8 +113,8 @@ class ShardedKVCacheStore:
         rank, world = (by_heads.rank, by_heads.world) if by_heads else (0, 1)
         if self.num_kv_heads % world:
             raise ShapeError(
-                f"{operation}: num_kv_heads={self.num_kv_heads} do not divide among {world} ranks. Use a number of "
-                f"ranks that divides them, or shard by tokens."
+                f"{operation}: num_kv_heads={self.num_kv_heads} cannot be divided evenly among {world} ranks. Use "
+                "a number of ranks that divides them, or shard by tokens."
             )
         for name in ("k_scale", "v_scale"):
             if hasattr(form.get(name), "__len__"):
@@ -473,15 +473,15 @@ class ShardedKVCacheStore:
             yield
         except ShapeError as error:
             raise ShapeError(
-                f"{error} This is {self._share()}. k, v and q are of the rank's own heads"
-                f"{'' if self._shard is None else ', with all tokens'}."
+                f"{error} This is {self._share()}. k, v and q must have the heads of this "
+                f"rank{'' if self._shard is None else ', with all tokens'}."
             ) from None
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
-        """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are sharded."""
+        """Raise OptionError of options of `KVCacheStore` that are not supported where tokens are sharded."""
         if options and self._shard is not None and options != {"impl": "auto"}:
             raise OptionError(
-                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are sharded. Leave "
+                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not supported where tokens are sharded. Leave "
                 f"it out, or shard by heads."
             )
 

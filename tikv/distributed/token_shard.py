@@ -124,8 +124,9 @@ class TokenShardLayers(LayerStorage):
         form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
         if form.tokens != 1:
             raise OptionError(
-                f"{operation}: {form.tokens} tokens at positions that only the device knows: where tokens are sharded, "
-                f"the host must know which lie here. Append one token at a time, or without positions."
+                f"{operation}: {form.tokens} tokens have positions that only the device knows, but where tokens "
+                "are sharded the host must know which of them belong to this rank. Append one token at a time, or "
+                "without positions."
             )
         out = self._on_device("positions")
         local_positions(self.runtime, operation, positions, out, self.sharding, False)
@@ -222,8 +223,9 @@ class TokenShardLayers(LayerStorage):
         if seq_lens is not None:
             if slopes:
                 raise OptionError(
-                    f"{operation}: slopes with seq_lens on the device: where tokens are sharded, the host must know "
-                    f"how far keys are from the query. Leave seq_lens out, or shard by heads."
+                    f"{operation}: slopes cannot be combined with seq_lens on the device: where tokens are "
+                    "sharded, the host must know how far keys are from the query. Leave seq_lens out, or shard by "
+                    "heads."
                 )
             self._attend_at(operation, layer, q, partials, scores, view(seq_lens, "seq_lens", operation))
             return
@@ -258,15 +260,15 @@ class TokenShardLayers(LayerStorage):
         around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
             raise OptionError(
-                f"{operation}: {q.shape[2]} queries with seq_lens on the device, where tokens are sharded. Attend with "
-                f"one query per sequence, or without seq_lens."
+                f"{operation}: where tokens are sharded, seq_lens on the device allow one query per sequence, not "
+                f"{q.shape[2]}. Attend with one query, or leave seq_lens out."
             )
         if counts.ring % around:
             raise OptionError(
                 f"{operation}: layer {layer} slides over {counts.ring} tokens after its sinks, which is not a "
-                f"multiple of {self.sharding.world} ranks x interleave={self.sharding.interleave}: with seq_lens on "
-                f"the device, the host cannot know how many of them lie here. Use a window of such a multiple plus "
-                f"the sinks."
+                f"multiple of {self.sharding.world} ranks x interleave={self.sharding.interleave}: with seq_lens "
+                "on the device, the host cannot know how many of them this rank holds. Use a window of such a "
+                "multiple plus the sinks."
             )
         lens = self._on_device("lens")
         local_positions(self.runtime, operation, seq_lens, lens, self.sharding, True)

@@ -192,7 +192,7 @@ class GraphBuilder(runtime.NotCopied):
         where = f"GraphBuilder.{operation}"
         for parameter, value in [*arrays.items(), *outputs.items()]:
             if not isinstance(value, str):
-                raise OptionError(f"{where}: {parameter} is {value!r}; give the name of an array, a str.")
+                raise OptionError(f"{where}: {parameter} is {value!r}. Pass the name of an array, a str.")
         for parameter, number in numbers.items():
             if not isinstance(number, str):
                 checks.integer(number, parameter, where)
@@ -201,7 +201,7 @@ class GraphBuilder(runtime.NotCopied):
         if unknown:
             raise OptionError(f"{where}: unknown option {', '.join(unknown)}. It has {', '.join(sorted(known))}.")
         if options.get("impl", "taichi") not in ("auto", "taichi"):
-            raise OptionError(f"{where}: impl={options['impl']!r} is not a kernel of Taichi's. Leave impl out.")
+            raise OptionError(f"{where}: impl={options['impl']!r} is not one of Taichi's kernels. Leave impl out.")
         options |= {p: True for p in outputs if p.startswith("return_")}
         if "impl" in known:
             options["impl"] = "taichi"
@@ -219,10 +219,10 @@ class GraphBuilder(runtime.NotCopied):
         roles = Roles([*self._calls, call._replace(outputs=())])
         both = sorted((roles.arrays | roles.outputs) & roles.numbers)
         if both:
-            raise OptionError(f"{where}: {', '.join(both)} names an array and a number. Choose another name for one.")
+            raise OptionError(f"{where}: {', '.join(both)} names both an array and a number. Rename one of them.")
         for name in call.outputs:
             if name in roles.arrays | roles.outputs | roles.numbers | roles.either or call.outputs.count(name) > 1:
-                raise OptionError(f"{where}: the output {name!r} is a name already taken. Choose another.")
+                raise OptionError(f"{where}: the output name {name!r} is already taken. Choose another.")
 
     def compile(self, *, backend: str = "auto") -> Graph:
         """The graph of the calls so far, in the runtime that lives now; the same one until a call is added.

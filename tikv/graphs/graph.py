@@ -174,8 +174,8 @@ class Graph(runtime.NotCopied):
         if plan is None:
             if self.runtime.is_cuda and driver.capturing(self.runtime.index):
                 raise ArchError(
-                    f"{operation}: these arrays are of a kind that this graph has not seen, and a CUDA graph is being "
-                    f"captured. Call run or prepare with such arrays once before."
+                    f"{operation}: this graph has not run with arrays of this kind yet, and a CUDA graph is being "
+                    "captured. Call run or prepare with such arrays once before the capture."
                 )
             plan = GraphPlan(self._calls, self.runtime, self.backend, operation, given, numbers)
             _, entries = plan.revalidate(views, numbers)

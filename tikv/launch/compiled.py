@@ -54,12 +54,13 @@ class Kernel(CompiledKernel):
             chosen = "direct"
         if self.shared_bytes:
             raise NeedsNativeLauncher(
-                f"{self.name}: only the native launcher gives a kernel shared memory, and it cannot take this one "
-                f"({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset TIKV_LAUNCHER."
+                f"{self.name}: it needs shared memory, which only the native launcher provides, and that launcher "
+                f"cannot launch it ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
+                "TIKV_LAUNCHER."
             )
         if self.runtime.index:
             raise ArchError(
-                f"{self.name}: {self.runtime.device} needs the native launcher, which cannot take this kernel "
+                f"{self.name}: {self.runtime.device} needs the native launcher, which cannot launch this kernel "
                 f"({launcher.fallbacks.get(self.name, 'it was not chosen')}). Move the arrays to cuda:0."
             )
         self.compile()
@@ -83,7 +84,9 @@ class Kernel(CompiledKernel):
                 if driver.capturing(self.runtime.index) or launcher.wanted_launcher() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
-                runtime.log.warning("%s stays with %s's launcher: %s", self.name, self.runtime.engine.title, error)
+                runtime.log.warning(
+                    "kernel %s keeps %s's own launcher: %s", self.name, self.runtime.engine.title, error
+                )
                 return None
         return NativeBound(self, iterations, arguments, self.native)
 

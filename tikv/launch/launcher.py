@@ -56,11 +56,11 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     if wanted == "direct":
         return wanted, "asked for"
     if not live.engine.has_known_ptx:
-        why = f"the native launcher knows the PTX of Taichi alone, and this process uses {live.engine.title}"
+        why = f"the native launcher reads only Taichi's PTX, and this process uses {live.engine.title}"
         if wanted:
             raise ArchError(
-                f"launch: the native launcher was asked for and is not there: {why}. Use engine='taichi', or unset "
-                f"TIKV_LAUNCHER."
+                f"launch: the native launcher was asked for but is not available: {why}. Use engine='taichi', or "
+                "unset TIKV_LAUNCHER."
             )
         return "direct", why
     if live.index not in _unavailable:
@@ -74,7 +74,7 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     if unavailable is None:
         return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
     if wanted:
-        raise ArchError(f"launch: the native launcher was asked for and is not there: {unavailable}") from None
+        raise ArchError(f"launch: the native launcher was asked for but is not available: {unavailable}") from None
     return "direct", str(unavailable)
 
 
@@ -91,8 +91,8 @@ def require_native(live: runtime.Runtime, operation: str) -> None:
         return
     raise ArchError(
         f"{operation}: {live.device} needs the native launcher, and the launcher in use is {name!r} ({why}); "
-        f"{live.engine.title}'s own drives cuda:0 alone. {extras.install('cuda')}, or start a process that "
-        f"sees {live.device} alone, by CUDA_VISIBLE_DEVICES."
+        f"{live.engine.title}'s own launcher uses cuda:0 alone. {extras.install('cuda')}, or start a process that "
+        f"sees {live.device} alone (set CUDA_VISIBLE_DEVICES)."
     )
 
 
@@ -117,24 +117,24 @@ def multiprocessors(live: runtime.Runtime) -> int:
     Raises:
         ArchError: the driver does not say.
     """
-    assert live.is_cuda, "only a CUDA device is asked for its multiprocessors"
+    assert live.is_cuda, "only a CUDA device can be asked for its number of multiprocessors"
     return driver.multiprocessors(live.index)
 
 
 def why_no_tensor_cores(live: runtime.Runtime) -> str:
     """Why kernels of a runtime have no tensor cores; empty where they have."""
     if not live.is_cuda:
-        return f"they are NVIDIA's, and this is {live.arch}"
+        return f"they exist on NVIDIA GPUs alone, and this is {live.arch}"
     if not live.engine.has_bitcode:
-        return f"{live.engine.title} takes no bitcode"
+        return f"{live.engine.title} cannot link bitcode"
     if live.invariant:
-        return "tikv.init(invariant=True), and the order of their sums follows from the number of queries"
+        return "tikv.init(invariant=True) is set, and the order of their sums depends on the number of queries"
     try:
         generation = driver.generation(live.index)
     except ArchError as error:
         return str(error)
     if generation < 8:
-        return f"the GPU is of compute capability {generation}, and they need 8"
+        return f"the GPU is of compute capability {generation}, and they need at least 8"
     from tikv.kernels.attention.tensor_instructions import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"
@@ -146,13 +146,13 @@ def why_no_warpgroups(live: runtime.Runtime) -> str:
         return reason
     generation = driver.generation(live.index)
     if generation != 9:
-        return f"the GPU is of compute capability {generation}, and they are those of 9"
+        return f"the GPU is of compute capability {generation}, and they need 9"
     try:
         name, why = launcher_of(live)
     except ArchError as error:
         return str(error)
     if name != "native":
-        return f"kernels get the launcher {name!r} ({why}), and they need the native one"
+        return f"kernels are launched by {name!r} ({why}), and they need the native launcher"
     from tikv.kernels.attention.hopper import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"

@@ -68,8 +68,9 @@ class Notice:
         if os.environ.get("TIKV_QUIET"):
             return
         runtime.log.warning(
-            "tikv compiles kernels for %s, or reads those of earlier processes: %d so far, %g seconds, now %r. "
-            "tikv.warmup does it ahead. Quiet: TIKV_QUIET=1, or the level of logger 'tikv'.",
+            "tikv is compiling kernels for %s, or loading those that earlier processes compiled: %d so far, for "
+            "%g seconds, now %r. tikv.warmup does this ahead of time. TIKV_QUIET=1, or the level of the logger "
+            "'tikv', hides this message.",
             arch, self._kernels, SECONDS, kernel,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from tikv.launch.compiled import kernel
 from tikv.runtime.cache import BoundedCache
 
 CHOICES = ("auto", "on", "off")  # of TIKV_SUBGROUPS: "on" takes them without a trial
-NOT_TRIED = "not tried yet: attention's first call does"
+NOT_TRIED = "not tried yet: attention's first call tries them"
 SECONDS = 60.0  # that a trial in a process of its own may take
 WRONG = "a trial gave wrong numbers"
 
@@ -65,7 +65,7 @@ def _why_not(live: runtime.Runtime) -> str:
         return "TIKV_SUBGROUPS is off"
     # Every Mac's GPU that the engines run on reduces over its SIMD groups; a Vulkan driver says whether it does.
     if live.arch == "vulkan" and not runtime.vulkan_subgroups():
-        return "the driver does not announce them"
+        return "the driver does not report them"
     if wanted == "on":
         return ""
     key = live.engine.name, live.arch
@@ -73,7 +73,7 @@ def _why_not(live: runtime.Runtime) -> str:
     if why is None:
         why = _found.keep(key, tried(live))
         if why:
-            runtime.log.warning("attention on %s does without subgroup operations: %s", live.arch, why)
+            runtime.log.warning("attention on %s does not use subgroup operations: %s", live.arch, why)
     return why
 
 
@@ -102,7 +102,7 @@ def gives_right_numbers(live: runtime.Runtime) -> bool:
 def _tried_apart(live: runtime.Runtime) -> str:
     """`tried`, in a process of its own with the same engine and arch."""
     if getattr(sys, "frozen", False) or not sys.executable:
-        return "there is no Python here to try them out in a process of its own; TIKV_SUBGROUPS=on takes them untried"
+        return "no Python executable to try them out in a separate process; TIKV_SUBGROUPS=on uses them untested"
     path = json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])
     try:
         child = subprocess.run(
@@ -114,9 +114,9 @@ def _tried_apart(live: runtime.Runtime) -> str:
             env={**os.environ, "TIKV_ENGINE": live.engine.name, **live.engine.quiet},
         )
     except subprocess.TimeoutExpired:
-        return f"a trial in a process of its own gave no answer within {SECONDS:g} s"
+        return f"a trial in a separate process gave no answer within {SECONDS:g} s"
     except OSError as error:
-        return f"no process for a trial could be started ({error})"
+        return f"a process to try them out could not be started ({error})"
     said = child.stdout.decode(errors="replace").split("\n")
     if _RIGHT in said:
         return ""
@@ -124,4 +124,4 @@ def _tried_apart(live: runtime.Runtime) -> str:
         return WRONG
     lines = child.stderr.decode(errors="replace").strip().splitlines()
     last = f" ({lines[-1].strip()})" if lines else ""
-    return f"a trial in a process of its own ended with exit status {child.returncode}{last}"
+    return f"a trial in a separate process ended with exit status {child.returncode}{last}"

@@ -124,7 +124,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     if src.shape[1:] != dst.shape[1:] or _inner(src) != _inner(dst):
         raise ShapeError(
             f"{operation}: the blocks of src_pool ({describe(src)}, strides {src.strides}) and dst_pool "
-            f"({describe(dst)}, strides {dst.strides}) differ. Pass pools whose blocks are laid out alike."
+            f"({describe(dst)}, strides {dst.strides}) differ. Pass pools whose blocks have the same layout."
         )
     within = src.ptr == dst.ptr and src.handle is dst.handle and src.offset == dst.offset
     within = within and (src.shape, src.strides) == (dst.shape, dst.strides)
@@ -250,7 +250,10 @@ def _pairs(pairs: Any, operation: str) -> ArrayView:
         index = index.restrided((0, 2), (2, 1))
     checks.indices(index, "pairs", operation)
     if index.ndim != 2 or index.shape[1] != 2:
-        raise ShapeError(f"{operation}: pairs is {describe(index)} where (P, 2) is needed: a block from, a block to.")
+        raise ShapeError(
+            f"{operation}: pairs is {describe(index)} where (P, 2) is needed: a source block and a destination "
+            "block in each row."
+        )
     return index
 
 
@@ -276,7 +279,8 @@ def _check_pairs(pairs: np.ndarray[Any, Any], sources: int, targets: int, within
     both = np.intersect1d(moving[:, 0], moving[:, 1])
     if both.size:
         raise PositionError(
-            f"{operation}: block {int(both[0])} is copied from by one pair and to by another. Make two calls."
+            f"{operation}: block {int(both[0])} is the source of one pair and the destination of another. Make two "
+            "calls."
         )
 
 

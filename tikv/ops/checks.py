@@ -26,11 +26,11 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
     """
     if type(value) is not int:
         if isinstance(value, bool):
-            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.")
+            raise DTypeError(f"{operation}: {name} must be an integer, not {value!r}. Pass an int.")
         try:
             value = operator.index(value)
         except TypeError:
-            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from None
+            raise DTypeError(f"{operation}: {name} must be an integer, not {value!r}. Pass an int.") from None
     if value < low and high == MAX_POSITION:
         raise PositionError(f"{operation}: {name}={value} is outside the range. Use {low} or more.")
     if not low <= value <= high:
@@ -179,13 +179,14 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
             mps.refuse_unless_shared(array, live, name, operation)
         elif device != "cpu" and device.partition(":")[0] != live.arch:
             raise ArchError(
-                f"{operation}: {name} lies on {device} and {live.engine.title} runs on {live.arch}. "
-                f"Call tikv.init({device.partition(':')[0]!r}) first, or move the array."
+                f"{operation}: {name} is on {device}, but {live.engine.title} runs on {live.arch}. Call "
+                f"tikv.init({device.partition(':')[0]!r}) first, or move the array."
             )
         elif device not in ("cpu", live.device):
             raise ArchError(
-                f"{operation}: {name} lies on {device}, and what it goes with on {live.device}. Move one of them. A "
-                f"store lies on torch's current GPU of when it was made: with torch.cuda.device({device!r})."
+                f"{operation}: {name} is on {device}, but the arrays that it is used with are on {live.device}. "
+                "Move one of them. A store stays on the GPU that was torch's current one when it was made; make "
+                f"it under `with torch.cuda.device({device!r})`."
             )
         if array.dtype is dtypes.float64 and not live.has_float64:
             raise DTypeError(
@@ -215,7 +216,7 @@ def same_dtype(a: ArrayView, b: ArrayView, a_name: str, b_name: str, operation: 
     """
     if a.dtype is not b.dtype:
         raise DTypeError(
-            f"{operation}: {a_name} is {describe(a)} and {b_name} is {describe(b)}; they must have one dtype."
+            f"{operation}: {a_name} is {describe(a)} and {b_name} is {describe(b)}; both must have the same dtype."
         )
 
 
@@ -227,7 +228,7 @@ def scales(array: ArrayView, name: str, format: Format, operation: str) -> None:
     """
     if array.dtype not in format.scale_dtypes:
         offered = " or ".join(row.name for row in format.scale_dtypes)
-        raise DTypeError(f"{operation}: {name} is {describe(array)}; scales of {format} are {offered}.")
+        raise DTypeError(f"{operation}: {name} is {describe(array)}; scales of {format} must be {offered}.")
 
 
 def extent(actual: int, expected: int, what: str, operation: str, detail: str = "", remedy: str = "") -> None:

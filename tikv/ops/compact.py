@@ -67,7 +67,9 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     if out is not None:
         kinds = [a.format.name if isinstance(a, Quantized) else "no codes of groups" for a in (cache, out)]
         if kinds[0] != kinds[1]:
-            raise DTypeError(f"{operation}: the cache holds {kinds[0]} and out {kinds[1]}. Pass two of one format.")
+            raise DTypeError(
+                f"{operation}: the cache holds {kinds[0]} and out {kinds[1]}. Pass two arrays of the same format."
+            )
         arrays += _arrays_of(live, operation, out, "out", True)
     views = Views(arrays)
     key = (operation, views.key, len(rows), len(arrays))

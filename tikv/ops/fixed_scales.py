@@ -107,8 +107,8 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
     checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
     if fixed_strides(scales[0]) != fixed_strides(scales[1]):
         raise ShapeError(
-            f"{operation}: k_scale is {describe(scales[0])} and v_scale {describe(scales[1])}. Pass a number each, or "
-            f"({heads},) each."
+            f"{operation}: k_scale is {describe(scales[0])} and v_scale {describe(scales[1])}. Pass a number for "
+            f"both, or ({heads},) for both."
         )
 
 

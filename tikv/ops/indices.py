@@ -23,7 +23,9 @@ def index_array(values: Any, name: str, operation: str) -> Any:
         try:
             found = np.asarray(values)
         except ValueError as error:
-            raise ShapeError(f"{operation}: {name} is a list that is not an array: {error}. Pass equal rows.") from None
+            raise ShapeError(
+                f"{operation}: {name} is a list that cannot become an array: {error}. Pass rows of equal length."
+            ) from None
         return found.astype(np.int64) if found.size == 0 else found
     return values
 

@@ -72,7 +72,8 @@ def _mask(keep: Any, operation: str) -> Host | None:
             keep = np.asarray(keep)
         except ValueError as error:
             raise ShapeError(
-                f"{operation}: keep is a list that is not an array: {error}. Pass equal rows, or a mask."
+                f"{operation}: keep is a list that cannot become an array: {error}. Pass rows of equal length, or "
+                "a mask."
             ) from None
     if not str(getattr(keep, "dtype", "")).endswith("bool"):
         return None
@@ -91,13 +92,13 @@ def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what:
     n = "n" if last is None else str(last)
     if len(shape) not in (2, 3) or shape[:-1] not in (lead, lead[:1]):
         raise ShapeError(
-            f"{operation}: keep is {what} of shape {shape} where ({rows.batch}, {rows.heads}, {n}), or ({rows.batch}, "
-            f"{n}) for all heads, is needed. Give a list for each sequence and head."
+            f"{operation}: keep is {what} of shape {shape} where ({rows.batch}, {rows.heads}, {n}), or "
+            f"({rows.batch}, {n}) for all heads, is needed. Pass a list for each sequence and head."
         )
     if (last is not None and shape[-1] != last) or (last is None and shape[-1] > rows.limit):
         raise ShapeError(
             f"{operation}: keep is {what} of shape {shape} for {rows.limit} rows per head. "
-            + ("Give a True or False for each." if last is not None else f"Give at most {rows.limit}.")
+            + ("Pass True or False for each." if last is not None else f"Pass at most {rows.limit}.")
         )
 
 
@@ -136,8 +137,8 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
         *lead, at = (int(i) for i in np.argwhere(falls)[0])
         pair = index[tuple(lead)][at : at + 2].tolist()
         raise PositionError(
-            f"{operation}: keep of {_head(lead)} has {pair[1]} after {pair[0]}, at {at + 1}. Each index must be above "
-            f"the one before: sort them, and drop what is named twice."
+            f"{operation}: keep of {_head(lead)} has {pair[1]} after {pair[0]}, at {at + 1}. Each index must be "
+            "above the one before: sort them, and remove duplicates."
         )
     outside = (first < 0) | (last >= limits)
     lead = [int(i) for i in np.argwhere(outside)[0]]
@@ -202,8 +203,8 @@ def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime
     checks.indices(array, "lengths", operation)
     if array.shape not in ((batch,), (batch, heads)):
         raise ShapeError(
-            f"{operation}: lengths is {describe(array)} where ({batch},) or ({batch}, {heads}) is needed, a number for "
-            f"a sequence or for each of its heads."
+            f"{operation}: lengths is {describe(array)} where ({batch},) or ({batch}, {heads}) is needed, one "
+            "number per sequence, or one per sequence and head."
         )
     host = host_indices(array, live)
     if host is None:

@@ -45,7 +45,7 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
     """
     operation = "summarize_pages"
     if isinstance(k_cache, Quantized):
-        raise DTypeError(f"{operation}: k_cache is codes of {k_cache.format}. Pass the keys that they were made of.")
+        raise DTypeError(f"{operation}: k_cache holds codes of {k_cache.format}. Pass the keys that were quantised.")
     live = runtime_of(k_cache)
     size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
     k = view(k_cache, "k_cache", operation)
@@ -128,7 +128,7 @@ def _entries(arrays: Sequence[ArrayView], length: int, capacity: int, plan: Plan
     known = host_indices(arrays[-1], plan.live) if given else None
     for number in (length,) if known is None else (known.min(initial=0), known.max(initial=0)):
         if not 0 <= number <= capacity:
-            raise CapacityError(f"{plan.operation}: seq_lens has {number} where 0 to {capacity} is possible.")
+            raise CapacityError(f"{plan.operation}: seq_lens has {number}, outside 0..{capacity}.")
     return {} if given else {"length": length}
 
 
@@ -182,12 +182,14 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
     for a, name in ((least, "least"), (greatest, "greatest")):
         checks.rank(a, (4,), name, "(B, H, P, D)", operation)
         if a.dtype not in SUMMARIZED:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; pass what `summarize_pages` gives.")
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; pass what `summarize_pages` returned.")
     checks.same_dtype(least, greatest, "least", "greatest", operation)
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
     if greatest.shape != least.shape:
-        raise ShapeError(f"{operation}: greatest is {describe(greatest)} where {least.shape} is needed, as of least.")
+        raise ShapeError(
+            f"{operation}: greatest is {describe(greatest)} where {least.shape} is needed, the shape of least."
+        )
     detail = f"q: {describe(q)}, least: {describe(least)}"
     batch, heads, pages, width = least.shape
     checks.extent(q.shape[0], batch, "the batch of q", operation, detail)

@@ -135,8 +135,8 @@ def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
 
 def _missing(name: str, operation: str) -> ShapeError:
     return ShapeError(
-        f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have a number or (H,) "
-        f"each; pass both."
+        f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have two numbers "
+        "or two of (H,). Pass both."
     )
 
 
@@ -398,7 +398,7 @@ def gather_paged(
     if isinstance(pool, Quantized):
         require_slots_first(operation, layout)
         if scale is not None:
-            raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")
+            raise OptionError(f"{operation}: a Quantized has its own scales. Leave scale out.")
         format = pool.format
         pool, scale = codes_and_numbers(runtime_of(pool), operation, pool, "pool's ")
     return gather(operation, pool, block_table, length, layout=layout, scale=scale, out=out, format=format)
@@ -437,8 +437,8 @@ def gather(
         check_slots(table, shape, live, operation, unique=False)
     elif length and (shape.page == 0 or blocks > table.shape[0]):
         raise PositionError(
-            f"{operation}: length={length} is {blocks} blocks of {shape.page}, and block_table has {table.shape[0]}. "
-            f"Read at most {table.shape[0] * shape.page} tokens."
+            f"{operation}: length={length} takes {blocks} blocks of {shape.page}, and block_table has "
+            f"{table.shape[0]}. Read at most {table.shape[0] * shape.page} tokens."
         )
     named = [("pool", source, False), (index_name, table, False)]
     row, scaled = format or format_of(source.dtype), scale is not None

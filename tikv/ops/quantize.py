@@ -116,7 +116,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
         raise OptionError(f"{operation}: unknown format {format!r}. Use {offered} or a tikv.Quant.")
     if tensor_scale is not None:
         if not isinstance(row, GroupFormat) or not row.has_tensor_scale:
-            raise OptionError(f"{operation}: {row} has no scale of a whole tensor. Leave tensor_scale out.")
+            raise OptionError(f"{operation}: {row} has no scale for the whole tensor. Leave tensor_scale out.")
         row = row.scaled(fixed_numbers(tensor_scale, 1, "tensor_scale", operation)[0])
     rows = view(x, "x", operation)
     checks.on_device([("x", rows)], live, operation)
@@ -171,7 +171,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
     live = runtime_of(q)
     if isinstance(q, Quantized):
         if scale is not None:
-            raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")
+            raise OptionError(f"{operation}: a Quantized has its own scales. Leave scale out.")
         return _dequantize_groups(live, operation, q, out)
     rows, scales = view(q, "q", operation), view(scale, "scale", operation)
     checks.on_device([("q", rows), ("scale", scales)], live, operation)
@@ -198,7 +198,7 @@ def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, .
     if target.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(f"{operation}: out is {describe(target)}. Pass float32, float16 or bfloat16.")
     if target.shape != shape:
-        raise ShapeError(f"{operation}: out is {describe(target)} where {shape} was given.")
+        raise ShapeError(f"{operation}: out is {describe(target)} where {shape} is needed.")
     checks.writable(target, "out", operation)
     return target, out
 
@@ -235,8 +235,9 @@ def codes_and_numbers(
         if written:
             if numbers is None:
                 raise ShapeError(
-                    f"{operation}: the scale and the bias of a group are written together, and {of}scales and "
-                    f"{of}biases do not lie so. Write into what tikv.quantize gave."
+                    f"{operation}: the scale and the bias of a group are written together, so each bias must "
+                    f"follow its scale in memory; {of}scales and {of}biases are not laid out so. Write into what "
+                    "tikv.quantize returned."
                 )
             checks.writable(codes, f"{of}codes", operation)
             checks.writable(numbers, f"{of}scales", operation)
@@ -282,23 +283,24 @@ def codes_of_pair(
         DTypeError, ShapeError: one is no `Quantized`, or they are of two formats, or their numbers do not lie alike.
     """
     if [scale for scale in scales if scale is not None]:
-        raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
+        raise OptionError(f"{operation}: a Quantized has its own scales. Leave k_scale and v_scale out.")
     (k_name, k), (v_name, v) = pair.items()
     for name, given in pair.items():
         if not isinstance(given, Quantized):
             raise DTypeError(f"{operation}: {name} is a {type(given).__name__}. Pass a Quantized for both, or neither.")
     if k.format.name != v.format.name:
-        raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format.")
+        raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format for both.")
     if v.format.seed is not None:
         raise OptionError(
-            f"{operation}: {v_name} is {v.format}, whose rows are rotated, and values are not. Use {v.format.unturned}."
+            f"{operation}: {v_name} is {v.format}, whose rows are rotated, but values must not be rotated. Use "
+            f"{v.format.unturned}."
         )
     k_codes, k_numbers = codes_and_numbers(live, operation, k, f"{k_name}'s ", written)
     v_codes, v_numbers = codes_and_numbers(live, operation, v, f"{v_name}'s ", written)
     if k_numbers.dtype is not v_numbers.dtype or k_numbers.strides[:-1] != v_numbers.strides[:-1]:
         raise ShapeError(
             f"{operation}: the scales of {k_name} are {describe(k_numbers)} and those of {v_name} "
-            f"{describe(v_numbers)}. Use K and V of one width and one dtype of scales."
+            f"{describe(v_numbers)}. Use K and V of the same width, with scales of the same dtype."
         )
     return [k_codes, v_codes], [k_numbers, v_numbers], (k.format, v.format)
 
@@ -329,8 +331,8 @@ def require_slots_first(operation: str, layout: str) -> None:
     """
     if layout in ("HND", "VLLM"):
         raise OptionError(
-            f"{operation}: in layout {layout!r} the scales of a Quantized, which lie as its rows do, would not follow "
-            f"one another from slot to slot. Use 'NHD', or a PagedKVCacheStore."
+            f"{operation}: in layout {layout!r} the scales of a Quantized, laid out as its rows are, would not be "
+            f"contiguous from slot to slot. Use 'NHD', or a PagedKVCacheStore."
         )
 
 
@@ -382,8 +384,8 @@ def _run(
     extents, strides = merged_axes(shape[:-1], [arrays[0].strides[:-1], arrays[1].strides[:-1], scale_strides])
     if len(extents) > 2:
         raise ShapeError(
-            f"{operation}: {names[0]} ({describe(arrays[0])}, strides {arrays[0].strides} elements) has more than two "
-            f"axes that do not follow one another. Pass a contiguous array."
+            f"{operation}: {names[0]} ({describe(arrays[0])}, strides {arrays[0].strides} elements) has more than "
+            "two axes that cannot be merged into one. Pass a contiguous array."
         )
     groups, tokens = (1,) * (2 - len(extents)) + tuple(extents)
     (src_group, src), (dst_group, dst), (scale_group, scale) = ((0,) * (2 - len(extents)) + s for s in strides)

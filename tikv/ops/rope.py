@@ -101,7 +101,8 @@ class NormRope:
                     )
         if pairs and found["cos"].shape != found["sin"].shape:
             raise ShapeError(
-                f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; make them alike."
+                f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; both must have "
+                "the same shape."
             )
         if self.rope_dim is not None:
             rope_dim = checks.integer(self.rope_dim, "rope_dim", operation, low=2)

@@ -63,7 +63,7 @@ class Rope:
         except (TypeError, ValueError) as error:
             raise OptionError(f"Rope: inv_freq is not a list of numbers: {error}. Pass (D_r / 2,) of them.") from None
         if found.ndim != 1 or found.size == 0:
-            raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, a number for a pair.")
+            raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, one number per pair.")
         if not np.isfinite(found).all():
             raise OptionError("Rope: inv_freq has numbers that are not finite. Pass the model's frequencies.")
         object.__setattr__(self, "inv_freq", found)
@@ -112,8 +112,8 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     live = runtime_of(k)
     if isinstance(k, Quantized):
         raise DTypeError(
-            f"{operation}: k is codes of {k.format}, and rotated keys would have to be quantised again, with other "
-            f"scales. To accept that loss, use tikv.dequantize, rotate the result, and use tikv.quantize."
+            f"{operation}: k holds codes of {k.format}, and rotated keys would have to be quantised again, with "
+            "other scales. To accept that loss, use tikv.dequantize, rotate the result, and use tikv.quantize."
         )
     rows = view(k, "k", operation)
     checks.on_device([("k", rows)], live, operation)
@@ -143,12 +143,14 @@ def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str
         raise OptionError(f"{operation}: rope is {rope!r}. Pass a tikv.Rope.")
     if k.dtype not in _ROTATED:
         names = ", ".join(x.name for x in _ROTATED)
-        raise DTypeError(f"{operation}: k is {describe(k)}. Keys that are rotated are of one of {names}.")
+        raise DTypeError(f"{operation}: k is {describe(k)}. Keys to rotate must be one of {names}.")
     if rope.rope_dim > k.shape[-1]:
         raise ShapeError(f"{operation}: the rotation of {rope.rope_dim} elements is wider than k, {describe(k)}.")
     row = format_of(k.dtype)
     if (row is not None and row.finds_scales) != (scale is not None):
-        raise DTypeError(f"{operation}: k is {describe(k)}; int8 needs scale, and nothing else has one.")
+        raise DTypeError(
+            f"{operation}: k is {describe(k)}; int8 keys need scale, and keys of other dtypes take no scale."
+        )
     if scale is not None and row is not None and (scale.shape != k.shape[:3] or scale.dtype not in row.scale_dtypes):
         raise ShapeError(f"{operation}: scale is {describe(scale)} where float16 or float32 {k.shape[:3]} is needed.")
 
@@ -221,8 +223,8 @@ def shifts_of(before: Host, after: Host, operation: str) -> Shifts | None:
     least, largest = int(difference.min(initial=0)), int(difference.max(initial=0))
     if largest - least >= MOST_ANGLES:
         raise PositionError(
-            f"{operation}: rows move by {least} to {largest} positions, more than {MOST_ANGLES} apart. "
-            f"Make several calls."
+            f"{operation}: rows move by {least} to {largest} positions, which is a range of more than "
+            f"{MOST_ANGLES}. Make several calls."
         )
     if least == largest:
         return None

@@ -38,8 +38,9 @@ def unaligned(operation: str, src: Rows, dst: Rows) -> ShapeError:
     """What to say where elements would be converted that do not lie at multiples of their size."""
     array = next(e.array for e in (src, dst) if ((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize)
     return ShapeError(
-        f"{operation}: an array, {describe(array)}, lies at address {array.ptr + array.offset:#x}, no multiple of its "
-        f"{array.dtype.itemsize}-byte elements, which are converted. Pass an aligned copy: numpy.array(...)."
+        f"{operation}: an array, {describe(array)}, is at address {array.ptr + array.offset:#x}, which is not a "
+        f"multiple of its {array.dtype.itemsize}-byte elements, and converting needs aligned ones. Pass an aligned "
+        "copy: numpy.array(...)."
     )
 
 

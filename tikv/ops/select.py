@@ -127,7 +127,7 @@ class SelectPlan(Plan):
             if number > self.most or (known is not None and number < 0):
                 of_pages = "" if self.chosen[1] > 1 else ", or page= if these are scores of pages"
                 raise PositionError(
-                    f"{self.operation}: valid is {number}, and there are scores for {self.most} tokens. Use 0 to "
+                    f"{self.operation}: valid is {number}, but there are scores for {self.most} tokens. Use 0 to "
                     f"{self.most}{of_pages}."
                 )
         return {} if len(arrays) > 1 else {"valid": self.most if tokens < 0 else tokens}

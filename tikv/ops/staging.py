@@ -135,9 +135,9 @@ class Staging:
             memory = Memory(size, live)
         except CapacityError:
             raise CapacityError(
-                f"memory: arrays of the host take {size} bytes there from their first element to their last, and "
-                f"{live.device} has no room for as many in one piece. Pass copies that are contiguous, or a part at a "
-                f"time."
+                f"memory: the host arrays span {size} bytes from their first element to their last, and "
+                f"{live.device} has no room for that many in one piece. Pass contiguous copies, or one part at a "
+                "time."
             ) from None
         if not self._filled:
             return memory, places

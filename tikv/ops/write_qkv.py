@@ -490,8 +490,8 @@ def check_write_qkv(
     else:
         if not no_position or window is not None:
             raise PositionError(
-                f"{operation}: position and window belong to contiguous caches, slot_mapping to pools. Pass "
-                f"rope_positions for the rotation, and nothing else beside slot_mapping."
+                f"{operation}: position and window belong to contiguous caches, slot_mapping to pools. With "
+                "slot_mapping, leave position and window out, and pass rope_positions for the rotation."
             )
         checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
         pool = pool_shape(k, POOL_LAYOUTS[layout][0], "k_dst", operation)
@@ -506,7 +506,7 @@ def check_write_qkv(
         checks.extent(slots.shape[0], qkv.shape[0], "the length of slot_mapping", operation, f"qkv: {describe(qkv)}")
     detail = f"qkv: {describe(qkv)}, k_dst: {describe(k)}, v_dst: {describe(v)}, num_q_heads={q_heads}"
     if pool is None and other != k.shape:
-        raise ShapeError(f"{operation}: k_dst and v_dst must have one shape ({detail}).")
+        raise ShapeError(f"{operation}: k_dst and v_dst must have the same shape ({detail}).")
     checks.extent(qkv.shape[1], (q_heads + 2 * heads) * width, "the width of qkv, (Hq + 2H) * D,", operation, detail)
     _transformed(qkv, "qkv", operation)
     checks.same_dtype(k, v, "k_dst", "v_dst", operation)
@@ -674,5 +674,7 @@ def _scales(
             raise ShapeError(f"{operation}: {name} is {describe(scale)} where (H, capacity) = {shape} is needed.")
     checks.same_dtype(arrays["k_scale"], arrays["v_scale"], "k_scale", "v_scale", operation)
     if arrays["k_scale"].strides != arrays["v_scale"].strides:
-        raise ShapeError(f"{operation}: k_scale and v_scale have other strides. Pass arrays of one memory layout.")
+        raise ShapeError(
+            f"{operation}: k_scale and v_scale have different strides. Pass two arrays with the same memory layout."
+        )
     return found

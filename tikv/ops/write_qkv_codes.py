@@ -58,8 +58,8 @@ def write_codes(
     codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
     if (position is None) is (slot_mapping is None) or (slot_mapping is not None and window is not None):
         raise PositionError(
-            f"{operation}: position, and maybe a window, says where rows go in caches, slot_mapping in pools. Pass one "
-            f"of them."
+            f"{operation}: position (with or without window) says where rows go in a cache, slot_mapping where "
+            "they go in a pool. Pass one of the two."
         )
     given = view(qkv, "qkv", operation)
     checks.rank(given, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)

@@ -287,7 +287,7 @@ def lock_pages(nbytes: int, index: int) -> int:
     with current_gpu(index):
         status = cuda.cuMemHostAlloc(ctypes.byref(found), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
     if status or not found.value:
-        raise MemoryError(f"CUDA's driver locks no {nbytes} bytes (error {status})")
+        raise MemoryError(f"CUDA's driver could not lock {nbytes} bytes (error {status})")
     return found.value
 
 

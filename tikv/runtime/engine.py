@@ -56,8 +56,9 @@ def wanted(asked: str = "auto") -> tuple[Engine, str]:
         if asked not in ("auto", _engine.name):
             other = engines.ALL[asked]
             raise ArchError(
-                f"init: this process uses {_engine.title} ({_why}), and a process has one engine. Choose {other.title} "
-                f"in another one, before its first operation: tikv.init(engine={asked!r}), or TIKV_ENGINE={asked}."
+                f"init: this process uses {_engine.title} ({_why}), and a process has one engine. Choose "
+                f"{other.title} in another process, before its first operation: tikv.init(engine={asked!r}), or "
+                f"TIKV_ENGINE={asked}."
             )
         return _engine, _why
     if asked != "auto":
@@ -321,7 +322,7 @@ def require_arch(arch: str, asked: str) -> None:
     if arch not in engine.archs:
         (other,) = [other for other in engine.others if arch in other.archs]
         raise ArchError(
-            f"init: {engine.title} has no arch {arch}, {other.title} has. "
+            f"init: {engine.title} has no arch {arch}, but {other.title} has. "
             f"Use engine={other.name!r} in another process. {other.remedy}"
         )
 

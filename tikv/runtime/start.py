@@ -49,9 +49,9 @@ _FORKED = _NoFront()
 def _why_forked() -> str:
     name = engine.engine_in_use().title
     return (
-        f"this process was forked after {name} had started, and {name}'s threads are in its parent alone. Start "
-        f"processes by multiprocessing.get_context('spawn'), or fork before the first operation; data that both need "
-        f"are NumPy copies (copy_to_host()) made before."
+        f"this process was forked after {name} had started, and {name}'s threads exist in the parent process "
+        "alone. Start processes with multiprocessing.get_context('spawn'), or fork before the first operation. "
+        "Share data as NumPy copies (copy_to_host()) made before the fork."
     )
 
 
@@ -266,9 +266,9 @@ def require_alive(runtime: Runtime, operation: str) -> None:
             raise StaleRuntimeError(f"{operation}: {_why_forked()}")
         name, ti = engine.engine_in_use().title, engine.engine_in_use().alias
         raise StaleRuntimeError(
-            f"{operation}: made in {name} runtime epoch {runtime.epoch}, which a later {ti}.init() or {ti}.reset() "
-            f"ended; its memory is gone. Call {ti}.init() once, before creating stores and arrays, and create this one "
-            f"again."
+            f"{operation}: it was made in {name} runtime epoch {runtime.epoch}, which a later {ti}.init() or "
+            f"{ti}.reset() ended; its memory is gone. Call {ti}.init() once, before creating stores and arrays, "
+            "and create this one again."
         )
 
 
@@ -355,9 +355,9 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
         if invariant is not None and before is not None and invariant is not before:
             ti = used.alias
             raise OptionError(
-                f"init: invariant={invariant}, and the running engine has invariant={before}, since it was started "
-                f"without or by another call: results of both would not compare. Call tikv.init(invariant={invariant}) "
-                f"before the first operation, or end the running engine, with all its memory, by {ti}.reset() first."
+                f"init: invariant={invariant}, but the running engine was started with invariant={before}, so "
+                f"results of the two could not be compared. Call tikv.init(invariant={invariant}) before the first "
+                f"operation, or call {ti}.reset() first, which ends the running engine and frees all its memory."
             )
         reasons = []
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()
@@ -369,7 +369,7 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
                 reasons.append(f"{each}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
                 continue
             if each in NEVER_RUN:
-                log.warning("nobody has run tikv on %s yet: compare its results with those of the CPU", each)
+                log.warning("tikv has never been run on %s: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
             _current.why_arch = "; ".join(reasons) or why
             _current.invariant = bool(before if invariant is None else invariant)

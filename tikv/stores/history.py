@@ -95,6 +95,6 @@ class History(NamedTuple):
             there = np.arange(self.tokens) < self.counts[..., None]
             rises = np.diff(a, axis=-1, prepend=-1) > 0
             if not ((a == -1) | there).all() or not (rises | ~there).all() or (a >= end).any():
-                raise ValueError("what is left of a layer does not rise, or goes beyond its end")
+                raise ValueError("the positions that are left of a layer do not ascend, or go beyond its end")
         if self.tokens != int(self.counts.max(initial=0)):
-            raise ValueError("what is left of a layer is wider than what its heads have")
+            raise ValueError("more positions are left of a layer than its heads have")

@@ -202,7 +202,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.block_table"
         state = self._state(seq, operation)
         if layer is None and self.config.per_head:
-            raise OptionError(f"{operation}: with per_head=True each layer has its own blocks. Say which layer.")
+            raise OptionError(f"{operation}: with per_head=True each layer has its own blocks. Pass layer=.")
         return self._pages.sequences.block_table(0 if layer is None else self._layer(layer, operation), state)
 
     @locked
@@ -339,7 +339,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.add"
         if token_ids is not None:
-            self._pages.refuse_per_head(operation, "blocks of single heads are not found by token_ids")
+            self._pages.refuse_per_head(operation, "blocks of single heads cannot be found by token_ids")
         runtime.require_alive(self.runtime, operation)
         ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
@@ -617,7 +617,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: none on the device now; later a copy of each shared block that is written to, in all layers.
         """
         operation = "PagedKVCacheStore.fork"
-        self._pages.refuse_per_head(operation, "blocks of single heads are not shared")
+        self._pages.refuse_per_head(operation, "blocks of single heads cannot be shared")
         return self._pages.fork(self._state(seq, operation))
 
     @changing
@@ -754,7 +754,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: its blocks in all layers are read once; waits for the device.
         """
         operation = "PagedKVCacheStore.swap_out"
-        self._pages.refuse_per_head(operation, "blocks of single heads stay in their pool")
+        self._pages.refuse_per_head(operation, "blocks of single heads cannot leave their pool")
         state = self._state(seq, operation)
         self._pages.swap_out(state)
 
@@ -815,7 +815,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (3, 2)
         """
         operation = "PagedKVCacheStore.save"
-        self._pages.refuse_per_head(operation, "files have a block table for a sequence")
+        self._pages.refuse_per_head(operation, "a file has one block table per sequence")
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
         ids = self.sequences if seqs is None else host_integers(seqs, "seqs", operation, self.runtime)
@@ -873,7 +873,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
-        self._pages.refuse_per_head(operation, "files have a block table for a sequence")
+        self._pages.refuse_per_head(operation, "a file has one block table per sequence")
         runtime.require_alive(self.runtime, operation)
         salt = salt_bytes(salt, operation)
         return pool_files.SavedSequences(path, operation).add_to(self._pages, share_prefixes, salt)

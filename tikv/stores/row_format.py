@@ -104,8 +104,9 @@ class RowFormats(NamedTuple):
         v = values_of(v, v_dtype, operation)
         if k_scales and v_scales and k_scales is not v_scales:
             raise DTypeError(
-                f"{operation}: the scales of K as {k} are {k_scales.name} and those of V as {v} {v_scales.name}; "
-                f"attention finds both in arrays of one dtype. Use formats whose scales do, or a dtype for one."
+                f"{operation}: keys of {k} have {k_scales.name} scales and values of {v} have {v_scales.name} "
+                "scales, but attention needs scales of one dtype. Use formats whose scales have the same dtype, "
+                "or a plain dtype for one of them."
             )
         (k, v), (k_scale, v_scale) = _scaled_whole((k, v), (k_scale, v_scale), operation)
         of_k, of_v = _divisors((k, v), (k_scale, v_scale), num_kv_heads, operation)
@@ -194,8 +195,8 @@ def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None
     """Raise DTypeError where summaries of pages are asked for of keys that `page_scores` does not take."""
     if page is not None and rows.k.read_dtype not in SUMMARIZED:
         raise DTypeError(
-            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores does not take. "
-            f"Use another dtype, or leave page_summaries out."
+            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores cannot read. "
+            "Use another dtype, or leave page_summaries out."
         )
 
 
@@ -206,12 +207,12 @@ def plain_format(
     format = parse_format(dtype)
     if format is not None:
         raise DTypeError(
-            f"{operation}: {format} is kept by KVCacheStore and PagedKVCacheStore alone. Use one of them, or another "
-            f"dtype such as 'int8'."
+            f"{operation}: {format} works only in KVCacheStore and PagedKVCacheStore. Use one of them, or another "
+            "dtype such as 'int8'."
         )
     stored = dtypes.parse(dtype, operation, also)
     if stored.name not in dtypes.APPENDED:
-        raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(dtypes.APPENDED)}.")
+        raise DTypeError(f"{operation}: dtype {stored.name} cannot be stored. Use one of {', '.join(dtypes.APPENDED)}.")
     if stored is dtypes.float64 and not live.has_float64:
         raise DTypeError(f"{operation}: {live.arch} has no float64. Use float32, or CPU or CUDA.")
     return stored, _scales_of(stored, scale_dtype, operation)
@@ -229,13 +230,13 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
     """The dtype of the scales that lie beside rows, if it is offered; None for none, whatever dtype was asked for."""
     scales, row = dtypes.parse(scale_dtype, operation), format_of(stored)
     if scales not in dtypes.SCALES:
-        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
+        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not supported. Use float16 or float32.")
     if row is None or not row.finds_scales:
         return None
     if isinstance(row, GroupFormat) and row.own_scale_dtype:
         if scales is not dtypes.float16:
             raise DTypeError(
-                f"{operation}: scale_dtype {scales.name} is not offered for {row}, whose scales are "
+                f"{operation}: scale_dtype {scales.name} is not supported for {row}, whose scales are "
                 f"{row.own_scale_dtype.name}. Leave scale_dtype out."
             )
         return row.own_scale_dtype
@@ -281,8 +282,8 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
         if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
             shown = "the model has it" if dtype is None else str(dtype)
             raise OptionError(
-                f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {shown}. Leave it out, "
-                f"or use float8_e4m3fn, float8_e5m2 or nvfp4."
+                f"{operation}: {name} belongs to 8-bit floats, and {name[0].upper()} is stored as {shown}. Leave "
+                "it out, or use float8_e4m3fn, float8_e5m2 or nvfp4."
             )
 
 
@@ -299,8 +300,8 @@ def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operat
         row = format_of(dtype)
         if row is not None and row.finds_scales:
             raise OptionError(
-                f"{operation}: {dtype.name} has scales of rows, and attention finds those of K and V by the same "
-                f"strides, so that the other one has no scale of its own. Leave k_scale and v_scale out."
+                f"{operation}: {dtype.name} has one scale per row, and attention reads the scales of K and V with "
+                "the same strides, so the other one cannot have a scale of its own. Leave k_scale and v_scale out."
             )
         if row is not None:
             found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)

@@ -212,7 +212,7 @@ class Step(runtime.NotCopied):
         length = store.layer_length(self._layers[0])
         if length != self._length:
             launch.refuse_during_capture(
-                store.runtime, operation, "the store's length, which is not where this step left it,"
+                store.runtime, operation, "the store's length, which has changed since this step's last call,"
             )
             write_host(np.full(self._batch, length, np.int64), self._arrays["positions"])
             self._length = length

@@ -157,7 +157,7 @@ def test_what_cannot_be_compiled_says_why(child, monkeypatch):
     with pytest.raises(tikv.ArchError, match="RuntimeError: an illegal address"):
         compiler.ptx_of(make_nothing, (), "sm_90")
     assert compiler.ptx_of(make_nothing, (1,), "sm_90"), "another process goes on"
-    with pytest.raises(tikv.ArchError, match="cannot be named"):
+    with pytest.raises(tikv.ArchError, match="cannot be sent"):
         compiler.ptx_of(lambda: None, (), "sm_90")
     monkeypatch.setattr(make_nothing, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "make_nothing", make_nothing, raising=False)

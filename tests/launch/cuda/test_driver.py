@@ -196,7 +196,9 @@ def test_a_device_that_is_not_the_current_one_may_be_captured(contexts):
     contexts.captured = {64}
     assert driver.capturing(1)
     assert not driver.capturing(0)
-    with pytest.raises(tikv.ArchError, match="waiting for the device while a CUDA graph is captured"):
+    with pytest.raises(
+        tikv.ArchError, match="the host cannot wait for the device while a CUDA graph is being captured"
+    ):
         driver.synchronize_all()
     assert contexts.synchronized == []
 

@@ -368,7 +368,7 @@ class PagedKVLayer(KVLayer):
         if ours != theirs:
             names = ("block_size", "num_kv_heads", "head_dim", "dtype", "scale_dtype", "layout")
             wrong = [f"{n}={a} where the pool has {b}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
-            raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Ask for what the pool is.")
+            raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Pass the sizes of the pool.")
         runtime.require_alive(pool.runtime, operation)
         capacity = self.max_blocks_per_seq * form.block_size
         super().__init__(form.num_kv_heads, keys.width, stored, live, capacity, form.block_size)
@@ -425,7 +425,10 @@ class PagedKVLayer(KVLayer):
         if len(found) > self.max_blocks_per_seq:
             raise CapacityError(f"{operation}: {len(found)} blocks > max_blocks_per_seq={self.max_blocks_per_seq}.")
         if len(set(found)) != len(found):
-            raise PositionError(f"{operation}: {found} names a block twice. Each block holds other tokens.")
+            raise PositionError(
+                f"{operation}: {found} names a block twice, but each block holds different tokens. Name each block "
+                "once."
+            )
         if len(found) * self.block_size < self._len:
             raise PositionError(
                 f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Call "

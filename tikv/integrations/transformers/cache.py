@@ -52,27 +52,32 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
     sinks = _integer(sinks, "sinks", 0, "none")
     if window is None:
         if sinks:
-            raise OptionError(f"{OPERATION}: sinks={sinks} are those of a window. Give window too.")
+            raise OptionError(f"{OPERATION}: sinks={sinks} need a window. Pass window too.")
         return None, 0
     window = _integer(window, "window", 1, "None to keep all tokens")
     if sinks >= window:
-        raise OptionError(f"{OPERATION}: sinks={sinks} leave nothing of window={window}. Use sinks < window.")
+        raise OptionError(
+            f"{OPERATION}: sinks={sinks} leave no room for other tokens in window={window}. Use sinks < window."
+        )
     if max_cache_len is not None:
         raise OptionError(f"{OPERATION}: window={window} bounds the memory already. Leave max_cache_len out.")
     if indexed := [i for i, layer in enumerate(kinds) if layer.indexed]:
         raise OptionError(
-            f"{OPERATION}: window={window}: layer {indexed[0]} chooses what it sees by an indexer, whose keys are all "
-            f"kept. Leave window out."
+            f"{OPERATION}: window={window} does not work here: layer {indexed[0]} chooses its keys with an "
+            "indexer, which needs all of them. Leave window out."
         )
     if all(layer.kind != "full" for layer in kinds):
-        raise OptionError(f"{OPERATION}: window={window}: no layer of this model attends in full. Leave window out.")
+        raise OptionError(
+            f"{OPERATION}: window={window} would have no effect: no layer of this model has full attention. Leave "
+            "window out."
+        )
     return window, sinks
 
 
 _OTHER_LAYERS = {
     "heavily_compressed_attention": "keeps keys of several tokens together",
     "compressed_sparse_attention": "keeps keys of several tokens together",
-    "reference_sliding_attention": "keeps a prompt beside a window",
+    "reference_sliding_attention": "keeps a prompt in addition to a window",
 }
 
 
@@ -95,17 +100,17 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         ) from None
     for i, layer in enumerate(kinds):
         if layer.kind not in ("full", "sliding", "state", "none"):
-            what = _OTHER_LAYERS.get(layer.kind, "holds something else than keys and values")
+            what = _OTHER_LAYERS.get(layer.kind, "holds something other than keys and values")
             raise OptionError(
-                f"{OPERATION}: layer {i} of {name} is of type {layer.kind!r}, which {what}. Offered are "
-                f"full_attention, sliding_attention, chunked_attention, and layers with a state, in new versions. Use "
-                f"transformers' own cache."
+                f"{OPERATION}: layer {i} of {name} is of type {layer.kind!r}, which {what}. Supported are "
+                "full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
+                "layers with a state. Use transformers' own cache."
             )
     found = {layer.kind for layer in kinds}
     if "state" in found and not found & {"full", "sliding"}:
         raise OptionError(
-            f"{OPERATION}: no layer of {name} attends, all of them keep a state: there are no keys and values to hold. "
-            f"Use transformers' own cache."
+            f"{OPERATION}: no layer of {name} has attention (all of them keep a state), so there are no keys and "
+            "values to cache. Use transformers' own cache."
         )
     return kinds
 
@@ -118,18 +123,18 @@ def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed:
     """
     why = ""
     if window is not None:
-        why = f"window={window} overwrites single tokens, and a group leaves as a whole"
+        why = f"window={window} overwrites single tokens, but a group can only be dropped as a whole"
     elif place == "host":
-        why = "place='host' is of layers that share no scales between tokens"
+        why = "place='host' needs layers whose tokens share no scales"
     elif crossed:
         why = "its decoder may have an encoder"
     else:
         beside = [
             i for i, kind in enumerate(kinds) if kind.indexed or (kind.state is not None and kind.kind != "state")
         ]
-        why = f"layer {beside[0]} keeps something beside keys and values" if beside else ""
+        why = f"layer {beside[0]} keeps more than keys and values" if beside else ""
     if why:
-        raise OptionError(f"{OPERATION}: dtype=Quant(axis='tokens') is not offered: {why}. Use axis='head_dim'.")
+        raise OptionError(f"{OPERATION}: dtype=Quant(axis='tokens') is not supported: {why}. Use axis='head_dim'.")
 
 
 def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window: Any, crossed: bool) -> Shelf | None:
@@ -149,14 +154,14 @@ def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window
     elif crossed:
         why = "its decoder may have an encoder, whose tokens all layers read"
     elif all(layer.kind != "full" for layer in kinds):
-        why = "no layer of this model attends in full, and what slides is small and stays on the device"
+        why = "no layer of this model has full attention, and sliding layers are small and stay on the device"
     else:
         for i, layer in enumerate(kinds):
             if layer.indexed or (layer.kind == "full" and layer.state is not None):
                 beside = "the keys of an indexer" if layer.indexed else "a state"
-                why = why or f"layer {i} keeps {beside} beside keys and values"
+                why = why or f"layer {i} keeps {beside} in addition to keys and values"
     if why:
-        raise OptionError(f"{OPERATION}: place='host': {why}. Use place='device'.")
+        raise OptionError(f"{OPERATION}: place='host' is not possible: {why}. Use place='device'.")
     return Shelf(len(kinds), count)
 
 
@@ -196,12 +201,12 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     if crossed:
         return "its decoder may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
-        return "a layer attends in chunks"
+        return "a layer has chunked attention"
     if any(isinstance(layer, GroupsLayer) for layer in layers):
-        return "keys are groups along tokens, and the host counts which of them become codes"
+        return "keys have groups along tokens, and the host counts which of them are quantised"
     for layer in layers:
         if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
-            return "a layer keeps something beside keys and values"
+            return "a layer keeps more than keys and values"
     return ""
 
 
@@ -301,7 +306,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is not a configuration of a model. Use model.config.")
         if offloading:
-            raise OptionError(f"{OPERATION}: offloading={offloading!r}: use place='host' for memory of the host.")
+            raise OptionError(
+                f"{OPERATION}: offloading={offloading!r} is not an option here. Use place='host' to keep keys and "
+                "values in the host's memory."
+            )
         text = shim.decoder_of(config)
         # Of an encoder-decoder, what tells the layers may be a copy, which no change of the attention reaches.
         named = config if type(text) is type(config) else text
@@ -337,9 +345,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         ]
         cache_utils.Cache.__init__(self, layers=layers)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
-        self._why_not_compiled = "its memory grows: give max_cache_len"
+        self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = "layers lie on the host" if shelf else _why_not_compiled(layers, text, crossed)
+            self._why_not_compiled = "layers are in host memory" if shelf else _why_not_compiled(layers, text, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
@@ -359,7 +367,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not why and (config is None or shim.attention_of(config) != ATTENTION):
             why = f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
         if why and (self._limit is not None or self._made["window"] is not None) and torch.cuda.is_available():
-            _say_once(f"{OPERATION}: steps are not compiled, since {why}.")
+            _say_once(f"{OPERATION}: steps are not compiled, because {why}.")
         return not why
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -391,8 +399,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         tokens = shim.query_length(queries)
         if tokens == 0:
             raise ShapeError(
-                f"{OPERATION}: the cache holds {self.get_seq_length(layer_idx)} tokens, and the text has no more. Use "
-                f"reset() before another text."
+                f"{OPERATION}: the cache already holds {self.get_seq_length(layer_idx)} tokens, and the text has "
+                "no new ones. Use reset() before another text."
             )
         if not _is_traced():
             self._refuse_another_text(queries, tokens, layer_idx)
@@ -409,13 +417,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if padding is not None:
             if padding.shape[1] < held + tokens:
                 raise ShapeError(
-                    f"{OPERATION}: the cache holds {held} tokens and {tokens} are new, but the attention mask is of a "
-                    f"text of {padding.shape[1]}. Use reset() before another text, or give a mask of the whole text."
+                    f"{OPERATION}: the cache holds {held} tokens and {tokens} are new, but the attention mask "
+                    f"covers only {padding.shape[1]}. Use reset() before another text, or pass a mask that covers "
+                    "the whole text."
                 )
         elif positions is not None and tokens > 1 and (first := int(positions.min())) < held:
             raise PositionError(
-                f"{OPERATION}: the cache holds {held} tokens, and the new ones begin at position {first}. Use reset() "
-                f"before another text; where positions are meant so, give an attention_mask of the whole text."
+                f"{OPERATION}: the cache holds {held} tokens, and the new ones begin at position {first}. Use "
+                "reset() before another text; if these positions are intended, pass an attention_mask that covers "
+                "the whole text."
             )
 
     @property

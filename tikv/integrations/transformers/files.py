@@ -73,8 +73,8 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
     beside = "keys of an indexer" if hasattr(layer, "indexer_keys") else "a state"
     if not isinstance(layer, TikvLayer) or hasattr(layer, "conv_states") or hasattr(layer, "indexer_keys"):
         raise OptionError(
-            f"{operation}: layer {index} keeps {beside}, not saved. Keep the cache by copy.deepcopy(), or read the "
-            f"prompt again."
+            f"{operation}: layer {index} keeps {beside}, which cannot be saved. Keep the cache with "
+            "copy.deepcopy(), or process the prompt again."
         )
     if isinstance(layer, SlidingRing):
         layer._put_in_order()
@@ -143,16 +143,16 @@ class Loaded:
         for name in FIELDS:
             if saved[name] != self._fields[name]:
                 raise CacheFileError(
-                    f"{self._operation}: {str(self._path)!r} was saved of a model with {name}="
-                    f"{files.words(saved[name])}, and config says {self._fields[name]!r}. Give the configuration of "
-                    f"the model that it was saved of."
+                    f"{self._operation}: {str(self._path)!r} was saved from a model with "
+                    f"{name}={files.words(saved[name])}, and config says {self._fields[name]!r}. Pass the "
+                    "configuration of the model that it was saved from."
                 )
         try:
             made = metadata["made"]
             quant = made["dtype"]
             self.cache = self._make(self._config, **made | {"dtype": Quant(**quant) if type(quant) is dict else quant})
         except TikvError as error:
-            raise ValueError(f"no cache is made so: {error}") from error
+            raise ValueError(f"no cache can be made from it: {error}") from error
         parts = parts_of(self.cache)
         if set(metadata["parts"]) != set(parts):
             raise ValueError(f"it has the parts {sorted(metadata['parts'])}, not {sorted(parts)}")
@@ -162,13 +162,13 @@ class Loaded:
             for i, (layer, said) in enumerate(zip(layers, told, strict=True)):
                 kind = None if said is None else said["kind"]
                 if kind != _kind_of(layer):
-                    raise ValueError(f"layer {i} is {kind!r}, and of this configuration {type(layer).__name__}")
+                    raise ValueError(f"layer {i} is {kind!r}, and this configuration makes it {type(layer).__name__}")
                 if said is not None and "form" in said:
                     names, size = _check_layer(layer, said, f"{part}.{i}", entries)
                     expected |= names
                     nbytes += size
         if expected != set(entries):
-            raise ValueError(f"it has other tensors than its layers: {sorted(set(entries) ^ expected)}")
+            raise ValueError(f"its tensors are not those of its layers: {sorted(set(entries) ^ expected)}")
         if metadata["updated"] is not None:
             files.listed(metadata["updated"], "updated", len(self.cache.layers))
         files.require_memory(self._path, nbytes, self._operation)
@@ -192,7 +192,7 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
     if hasattr(layer, "_oldest") and not layer.sinks <= counts["oldest"] < layer.window:
         raise ValueError(f"{name} has its oldest token in slot {counts['oldest']}")
     if said["dtype"] not in ("float32", "float16", "bfloat16", "float64"):
-        raise ValueError(f"{name} is of a model of {files.words(said['dtype'])}")
+        raise ValueError(f"{name} belongs to a model of dtype {files.words(said['dtype'])}, which is not supported")
     for key in ("written_once", "record_past"):
         if type(said[key]) is not bool:
             raise ValueError(f"{key} is {said[key]!r}")

@@ -26,6 +26,6 @@ class Ungraded(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> Any:
         """Refuse."""
         raise OptionError(
-            "TikvCache: gradients do not flow through the cache, and without them those of keys and values would be "
-            "wrong. Train without a cache (use_cache=False), or call the model in torch.no_grad()."
+            "TikvCache: gradients do not flow through the cache, so those of keys and values would be wrong. "
+            "Train without a cache (use_cache=False), or call the model under torch.no_grad()."
         )

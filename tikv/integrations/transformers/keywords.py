@@ -98,7 +98,7 @@ def _check_models_of(module_name: str) -> None:
     if not found or any(model._supports_sdpa or model._supports_attention_backend for model in found):
         return
     raise OptionError(
-        f"{OPERATION}: {found[0].__name__} supports no attention but its own (_supports_sdpa and "
+        f"{OPERATION}: {found[0].__name__} supports only its own attention (_supports_sdpa and "
         f'_supports_attention_backend are False). Call model.set_attn_implementation("eager").'
     )
 
@@ -130,8 +130,8 @@ def by_own_function(
     function = _own[kind]
     if function is None:
         raise OptionError(
-            f"{OPERATION}: {kind.__name__} says {', '.join(names)}, which only its own function would "
-            f'know, and it has none. Call model.set_attn_implementation("eager").'
+            f"{OPERATION}: {kind.__name__} passes {', '.join(names)}, which only an attention function of its own "
+            f'would understand, and it has none. Call model.set_attn_implementation("eager").'
         )
     if mask is None:
         mask = torch.zeros((query.shape[2], key.shape[2]), dtype=query.dtype, device=query.device)
@@ -170,8 +170,8 @@ def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], ke
         indexer: Any = getattr(module, "indexer", None)
         if not hasattr(indexer, "build_block_mask"):
             raise OptionError(
-                f"{OPERATION}: {type(module).__name__} chose blocks of keys (block_indices) and has no "
-                f'indexer.build_block_mask to tell what they are. Call model.set_attn_implementation("eager").'
+                f"{OPERATION}: {type(module).__name__} chose blocks of keys (block_indices), but has no "
+                f'indexer.build_block_mask to make a mask of them. Call model.set_attn_implementation("eager").'
             )
         positions = keywords.get("position_ids")
         tokens, held = query.shape[2], key.shape[2]

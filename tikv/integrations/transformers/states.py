@@ -51,7 +51,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         if index.shape != (batch,):
             raise ShapeError(
                 f"{operation}: index has shape {tuple(index.shape)}, and layer {self.index} keeps the states of "
-                f"{batch} sequences. Give an index for each."
+                f"{batch} sequences. Pass an index for each."
             )
         self._check_sequences(operation, index, 0, batch)
         super().reorder_cache(index)
@@ -75,7 +75,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             if chosen.shape != (batch,):
                 raise ShapeError(
                     f"{operation}: the mask has shape {tuple(chosen.shape)}, and layer {self.index} keeps the "
-                    f"states of {batch} sequences. Give one entry for each."
+                    f"states of {batch} sequences. Pass one entry for each."
                 )
         else:
             self._check_sequences(operation, chosen, -batch, batch)
@@ -116,8 +116,8 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         name = f"{OPERATION} layer {self.index}"
         if any(self.is_recurrent_states_initialized.values()):
             raise PositionError(
-                f"{name}: crop({tokens_to_remove}): its state covers all tokens together. Take a copy.deepcopy() of "
-                f"the cache before tokens that may be dropped, or reset()."
+                f"{name}: crop({tokens_to_remove}) is not possible: the state sums up all tokens. Take a "
+                "copy.deepcopy() of the cache before tokens that may be dropped, or reset()."
             )
         for i, state in self.conv_states.items():
             if state is None:
@@ -126,8 +126,9 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             kept = max(0, state.shape[-1] - needed) if self.record_past else 0
             if kept < back:
                 raise PositionError(
-                    f"{name}: crop({tokens_to_remove}): kept are the states of {kept} tokens. Call "
-                    f"activate_past_recording() before the tokens that may be dropped, or reset()."
+                    f"{name}: crop({tokens_to_remove}) is not possible: the layer keeps the states of the last "
+                    f"{kept} tokens. Call activate_past_recording() before the tokens that may be dropped, or "
+                    "reset()."
                 )
 
     def crop(self, tokens_to_remove: int) -> None:

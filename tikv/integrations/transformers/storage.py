@@ -46,8 +46,8 @@ def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
     found = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
     if isinstance(found, DType) and found.name not in APPENDED:
         raise DTypeError(
-            f"{OPERATION}: {name}={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "
-            f"{', '.join(APPENDED)}, q8_0, q4_0, mxfp8, mxfp4, nvfp4."
+            f"{OPERATION}: {name}={found.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
+            f"one of {', '.join(APPENDED)}, q8_0, q4_0, mxfp8, mxfp4, nvfp4."
         )
     return found
 
@@ -68,7 +68,7 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
             named = [format for format in GROUP_FORMATS.values() if format.numbers == 1]
             fit += [format.name for format in named if model.name in appended(format)]
             raise DTypeError(
-                f"{name}: {what} of {model.name} are not stored as {stored}. Use dtype=None, or one of "
+                f"{name}: {what} of {model.name} cannot be stored as {stored}. Use dtype=None, or one of "
                 f"{', '.join(fit)}."
             )
         if isinstance(stored, GroupFormat) and not (stored is storage.k and storage.quant and what == "keys"):
@@ -88,7 +88,7 @@ def share_memory_with(device: Any) -> contextlib.AbstractContextManager[Any]:
     arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
     if arch is None:
         raise ArchError(
-            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory can be shared."
+            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory tikv can share."
         )
     live = runtime.current() if runtime.is_started() else runtime.init(arch, engine.name if engine else "auto")
     if engine not in (None, live.engine):
@@ -98,8 +98,8 @@ def share_memory_with(device: Any) -> contextlib.AbstractContextManager[Any]:
         )
     if live.arch != arch:
         raise ArchError(
-            f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
-            f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
+            f"{OPERATION}: the model is on {device}, but {live.engine.title} runs on {live.arch}. Call "
+            f"tikv.init(arch={arch!r}) before the first operation, or move the model."
         )
     import torch
 

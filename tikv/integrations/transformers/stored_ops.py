@@ -48,8 +48,8 @@ def _refuse_capture_by_hand(cache: Tensor) -> None:
     """
     if _captured(cache) and not _by_compiler():
         raise ArchError(
-            f"{OPERATION}: a CUDA graph is captured by hand. Its replays would add tokens that the cache does not "
-            f'count, and use memory that it has released. Let torch.compile(mode="reduce-overhead") capture, as '
+            f"{OPERATION}: a CUDA graph is being captured by hand. Its replays would add tokens that the cache does "
+            f'not count, and use memory that it has released. Let torch.compile(mode="reduce-overhead") capture, as '
             f"generate does; or use a tikv.KVCacheStore with positions_on_device()."
         )
 

@@ -65,9 +65,9 @@ class StreamingLayer(RingLayer):
         attention = shim.attention_of(self.config)
         if tokens > 1 and attention not in (*_MASKED, ATTENTION):
             raise OptionError(
-                f"{self._name}: {tokens} tokens after {self.get_seq_length()} do not all see each other in a window of "
-                f"{self.window}, and attention {attention!r} gets no mask that says so. Use "
-                f"{', '.join(_MASKED)} or {ATTENTION}, or give one token at a time."
+                f"{self._name}: {tokens} new tokens after {self.get_seq_length()} do not all see each other within "
+                f"window={self.window}, and attention {attention!r} gets no mask that could say so. Use "
+                f"{', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
             )
         if store is None:
             return super().update(key_states, value_states)
@@ -172,7 +172,7 @@ class StreamingLayer(RingLayer):
 
     def compact(self, keep: Any) -> None:
         """Refused: which tokens this layer holds is what its window says."""
-        raise OptionError(f"{self._name}: compact() is of layers without a window. Leave window out.")
+        raise OptionError(f"{self._name}: compact() works only on layers without a window. Leave window out.")
 
     def _blank(self) -> TikvLayer:
         found = type(self)(self.index, self.window, self.sinks, self.storage, self.config)

@@ -145,7 +145,7 @@ def _compile(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
     try:
         request = pickle.dumps((factory, choices))
     except Exception as error:
-        raise ArchError(f"the kernel cannot be named to another process ({error})") from error
+        raise ArchError(f"the kernel cannot be sent to another process ({error})") from error
     if factory.__module__ == "__main__":
         raise ArchError("the kernel is defined in __main__, which another process cannot import")
     if not sys.executable:

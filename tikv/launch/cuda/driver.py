@@ -43,7 +43,7 @@ def checked(result: Any, what: str) -> Any:
     if status != binding().CUresult.CUDA_SUCCESS:
         raise ArchError(
             f"{what}: the CUDA driver says {status.name}. After an illegal address the process must be started "
-            f"again; TIKV_LAUNCHER=direct takes Taichi's own launcher."
+            "again; TIKV_LAUNCHER=direct chooses Taichi's own launcher."
         )
     return values[0] if values else None
 
@@ -81,8 +81,8 @@ class Device:
         """
         if capturing(self.index):
             raise ArchError(
-                "launch: a kernel would be loaded while a CUDA graph is captured. Run the step once before "
-                "capturing it, as torch's own operations ask for as well."
+                "launch: a kernel would have to be loaded while a CUDA graph is being captured. Run the step once "
+                "before capturing it, as torch's own operations require too."
             )
         cu = binding()
         with self.entered():
@@ -130,8 +130,8 @@ def _attribute(which: int, index: int, what: str) -> int:
     )
     if status:
         raise ArchError(
-            f"launch: of device {index} the CUDA driver does not say {what} (error {status}). "
-            f"Run `python -m tikv doctor` to see what it says, and update it."
+            f"launch: the CUDA driver does not say {what} of device {index} (error {status}). Run `python -m tikv "
+            "doctor` to see what it says, and update it."
         )
     return number.value
 
@@ -154,8 +154,8 @@ def device(index: int) -> Device:
             opened = Device(index)
             if first is not None and opened.target != first.target:
                 raise ArchError(
-                    f"launch: cuda:{index} is {opened.target} and cuda:0 {first.target}, which kernels are compiled "
-                    f"for. Start a process that sees cuda:{index} alone, by CUDA_VISIBLE_DEVICES."
+                    f"launch: cuda:{index} is {opened.target}, but kernels are compiled for cuda:0, which is "
+                    f"{first.target}. Start a process that sees cuda:{index} alone (set CUDA_VISIBLE_DEVICES)."
                 )
             _devices[index] = opened
         return _devices[index]
@@ -267,8 +267,8 @@ def synchronize_all() -> None:
     """
     if any(map(capturing, tuple(_devices))):
         raise ArchError(
-            "launch: waiting for the device while a CUDA graph is captured. Take host copies, torch() and DLPack of a "
-            "store's arrays before the capture or after it."
+            "launch: the host cannot wait for the device while a CUDA graph is being captured. Take host copies, "
+            "torch() and DLPack views of a store's arrays before or after the capture."
         )
     for each in tuple(_devices.values()):
         with each.entered():

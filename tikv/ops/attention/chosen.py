@@ -61,8 +61,8 @@ def check_chosen(
     """
     if "lens" not in arrays and cache.place == "ring" and length >= MOST_RING_LENGTH:
         raise CapacityError(
-            f"{operation}: indices count from the first token, and the length is {length}, beyond {MOST_RING_LENGTH}. "
-            f"Give lengths as an array."
+            f"{operation}: indices count from the first token, and length={length} is beyond {MOST_RING_LENGTH}. "
+            "Pass lengths as an array."
         )
     known = host_indices(arrays["indices"], live)
     if known is None or known.size == 0:
@@ -76,7 +76,7 @@ def check_chosen(
             end = int(np.broadcast_to(ends, known.shape)[at])
             raise PositionError(
                 f"{operation}: indices[{', '.join(map(str, at))}]={int(known[at])} is not a token of its sequence, "
-                f"which has {end}. Use 0 to {end - 1}, or -1 for none."
+                f"which has {end}. Use 0 to {end - 1}, or -1 for no token."
             )
     if live.debug:
         ordered = np.sort(known, axis=-1)
@@ -84,8 +84,8 @@ def check_chosen(
         if twice.any():
             at = tuple(int(n) for n in np.argwhere(twice)[0])
             raise PositionError(
-                f"{operation}: indices[{', '.join(map(str, at[:-1]))}] name token {int(ordered[at])} more than once, "
-                f"which then counts as often. Name each once."
+                f"{operation}: indices[{', '.join(map(str, at[:-1]))}] name token {int(ordered[at])} more than "
+                "once, so it would be counted more than once. Name each token once."
             )
 
 

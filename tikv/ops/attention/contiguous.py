@@ -244,7 +244,9 @@ def _contiguous(
     window = checks.window_of(window, capacity, operation) if ring else window_or_none(window, operation)
     slots = capacity if window is None else window
     if sinks and (window is not None or ring) and sinks >= slots:
-        raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
+        raise CapacityError(
+            f"{operation}: sinks={sinks} leave no room for other tokens in the window of {slots}. Use sinks < {slots}."
+        )
     scales = scales_of(arrays, operation)
     of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
     fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)

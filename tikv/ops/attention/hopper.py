@@ -24,7 +24,7 @@ def why_not_warpgroups(
     if reason := launch.why_no_warpgroups(live) or why_not_tensor_cores(live, arrays, cache):
         return reason
     if cache.chosen:
-        return "each query has tokens of its own"
+        return "each query chooses its own tokens"
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 

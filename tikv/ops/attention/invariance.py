@@ -34,8 +34,8 @@ def refuse_splits(live: runtime.Runtime, operation: str, options: AttentionOptio
     """
     if live.invariant and options.splits is not None:
         raise OptionError(
-            f"{operation}: num_splits={options.splits} with tikv.init(invariant=True), under which the keys are split "
-            f"at multiples of {SPLIT_KEYS[live.arch]} tokens. Leave num_splits out."
+            f"{operation}: num_splits={options.splits} cannot be chosen under tikv.init(invariant=True), which "
+            f"splits the keys at multiples of {SPLIT_KEYS[live.arch]} tokens. Leave num_splits out."
         )
 
 

@@ -99,15 +99,15 @@ def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
     try:
         found = _read(file).get(device)
     except FileNotFoundError:
-        return None, f"{default}nothing was measured here; `tikv bench --attention` does"
+        return None, f"{default}nothing was measured here; run `tikv bench --attention` to measure"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{default}{str(file)!r} cannot be read ({error!r}); `tikv bench --attention` replaces it"
-        runtime.log.warning("tikv's attention goes by %s", why)
+        runtime.log.warning("impl='auto' chooses attention by %s", why)
         return None, why
     if found is None:
-        return None, f"{default}nothing was measured on this device; `tikv bench --attention` does"
+        return None, f"{default}nothing was measured on this device; run `tikv bench --attention` to measure"
     if found.torch != runtime.version_of("torch"):
-        return None, f"{default}what was measured is of torch {found.torch}; `tikv bench --attention` measures again"
+        return None, f"{default}measured with torch {found.torch}; run `tikv bench --attention` to measure again"
     return found, f"measured on {found.day}, in {str(file)!r}"
 
 
@@ -130,7 +130,8 @@ def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
     file = path()
     if str(file) == OFF:
         raise TikvError(
-            f"bench: {VARIABLE}={OFF} asks for no table of attention's times. Unset it, or name a file by it."
+            f"bench: {VARIABLE}={OFF} turns the table of attention's times off. Unset it, or set it to the name of "
+            "a file."
         )
     try:
         devices = _read(file)
@@ -144,6 +145,8 @@ def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
         beside.write_text(json.dumps({"form": FORM, "devices": told}, indent=1) + "\n", encoding="utf-8")
         beside.replace(file)
     except OSError as error:
-        raise TikvError(f"bench: {str(file)!r} cannot be written ({error}). {VARIABLE} names another file.") from None
+        raise TikvError(
+            f"bench: {str(file)!r} cannot be written ({error}). Set {VARIABLE} to the name of another file."
+        ) from None
     _found.cache_clear()
     return file

@@ -146,9 +146,9 @@ def check_form(
         if row is not None and row.finds_scales and not scaled:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; {row} needs k_scale and v_scale.")
         if scaled and row is None:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and floats of 8 bits have scales.")
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and 8-bit floats have scales.")
     if options.mass and cache.k.format is not None:
-        raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
+        raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not supported. Leave return_mass out.")
     for scale in [found.array for found in cache.scales]:
         if scale.dtype not in READ_SCALES:
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales must be float16 or float32.")
@@ -201,10 +201,10 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
     if length > limit:
         holds = f"the table names {cache.capacity} slots" if cache.place == "table" else f"capacity={cache.capacity}"
         error = PositionError if cache.place == "table" else CapacityError
-        raise error(f"{operation}: {what} is {length}, and {holds}. Use lengths of at most {limit}, or ring=True.")
+        raise error(f"{operation}: {what} is {length}, but {holds}. Use lengths of at most {limit}, or ring=True.")
     if length < 0 or 0 < length < queries:
         raise PositionError(
-            f"{operation}: {what} is {length}, and the {queries} queries are those of the newest tokens. Use at least "
+            f"{operation}: {what} is {length}, and the {queries} queries belong to the newest tokens. Use at least "
             f"{queries}, or 0 for a sequence without tokens."
         )
 
@@ -264,8 +264,8 @@ def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) 
         found = view(v, name, operation)
         if head_dim_v not in (None, found.shape[-1]):
             raise ShapeError(
-                f"{operation}: {name} is {describe(found)} and head_dim_v={head_dim_v}. Leave head_dim_v out, or pass "
-                f"{name}=None for values that are the first columns of the keys."
+                f"{operation}: both {name}, {describe(found)}, and head_dim_v={head_dim_v} are given. Leave "
+                f"head_dim_v out, or pass {name}=None for values that are the first columns of the keys."
             )
         return found
     if head_dim_v is None:

@@ -144,7 +144,9 @@ def paged_call(
     length, given, of_groups = 0, {"q": q}, NO_ARRAYS
     block_tables = index_array(block_tables, "block_tables", operation)
     if v_pool is None and layout == "VLLM":
-        raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
+        raise OptionError(
+            f"{operation}: layout 'VLLM' stores each key in several pieces. Use 'NHD' or 'HND' for v_pool=None."
+        )
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}

@@ -305,8 +305,8 @@ class AttentionPlan(Plan):
         """The oldest position that is still there, checked."""
         if self.by_head and value:
             raise OptionError(
-                f"{self.operation}: first_valid={value} is one position, and KV heads of different lengths count "
-                f"positions of their own. Use lengths of (B,), or first_valid=None."
+                f"{self.operation}: first_valid={value} is one position, and KV heads of different lengths each "
+                "count their own positions. Use lengths of (B,), or first_valid=None."
             )
         return checks.integer(value, "first_valid", self.operation, high=high)
 
@@ -381,7 +381,7 @@ class AttentionPlan(Plan):
         if not reason and "lens" in arrays:
             known = host_indices(arrays["lens"], self.live)
             if known is None or known.size == 0 or known.min() != known.max():
-                reason = "torch attends over one length, known on the host"
+                reason = "torch needs one length for all sequences, known on the host"
         if reason and impl == "torch":
             raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
         return not reason

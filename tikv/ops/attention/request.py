@@ -132,21 +132,24 @@ class AttendRequest(NamedTuple):
             return 0
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
         if return_mass and keys is not None:
-            raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
+            raise OptionError(f"{operation}: the mass of keys of {keys} is not supported. Leave return_mass out.")
         if return_mass and uncounted:
-            raise OptionError(f"{operation}: return_mass does not count {uncounted[0]}. Ask for one of the two.")
+            raise OptionError(f"{operation}: return_mass cannot be combined with {uncounted[0]}. Pass one of the two.")
         if not return_mass:
-            raise OptionError(f"{operation}: mass_queries={wanted} without return_mass=True. Ask for the mass too.")
+            raise OptionError(
+                f"{operation}: mass_queries={wanted} needs return_mass=True. Pass it too, or leave mass_queries out."
+            )
         if wanted is not None:
             wanted = checks.integer(wanted, "mass_queries", operation, low=1)
             if self.indices is not None:
                 raise OptionError(
-                    f"{operation}: mass_queries={wanted} with indices, whose mass is of each query. Take that of the "
-                    f"last."
+                    f"{operation}: mass_queries={wanted} cannot be combined with indices, which return the mass of "
+                    "each query. Leave mass_queries out, and take the last rows."
                 )
         if self.seq_lens is not None:
             raise OptionError(
-                f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
+                f"{operation}: return_mass cannot be combined with seq_lens: the mass covers the tokens that the "
+                "store counts. Leave one of them out."
             )
         return wanted
 

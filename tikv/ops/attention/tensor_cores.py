@@ -27,7 +27,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     elif not tensor_cores.serves_widths(cache.width, cache.width_v):
         return f"heads are {cache.width} and {cache.width_v} wide"
     if cache.k.inner[0] or cache.v.inner[0]:
-        return "rows lie in pieces"
+        return "rows are stored in several pieces"
     if row_bytes(k, v, cache, tensor_cores.ROW_BYTES) != tensor_cores.ROW_BYTES:
         return f"not every row begins at a multiple of {tensor_cores.ROW_BYTES} bytes"
     if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]:
@@ -47,7 +47,7 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     if cache.width not in tensor_codes.WIDTHS or cache.width_v not in tensor_codes.WIDTHS:
         return f"heads are {cache.width} and {cache.width_v} wide"
     if not tensor_codes.word_bits(storage, cache.width, cache.width_v):
-        return f"lanes share no whole words of {storage} in heads {cache.width} and {cache.width_v} wide"
+        return f"threads cannot share whole words of {storage} in heads {cache.width} and {cache.width_v} wide"
     scales = [scale.array for scale in cache.scales]
     if [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"

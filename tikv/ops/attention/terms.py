@@ -88,7 +88,7 @@ def check_terms(
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
     if options.mass and (given := [name for name in UNCOUNTED if name in arrays]):
-        raise OptionError(f"{operation}: return_mass does not count {given[0]}. Ask for one of the two.")
+        raise OptionError(f"{operation}: return_mass cannot be combined with {given[0]}. Pass one of the two.")
     name = tree_of(arrays)
     if not name:
         return
@@ -102,11 +102,13 @@ def check_terms(
         shown = name.removesuffix("_bits")
         raise ShapeError(f"{operation}: {shown} is {describe(a)} where {axes} = {shape[name]} is needed.")
     if not options.causal:
-        raise OptionError(f"{operation}: a {name.removesuffix('_bits')} says what queries see, and causal=False too.")
+        raise OptionError(
+            f"{operation}: a {name.removesuffix('_bits')} and causal=False both say what queries see. Pass one of them."
+        )
     if cache.place == "ring" and tokens > cache.ring:
         raise CapacityError(
-            f"{operation}: {tokens} new tokens are more than the {cache.ring} slots that go round, so that some of the "
-            f"tree are overwritten. Use at most {cache.ring} new tokens."
+            f"{operation}: {tokens} new tokens do not fit the {cache.ring} slots of the ring, so some of the tree "
+            f"would be overwritten. Use at most {cache.ring} new tokens."
         )
 
 

@@ -23,25 +23,25 @@ def why_not_torch(
     """Why torch cannot attend over arrays of this form; empty where it can."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if live.invariant:
-        return "tikv.init(invariant=True), and the bits of torch's results follow from the batch"
+        return "tikv.init(invariant=True) is set, and the bits of torch's results depend on the batch"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     if live.is_spirv:
-        return f"torch has no view of memory on {live.arch}"
+        return f"torch cannot share memory on {live.arch}"
     if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
     if options.newer or options.short:
-        return "queries see newer tokens, or come before the first"
+        return "some queries see newer tokens, or come before the first token"
     if cache.chosen:
-        return "torch reads all tokens, and indices choose some"
+        return "torch attends over all tokens, and indices choose some"
     if lens_by_head(arrays):
-        return "KV heads have lengths of their own"
+        return "KV heads have different lengths"
     if given := [name for name in NAMES if name in arrays]:
         return f"torch has no {given[0]}"
     if not q.dtype is k.dtype is v.dtype:
-        return f"q is {q.dtype.name}, K {k.dtype.name} and V {v.dtype.name}; torch wants one dtype"
+        return f"q is {q.dtype.name}, K {k.dtype.name} and V {v.dtype.name}; torch needs one dtype for all three"
     if len({a.device for a in (q, k, v)}) > 1:
-        return "q and the cache lie on different devices"
+        return "q and the cache are on different devices"
     return ""
 
 

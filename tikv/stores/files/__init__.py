@@ -87,7 +87,7 @@ def read(
             meta, checksums = (tensor_file.parsed(metadata[name]) for name in ("facts", "crc32"))
             as_saved = checksums.pop("") == _checksum_of_text(metadata["facts"])
             if type(meta) is not dict or {*checksums} != {*file.entries}:
-                raise ValueError("it does not tell of the tensors that are there")
+                raise ValueError("it does not describe the tensors in the file")
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise CacheFileError(
                 f"{operation}: {shown} is damaged: its description cannot be read ({words(repr(error))}). Save it "
@@ -191,7 +191,7 @@ def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
             raise ValueError(f"dtype {reprlib.repr(name)} is not stored; {', '.join(dtypes.APPENDED)} are")
         stored.append(format or dtypes.parse(name, ""))
     if scale_name not in [row.name for row in dtypes.SCALES]:
-        raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not offered")
+        raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not supported")
     own = [row.own_scale_dtype for row in stored if isinstance(row, GroupFormat) and row.own_scale_dtype]
     scale = own[0] if own else dtypes.parse(scale_name, "")
     width = integer(form["head_dim"], "head_dim", low=1)

@@ -198,7 +198,7 @@ def _left(told: Any, standing: Iterator[int]) -> History | None:
     count, dropped, shift = told
     positions = np.fromiter(itertools.islice(standing, count), np.int64, count)
     if (np.diff(positions, prepend=-1, append=count + shift) <= 0).any():
-        raise ValueError("what a layer kept does not rise, or goes beyond its end")
+        raise ValueError("the positions that a layer kept do not ascend, or go beyond its end")
     return History.of_rows([positions], count + dropped, count + shift)
 
 
@@ -234,7 +234,7 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
         if groups is not None:
             new = [n + more for n, more in zip(new, _new_of(sequence, number, layers, form["dtype"]), strict=True)]
         if alone & blocks or (sequence["swapped"] and used & blocks):
-            raise ValueError(f"sequence {number} has a block of another one that is swapped out")
+            raise ValueError(f"sequence {number} shares a block with a sequence that is swapped out")
         (alone if sequence["swapped"] else used).update(blocks)
         numbers.add(number)
     if len(numbers) != len(sequences):

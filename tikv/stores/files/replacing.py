@@ -41,7 +41,7 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
     except TypeError:
         raise CacheFileError(f"{operation}: {path!r} is not a path. Give the name of a file.") from None
     if suffix and target.suffix != suffix:
-        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {suffix}. Name the file so.")
+        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {suffix}. Give the file that suffix.")
     try:
         if target.is_symlink():
             target = Path(os.path.realpath(target))
@@ -53,7 +53,7 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
             raise
         raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}. Give another name.") from None
     if mode is not None and not stat.S_ISREG(mode):
-        raise CacheFileError(f"{operation}: {str(target)!r} is not a file, and is not replaced. Give another name.")
+        raise CacheFileError(f"{operation}: {str(target)!r} is not a file, so it is not replaced. Give another name.")
     return target
 
 
@@ -72,8 +72,8 @@ def replace(path: str | os.PathLike[str], data: bytes, operation: str, suffix: s
         _write(target, data)
     except OSError as error:
         raise CacheFileError(
-            f"{operation}: cannot write {str(target)!r}: {error}. Make room, or name another file; an old one is as "
-            f"it was."
+            f"{operation}: cannot write {str(target)!r}: {error}. Make room, or name another file; a file that was "
+            "there before is unchanged."
         ) from None
 
 

@@ -169,10 +169,10 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
         raise ValueError(f"its description has {length} bytes; at most {HEADER_BYTES} are read")
     header = parsed(file.read(length).decode())
     if type(header) is not dict:
-        raise ValueError("its description is no JSON object")
+        raise ValueError("its description is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
-        raise ValueError("its metadata are not strings by name")
+        raise ValueError("its metadata are not a table of strings")
     entries = {name: _entry(name, said, first) for name, said in header.items()}
     end = first
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -180,7 +180,7 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
             raise ValueError(f"the bytes of {reprlib.repr(name)} do not begin where those before it end")
         end = entry.end
     if end != size:
-        raise ValueError(f"it has {size} bytes where its description tells of {end}")
+        raise ValueError(f"it has {size} bytes where its description says {end}")
     return TensorFile(file, metadata, entries)
 
 

@@ -121,7 +121,7 @@ def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> 
         ):
             raise ValueError(
                 f"layer {layer.index} has {length} tokens, {coded} of them codes, and rows from {oldest} on, of "
-                f"which {valid_from} are behind the window"
+                f"which {valid_from} are outside the window"
             )
         found.append(SavedLayer(layer, oldest, coded, []))
     return found

@@ -33,9 +33,9 @@ def attempt(operation: str, layers: Sequence[Layer], lost: Callable[[], bool] | 
                     if n and layer.head_lengths is not None:
                         layer.head_lengths.grow(-n)
             elif came[0]:
-                said = str(error) or f"{operation} was broken off."
+                said = str(error) or f"{operation} was interrupted."
                 error.args = (
-                    f"{said} Layer {layers[0].index} holds {came[0]} of the new tokens, which took the place of older "
-                    f"ones: its length is {layers[0].end}.",
+                    f"{said} Layer {layers[0].index} holds {came[0]} of the new tokens, which overwrote older "
+                    f"ones: its length is now {layers[0].end}.",
                 )
         raise

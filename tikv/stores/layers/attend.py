@@ -66,8 +66,9 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
     """
     if layer.ring and on_device:
         raise PositionError(
-            f"{operation}: layer {layer.index} slides (window={layer.window}), and with seq_lens on the device nobody "
-            f"knows whether {queries} queries see tokens that newer ones overwrote. Use missing='ignore', or one query."
+            f"{operation}: layer {layer.index} slides (window={layer.window}), and with seq_lens on the device the "
+            f"host cannot know whether {queries} queries see tokens that newer ones overwrote. Use "
+            "missing='ignore', or one query."
         )
     wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
     held_from = layer.valid_from if layer.head_lengths is None else layer.length - layer.ring
@@ -75,8 +76,8 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
         raise PositionError(
             f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
             f"{wanted} on, and layer {layer.index} holds them from {held_from} on (window={layer.window}, "
-            f"sinks={layer.sinks}): newer ones took their slots. Use extend(), which attends before it appends, or "
-            f"missing='ignore' to attend over what is left."
+            f"sinks={layer.sinks}): newer ones overwrote the rest. Use extend(), which attends before it appends, "
+            "or missing='ignore' to attend over what is left."
         )
 
 

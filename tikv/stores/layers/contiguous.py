@@ -240,7 +240,8 @@ class ContiguousLayers(LayerStorage):
         theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in captured.arrays]
         if (ours, self._windows(), self.rows.divisors) != (theirs, captured.windows, captured.divisors):
             raise ShapeError(
-                f"{operation}: {snapshot} is not of this store ({store}). Restore it into the store it was taken from."
+                f"{operation}: {snapshot} does not belong to this store ({store}). Restore it into the store it "
+                "was taken from."
             )
         for layer, (_, _, filled) in zip(self.counts, captured.counts, strict=True):
             if filled > layer.slots:
@@ -314,7 +315,9 @@ def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, A
                 f"{mine.dtype.name} {wanted} is needed."
             )
     if len(found) != len(layer.arrays):
-        raise ShapeError(f"{operation}: layer {layer.index} has {len(found)} arrays of {len(layer.arrays)}.")
+        raise ShapeError(
+            f"{operation}: layer {layer.index} has {len(found)} arrays where {len(layer.arrays)} are needed."
+        )
     if layer.ring == 0 and layer.length > layer.slots:
         raise ShapeError(f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots.")
     fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of their own lengths wrap by them

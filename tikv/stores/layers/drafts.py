@@ -28,8 +28,8 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
         if left is not None and (layer.head_lengths is not None or layer.length - drafted < left.tokens):
             raise PositionError(
                 f"{operation}: layer {layer.index} was compacted, and its heads differ in length or the {drafted} "
-                f"drafted tokens were not appended since. compact() with what stays does the same, and reset() "
-                f"starts anew."
+                "drafted tokens were not appended since. Use compact() with the tokens that stay, or reset() to "
+                "start again."
             )
         if layer.ring and layer.length > layer.slots and chosen.shape[1] < drafted:
             raise PositionError(
@@ -61,7 +61,9 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
             )
     if drafted is None:
         if first.newest == 0:
-            raise PositionError(f"{operation}: nothing was appended since the last trim. Say how many: drafted=.")
+            raise PositionError(
+                f"{operation}: nothing was appended since the last trim. Pass their number as drafted=."
+            )
         return first.newest
     return checks.integer(drafted, "drafted", operation, low=0, high=first.length)
 
@@ -74,7 +76,9 @@ def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any
         host = host[None]
     if host.ndim != 2 or len(host) != batch or (host.size and host.dtype.kind not in "iu"):
         alone = " or (n,)" if batch == 1 else ""
-        raise ShapeError(f"{operation}: path has shape {host.shape} where integers (B, n) = ({batch}, n){alone} are.")
+        raise ShapeError(
+            f"{operation}: path has shape {host.shape} where integers (B, n) = ({batch}, n){alone} are needed."
+        )
     for b, one in enumerate(host):
         check_ascending(operation, one, drafted, b)
     return host.astype(np.int32)

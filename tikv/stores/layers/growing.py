@@ -258,7 +258,7 @@ class GrowingLayer(runtime.NotCopied):
         if n and self.end - n < self.whole_from:
             raise PositionError(
                 f"{operation}: cannot drop {n} tokens: a compaction dropped position {self.whole_from - 1}, which "
-                f"would be among those that stay. Drop at most {self.end - self.whole_from}, or reset()."
+                f"would have to stay. Drop at most {self.end - self.whole_from}, or reset()."
             )
         self._layer.length -= n
 

@@ -68,7 +68,7 @@ class HostLayers(LayerStorage):
                 content = type(self.whole)(self.runtime, of_one)
                 content.counts[0].is_copy = True
                 forms = [[a.shape for a, _ in x.filled(i)] for x, i in ((content, 0), (self.whole, layers[0]))]
-                assert batch_size != self.batch_size or forms[0] == forms[1], "a copy lies as its layer does"
+                assert batch_size != self.batch_size or forms[0] == forms[1], "a copy has the layout of its layer"
                 frames.append(Frame(content, self._transfer(self.runtime)))
             found[window] = Residents(layers, len(self.config.windows), frames)
         return found
@@ -186,7 +186,7 @@ class HostLayers(LayerStorage):
         Raises:
             OptionError: ``seq_lens``, by which the host does not know what is to be copied.
         """
-        request.refuse(operation, ("seq_lens",), f"{self.title} does not offer", "Leave it out.")
+        request.refuse(operation, ("seq_lens",), f"{self.title} does not support", "Leave it out.")
         frame = self._bring(operation, layer)
         try:
             return frame.content.attend(operation, 0, q, request)

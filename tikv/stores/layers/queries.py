@@ -99,9 +99,9 @@ class Queries(NamedTuple):
         """Raise PositionError where a layer of some tokens has fewer than there are queries."""
         if 0 < tokens < self.tokens:
             raise PositionError(
-                f"{operation}: the {self.tokens} queries are those of the newest tokens, and there are {tokens} (q: "
-                f"{describe(self.given)}, {named(self.axes)}). Append the tokens first, or use extend()."
-                f"{self.remedy(tokens, num_kv_heads)}"
+                f"{operation}: the {self.tokens} queries belong to the newest tokens, and there are {tokens} (q: "
+                f"{describe(self.given)}, {named(self.axes)}). Append the tokens first, or use "
+                f"extend().{self.remedy(tokens, num_kv_heads)}"
             )
 
 
@@ -151,7 +151,7 @@ def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int,
         if tokens == wanted:
             remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}."
         elif heads and heads % wanted == 0:
-            remedy = " If heads were repeated for the query heads, pass them as they were before."
+            remedy = " If heads were repeated for the query heads, pass them without the repetition."
         raise ShapeError(
             f"{operation}: the number of heads of {name} is {heads} where {wanted} is needed ({detail}).{remedy}"
         )

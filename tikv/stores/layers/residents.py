@@ -66,14 +66,14 @@ def why_plain(live: runtime.Runtime, operation: str) -> str:
         return f"{live.arch} computes in the host's memory"
     if not live.is_cuda:
         raise ArchError(
-            f"{operation}: place='host' is for CUDA, and of no use on CPU, Metal and devices that share its memory. "
-            f"{live.arch} has its own. Use place='device'."
+            f"{operation}: place='host' works on CUDA, and on devices that share the host's memory, such as CPU "
+            f"and Metal; this device on {live.arch} has its own memory. Use place='device'."
         )
     name = launch.launcher_report(live)["launcher"]
     if name != "native":
         raise ArchError(
-            f"{operation}: place='host' needs the native launcher, and kernels get {name!r}. `tikv.info()['launcher']` "
-            f"says why."
+            f"{operation}: place='host' needs the native launcher, but kernels are launched by {name!r}. "
+            "`tikv.info()['launcher']` says why."
         )
     return ""
 
@@ -109,7 +109,7 @@ def refuse_capture(live: runtime.Runtime, operation: str) -> None:
         ArchError: one is.
     """
     what = "the place on the device where a layer's copy is now"
-    launch.refuse_during_capture(live, operation, what, "Use place='device' for what graphs capture.")
+    launch.refuse_during_capture(live, operation, what, "Use place='device' for layers that a graph captures.")
 
 
 class Frame:

@@ -28,7 +28,7 @@ from tikv.stores.picture import counted
 from tikv.stores.row_format import RowFormats
 
 Triple = tuple[Any, Any, Any]  # q, k and v as a caller gave them
-NO_PAGES = "In a layer with a window each new token moves all others to another page, so that it keeps no summaries."
+NO_PAGES = "A layer with a window keeps no summaries, because each new token moves all others to another page."
 PLACES = ("device", "host")
 
 
@@ -71,21 +71,23 @@ class StoreConfig(NamedTuple):
         one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
         given = list(window) if one_each else [window] * layers
         if len(given) != layers:
-            raise ShapeError(f"{operation}: window has {len(given)} entries for num_layers={layers}. Give one each.")
+            raise ShapeError(
+                f"{operation}: window has {len(given)} entries for num_layers={layers}. Pass one per layer."
+            )
         windows = tuple(checks.window_of(w, capacity, operation) for w in given)
         if sinks and all(w is None for w in windows):
             raise OptionError(f"{operation}: sinks={sinks} without a window. Give a window, or sinks=0.")
         for w in windows:
             if w is not None and sinks >= w:
                 raise CapacityError(
-                    f"{operation}: sinks={sinks} leave no slot of window={w} to slide. Use sinks < {w}."
+                    f"{operation}: sinks={sinks} leave no room for other tokens in window={w}. Use sinks < {w}."
                 )
         if page_summaries is not None:
             page_summaries = checks.integer(page_summaries, "page_summaries", operation, low=1, high=2**31 - 1)
             if None not in windows:
                 raise OptionError(
-                    f"{operation}: page_summaries={page_summaries}, and all layers have windows. {NO_PAGES} Leave it "
-                    f"out."
+                    f"{operation}: page_summaries={page_summaries}, but all layers have windows. {NO_PAGES} Leave "
+                    "it out."
                 )
         place = checks.option(place, "place", operation, PLACES)
         resident_layers = checks.integer(resident_layers, "resident_layers", operation, low=1)
@@ -308,4 +310,4 @@ class LayerStorage(abc.ABC):
         self._refuse(operation)
 
     def _refuse(self, operation: str, remedy: str = "") -> NoReturn:
-        raise OptionError(f"{operation}: {self.title} does not offer it. {remedy or self.remedy}")
+        raise OptionError(f"{operation}: {self.title} does not support this. {remedy or self.remedy}")

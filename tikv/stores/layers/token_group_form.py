@@ -112,12 +112,12 @@ class TokenGroupForm(NamedTuple):
         for name, value in (("k_scale", rows.get("k_scale")), ("v_scale", rows.get("v_scale"))):
             if value is not None:
                 raise OptionError(
-                    f"{operation}: {name} with groups along tokens is not offered: codes have scales of their own, and "
-                    f"values of 8-bit floats are divided by 1. Leave it out."
+                    f"{operation}: {name} with groups along tokens is not supported: codes have their own scales, "
+                    "and 8-bit float values are stored without one. Leave it out."
                 )
         if isinstance(v_dtype, Quant) and v_dtype.axis == "tokens":
             raise OptionError(
-                f"{operation}: v_dtype {v_dtype!r} is not offered: only keys have scales by channel, over a group "
+                f"{operation}: v_dtype {v_dtype!r} is not supported: only keys have scales by channel, over a group "
                 f"of tokens. Use groups along 'head_dim' or a dtype for V, or leave v_dtype out."
             )
         scales = rows.get("scale_dtype", "float16")

@@ -103,7 +103,7 @@ class TokenGroupLayers(LayerStorage):
         return self.codes[layer].tokens
 
     def check_drawn_mass(self, operation: str) -> None:
-        raise OptionError(f"{operation}: {self.title} has no mass. Leave it out.")
+        raise OptionError(f"{operation}: {self.title} cannot return the attention mass. Leave it out.")
 
     # --- writes
 
@@ -131,7 +131,7 @@ class TokenGroupLayers(LayerStorage):
 
     def require_positions(self, operation: str, remedy: str) -> None:
         """Not offered, and with it no steps and no graphs."""
-        raise OptionError(f"{operation}: {self.title} counts on the host which keys become codes. {remedy}")
+        raise OptionError(f"{operation}: {self.title} counts on the host which keys are quantised. {remedy}")
 
     def _checked(self, operation: str, layer: int, rows: Views, layout: str) -> tuple[list[ArrayView], tuple[int, int]]:
         """New K and V that fit the layer as (batch, ., ., width), and their axes of tokens and heads."""
@@ -203,9 +203,9 @@ class TokenGroupLayers(LayerStorage):
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
         if ring.length and queries.tokens > max(newest, 1):
             raise PositionError(
-                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {ring.index} are not "
-                f"codes yet. Attend with at most so many, or use extend(), which attends as it appends."
-                f"{queries.remedy(newest, heads)}"
+                f"{operation}: {queries.tokens} queries, but only the newest {newest} tokens of layer {ring.index} "
+                "are not codes yet. Attend with at most that many, or use extend(), which attends as it "
+                f"appends.{queries.remedy(newest, heads)}"
             )
         if request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, self.counts[layer], queries.tokens, False)
@@ -216,7 +216,7 @@ class TokenGroupLayers(LayerStorage):
         return results_of(result, lse if request.return_lse else None, None)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        request.refuse(operation, REFUSED, f"{self.title} does not offer", "Leave it out, or use axis='head_dim'.")
+        request.refuse(operation, REFUSED, f"{self.title} does not support", "Leave it out, or use axis='head_dim'.")
 
     def _ring_plan(
         self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView]
@@ -380,14 +380,14 @@ class TokenGroupLayers(LayerStorage):
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         snapshot, store = shown
         if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
-            raise OptionError(f"{operation}: {snapshot:.200} is not of a store of this form ({store}).")
+            raise OptionError(f"{operation}: {snapshot:.200} was taken from a store of another form than {store}.")
         for layer, codes, (length, *_), (coded, _) in zip(
             self.counts, self.codes, captured.counts, captured.codes, strict=True
         ):
             if not layer.ring and (length > layer.slots or coded - codes.dropped > codes.room):
                 raise CapacityError(
-                    f"{operation}: the snapshot has {length} tokens, and there is room for {layer.slots}. Restore it "
-                    f"into a store of that capacity or more."
+                    f"{operation}: the snapshot has {length} tokens, and there is room for {layer.slots}. Restore "
+                    "it into a store with room for them."
                 )
         batch = captured.newest.batch_size
         made = [None if batch == codes.batch else codes.like(batch) for codes in self.codes]

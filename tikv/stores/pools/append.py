@@ -190,11 +190,11 @@ def _refuse_fused(pages: Pages, operation: str) -> None:
     pages.refuse_per_head(operation, "the fused write has one slot for all heads of a token")
     rows, why = pages.config.rows, ""
     if not rows.alike:
-        why = f"keeps K and V alike, and this store is {rows.name}"
+        why = f"writes K and V in one format, and this store is {rows.name}"
     elif rows.formats != (None, None):
-        why = f"makes no codes of {rows.name}"
+        why = f"cannot write codes of {rows.name}"
     elif rows.divided:
-        why = "divides by no scale"
+        why = "cannot divide by a scale"
     if why:
         raise DTypeError(f"{operation}: the fused write {why}. Write to arrays with tikv.write_qkv and append them.")
 

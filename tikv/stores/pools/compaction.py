@@ -92,7 +92,7 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
     """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
     pages.refuse_pieces(operation)
     ids, sequences = pages.ids(seqs, operation), pages.sequences
-    states = sequences.distinct(ids, operation, "Give its path once.")
+    states = sequences.distinct(ids, operation, "Pass its path once.")
     if drafted is not None:
         drafted = checks.integer(drafted, "drafted", operation)
     counts = [state.drafted(operation, drafted) for state in states]
@@ -113,8 +113,8 @@ def _same_for_all(index: Host, operation: str) -> Host:
     """The indices (n,) or (H, n), which all heads keep; ShapeError where they would keep different tokens."""
     if index.ndim == 2 and (index != index[0]).any():
         raise ShapeError(
-            f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the same "
-            f"of each, or use per_head=True."
+            f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the "
+            "same tokens of each head, or use per_head=True."
         )
     one = index[0] if index.ndim == 2 else index
     return one[one >= 0].astype(np.int64)
@@ -137,7 +137,7 @@ def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
     if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in given):
         given = [given]
     if len(given) != len(drafted):
-        raise ShapeError(f"{operation}: path has {len(given)} entries for {len(drafted)} sequences. Give one of each.")
+        raise ShapeError(f"{operation}: path has {len(given)} entries for {len(drafted)} sequences. Pass one for each.")
     found = []
     for i, (one, count) in enumerate(zip(given, drafted, strict=True)):
         numbers = one.tolist() if hasattr(one, "tolist") else one

@@ -21,8 +21,8 @@ from tikv.stores.row_format import ROWS, RowFormats, check_summarized
 HostArray: TypeAlias = np.ndarray[Any, Any]
 NOT_OF_GROUPS = {
     "layout": "a block holds whole groups of codes, head by head",
-    "per_head": "tokens of all heads become codes together, so that no head can have dropped others",
-    "page_summaries": "the newest keys lie outside of the blocks",
+    "per_head": "tokens of all heads become codes together, so all heads must hold the same tokens",
+    "page_summaries": "the newest keys are stored outside the blocks",
 }
 ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
@@ -74,18 +74,19 @@ class PoolConfig:
         config._check_summaries(operation)
         if config.per_head and any(numbers is not None and len(numbers) > 1 for numbers in config.rows.divisors):
             raise OptionError(
-                f"{operation}: k_scale or v_scale has a number for each head, and with per_head=True a pool is of one "
-                f"head. Use one number for all."
+                f"{operation}: k_scale or v_scale has a number for each head, but with per_head=True a pool has "
+                "one head. Use one number for all."
             )
         if config.per_head and config.layout == "VLLM":
             raise OptionError(
-                f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
-                f"Use NHD or HND with per_head=True."
+                f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads cannot move. "
+                "Use NHD or HND with per_head=True."
             )
         groups = next((row.format for row in config.rows.both if row.format is not None), None)
         if groups is not None and config.layout == "VLLM":
             raise OptionError(
-                f"{operation}: layout VLLM cuts rows into pieces, and groups of {groups} lie whole. Use NHD or HND."
+                f"{operation}: layout VLLM cuts rows into pieces, but groups of {groups} must stay whole. Use NHD "
+                "or HND."
             )
         keys = config.rows.k
         chunk = CHUNK_BYTES // keys.stored.itemsize
@@ -109,12 +110,12 @@ class PoolConfig:
             return
         if self.block_size % self.page:
             raise OptionError(
-                f"{operation}: page_summaries={self.page} does not divide block_size={self.block_size}, and a page may "
-                f"not lie in two blocks. Use {self.block_size}, or what divides it."
+                f"{operation}: page_summaries={self.page} does not divide block_size={self.block_size}, and a page "
+                f"may not cross blocks. Use {self.block_size}, or a number that divides it."
             )
         if self.layout == "VLLM":
             raise OptionError(
-                f"{operation}: layout VLLM cuts rows into pieces, whose pages are not summarised. Use NHD or HND."
+                f"{operation}: layout VLLM cuts rows into pieces, whose pages cannot be summarised. Use NHD or HND."
             )
         check_summarized(operation, self.rows, self.page)
 
@@ -127,15 +128,15 @@ class PoolConfig:
         for name, value in asked.items():
             if value is not None:
                 raise OptionError(
-                    f"{operation}: {name}={value!r} with groups along tokens is not offered: {NOT_OF_GROUPS[name]}. "
+                    f"{operation}: {name}={value!r} with groups along tokens is not supported: {NOT_OF_GROUPS[name]}. "
                     f"Leave it out, or use axis='head_dim'."
                 )
         blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
         size, group = checks.integer(block_size, "block_size", operation, low=1), form.quant.group
         if size % group:
             raise OptionError(
-                f"{operation}: block_size={size} is not a multiple of the group of {group} tokens, which lies in one "
-                f"block. Use block_size={-(-size // group) * group}."
+                f"{operation}: block_size={size} is not a multiple of the group of {group} tokens, and a group may "
+                f"not cross blocks. Use block_size={-(-size // group) * group}."
             )
         for name, (shape, dtype, tokens) in form.codes.arrays().items():
             needed = blocks * form.codes.heads * (size // tokens) * math.prod(shape) * dtype.itemsize

@@ -210,7 +210,7 @@ class TokenGroupPages(Pages):
 
     def refuse_groups(self, operation: str, remedy: str = "Use axis='head_dim'.") -> NoReturn:
         """As of `Pages`: always."""
-        raise OptionError(f"{operation}: a pool of groups along tokens does not offer it. {remedy}")
+        raise OptionError(f"{operation}: a pool with groups along tokens does not support this. {remedy}")
 
     # --- sequences
 
@@ -218,8 +218,8 @@ class TokenGroupPages(Pages):
         """As of `Pages`, without token ids."""
         if len(token_ids):
             raise OptionError(
-                "PagedKVCacheStore.add: token_ids: blocks of groups along tokens are not found by them, since the "
-                "newest tokens of a block may not be codes yet. Leave them out, and fork()."
+                "PagedKVCacheStore.add: blocks with groups along tokens cannot be found by token_ids, since the "
+                "newest tokens of a block may not be codes yet. Leave token_ids out, and use fork()."
             )
         return self._came(self.sequences.add(token_ids, salt), [0] * len(self._codes))
 
@@ -248,7 +248,7 @@ class TokenGroupPages(Pages):
             if left < codes and left % group:
                 raise PositionError(
                     f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes} are codes of "
-                    f"whole groups, quantised once. Keep at least so many, or a multiple of {group}."
+                    f"whole groups, quantised once. Keep at least that many, or a multiple of {group}."
                 )
         self.sequences.truncate(state, n)
         self.coded[state.number] = [min(pair) for pair in zip(coded, kept, strict=True)]
@@ -432,8 +432,9 @@ class TokenGroupPages(Pages):
             state.check_queries(operation, layer, queries.tokens, request)
             if queries.tokens > max(1, new):
                 raise PositionError(
-                    f"{operation}: {queries.tokens} queries, and the newest {new} tokens of sequence {state.number} "
-                    f"are not codes yet. Attend with at most so many, or use extend(), which attends as it appends."
+                    f"{operation}: {queries.tokens} queries, but only the newest {new} tokens of sequence "
+                    f"{state.number} are not codes yet. Attend with at most that many, or use extend(), which "
+                    "attends as it appends."
                 )
         result, lse = queries.new_out(q, config.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
@@ -444,7 +445,7 @@ class TokenGroupPages(Pages):
         return results_of(result, lse if request.return_lse else None, None)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        title = "a pool of groups along tokens does not offer"
+        title = "a pool with groups along tokens does not support"
         request.refuse(operation, (*REFUSED, "window"), title, "Leave it out, or use axis='head_dim'.")
         request.check_choices(operation, ("auto", "taichi"))
 

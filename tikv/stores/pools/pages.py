@@ -99,7 +99,7 @@ class Pages:
     def refuse_pieces(self, operation: str) -> None:
         """Raise OptionError where rows do not lie whole, so that they cannot be moved."""
         if self.config.layout == "VLLM":
-            raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which are not moved. Use NHD or HND.")
+            raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which cannot be moved. Use NHD or HND.")
 
 
 class Changing:

@@ -80,7 +80,7 @@ class RaggedAttention:
         if tokens * sequences != self.q.shape[0] or tokens > MOST_QUERIES:
             raise ShapeError(
                 f"{self.operation}: {name.removesuffix('_bits')} is given, and q has {self.q.shape[0]} rows for "
-                f"{sequences} sequences. Use as many new tokens of each, at most {MOST_QUERIES}."
+                f"{sequences} sequences. Pass the same number of new tokens for each, at most {MOST_QUERIES}."
             )
         if tokens:
             self._check(_as_sequences(self.q, 0, sequences, tokens), terms)
@@ -207,8 +207,9 @@ def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live
     starts = host_integers(cu_seqlens, "cu_seqlens", operation, live)
     if len(starts) == sequences + 1 and (starts[-1] != rows or len({b - a for a, b in itertools.pairwise(starts)}) > 1):
         raise ShapeError(
-            f"{operation}: a mask or parents are given, and cu_seqlens is {starts} for {rows} rows: new tokens of "
-            f"different numbers, or padding. Extend sequences with as many new tokens each."
+            f"{operation}: a mask or parents are given, and cu_seqlens is {starts} for {rows} rows, so sequences "
+            "have different numbers of new tokens, or rows are padding. Extend all sequences with the same number "
+            "of new tokens."
         )
     return starts
 

@@ -82,8 +82,8 @@ class SequenceState:
         for layer, left in enumerate(self.left):
             if left is not None and n < left.end:
                 raise PositionError(
-                    f"{operation}: sequence {self.number} cannot keep {n} tokens: layer {layer} was compacted when it "
-                    f"had {left.end}. Keep at least so many."
+                    f"{operation}: sequence {self.number} cannot keep {n} tokens: layer {layer} was compacted when "
+                    f"it had {left.end}. Keep at least that many."
                 )
 
     def check_queries(self, operation: str, layer: int, queries: int, request: AttendRequest, remedy: str = "") -> None:
@@ -96,7 +96,7 @@ class SequenceState:
             if getattr(request, name) is not None and self.left[layer] is not None:
                 raise OptionError(
                     f"{operation}: {name} for sequence {self.number}, whose layer {layer} was compacted: attention "
-                    f"counts the tokens that are left, not how far they stood apart. Leave {name} out."
+                    f"counts the tokens that are left, not how far apart they were. Leave {name} out."
                 )
         came, (since, known) = self.came(layer), self._since(layer)
         if queries > 1 and came and queries > since:
@@ -115,20 +115,20 @@ class SequenceState:
             other = self.came(layer)
             if other != came or (brought != newest and drafted is None):
                 raise PositionError(
-                    f"{operation}: of sequence {self.number} layer {layer} has {other} tokens, the last {brought} of "
-                    f"one call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
+                    f"{operation}: layer {layer} of sequence {self.number} has {other} tokens, the last {brought} "
+                    f"of one call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
                 )
         if drafted is None and newest == 0:
             raise PositionError(
-                f"{operation}: nothing was appended to sequence {self.number} since it was cut or compacted. Say how "
-                f"many: drafted=."
+                f"{operation}: nothing was appended to sequence {self.number} since it was truncated or compacted. "
+                "Pass their number as drafted=."
             )
         count = newest if drafted is None else drafted
         for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
             if since < count:
                 raise PositionError(
                     f"{operation}: drafted={count}, and sequence {self.number} has {came} tokens in layer "
-                    f"{layer}{known}. Say at most so many."
+                    f"{layer}{known}. Pass at most that many."
                 )
         return count
 

@@ -45,10 +45,11 @@ class Asked(NamedTuple):
     def heads_over(self, kv_heads: int) -> int:
         """Heads of queries over so many of keys."""
         if self.query_heads is None:
-            raise OptionError(f"{OPERATION}: query_heads is missing. Say how many heads the model's queries have.")
+            raise OptionError(f"{OPERATION}: query_heads is missing. Pass the number of heads of the model's queries.")
         if self.query_heads % kv_heads:
             raise ShapeError(
-                f"{OPERATION}: query_heads={self.query_heads} do not divide among {kv_heads} KV heads. Use a multiple."
+                f"{OPERATION}: query_heads={self.query_heads} cannot be divided evenly among {kv_heads} KV heads. "
+                "Use a multiple."
             )
         return self.query_heads
 
@@ -68,8 +69,8 @@ def require_empty(target: Any, held: int, what: str = "tokens") -> None:
     """
     if held:
         raise OptionError(
-            f"{OPERATION}: the {type(target).__name__} holds {held} {what}, and calls are made on it. Warm up before "
-            f"the first token, or give one of the same form."
+            f"{OPERATION}: the {type(target).__name__} holds {held} {what}, and warmup writes to it. Warm up "
+            "before the first token, or pass another one of the same form."
         )
 
 
