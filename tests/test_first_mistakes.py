@@ -118,7 +118,7 @@ MISTAKES = {
     ),
     "scores of pages for those of tokens": (
         lambda: tikv.select(np.ones((1, 1, 8), np.float32), 4, valid=100),
-        "valid is 100, and there are scores for 8 tokens",
+        "valid is 100, but there are scores for 8 tokens",
         "or page= if these are scores of pages",
     ),
     "columns apart": (append(rows(width=32)[..., ::2], rows(width=32)[..., ::2]), "not contiguous", "Pass a copy"),

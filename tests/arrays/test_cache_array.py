@@ -157,7 +157,7 @@ def test_what_it_lacks_is_said_with_a_way_out(store):
         assert not hasattr(store.keys(0), name)
     with pytest.raises(AttributeError, match=r"CacheArray has no 'permute'. Take torch\(\) or numpy\(\)"):
         store.keys(0).permute(0, 2, 1, 3)
-    with pytest.raises(tikv.ShapeError, match=r"2 axes are named, and there are 4. .*torch\(\).transpose"):
+    with pytest.raises(tikv.ShapeError, match=r"2 axes are named, and the array has 4. .*torch\(\).transpose"):
         store.keys(0).transpose(-1, -2)
 
 

@@ -128,14 +128,14 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
     with pytest.raises(tikv.OptionError, match="TikvCache: v_dtype quant4_64_hadamard has rotated rows"):
         TikvCache(config(), v_dtype=tikv.Quant(4, rotate="hadamard"))
     cache = TikvCache(config(), dtype="q8_0")
-    with pytest.raises(tikv.DTypeError, match="keys of float64 are not stored as q8_0"):
+    with pytest.raises(tikv.DTypeError, match="keys of float64 cannot be stored as q8_0"):
         cache.update(*rows(rng, 3, torch.float64), 1)
     assert cache.get_seq_length() == 0
-    with pytest.raises(tikv.DTypeError, match=r"dtype=int32 is not stored.*a tikv\.Quant"):
+    with pytest.raises(tikv.DTypeError, match=r"dtype=int32 cannot be stored.*a tikv\.Quant"):
         TikvCache(config(), dtype="int32")
-    with pytest.raises(tikv.DTypeError, match="v_dtype=int32 is not stored"):
+    with pytest.raises(tikv.DTypeError, match="v_dtype=int32 cannot be stored"):
         TikvCache(config(), v_dtype="int32")
     with pytest.raises(tikv.OptionError, match="k_scale is of floats of 8 bits, and K is kept as int8"):
         TikvCache(config(), dtype="int8", k_scale=1.0)
-    with pytest.raises(tikv.DTypeError, match="values of float64 are not stored as q8_0"):
+    with pytest.raises(tikv.DTypeError, match="values of float64 cannot be stored as q8_0"):
         TikvCache(config(), v_dtype="q8_0").update(*rows(rng, 3, torch.float64), 1)

@@ -119,7 +119,7 @@ def test_a_kernel_with_shared_memory_of_its_launch_has_no_other_launcher(unpatch
     kernel = kernel_stub()
     kernel.shared_bytes = 100_000
     kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
-    with pytest.raises(launch.NeedsNativeLauncher, match=r"only the native launcher .*a form nobody knows"):
+    with pytest.raises(launch.NeedsNativeLauncher, match=r"only the native launcher provides.*a form nobody knows"):
         kernel.bind(1, types.SimpleNamespace(device="cuda:0"))
 
 

@@ -423,6 +423,6 @@ def test_elements_off_their_size_are_copied_but_not_converted(arch):
     tikv.copy(row, same, position=0)
     assert same[:, 0].ravel().tolist() == [0, 1, 2, 3, 4, 5]
     for call in (lambda: tikv.copy(row, half, position=0), lambda: tikv.quantize(row)):
-        with pytest.raises(tikv.ShapeError, match=r"no multiple of its 4-byte elements.*aligned copy"):
+        with pytest.raises(tikv.ShapeError, match=r"not a multiple of its 4-byte elements.*aligned copy"):
             call()
     assert not half.any()

@@ -172,7 +172,9 @@ def test_queries_of_several_launches(arch, rng, monkeypatch):
     assert [found.of_launch for p in plans for found in p.by_split.values()] == [16]
 
 
-@pytest.mark.parametrize(("option", "why"), [({"num_splits": 2}, "num_splits=2"), ({"impl": "torch"}, "follow from")])
+@pytest.mark.parametrize(
+    ("option", "why"), [({"num_splits": 2}, "num_splits=2"), ({"impl": "torch"}, "depend on the batch")]
+)
 def test_what_has_other_bits_is_refused(arch, rng, option, why):
     with invariant(), pytest.raises(tikv.OptionError, match=rf"{why}.*|invariant=True"):
         Work(rng).run(arch, [0], [300], 1, **option)

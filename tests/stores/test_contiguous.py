@@ -708,7 +708,7 @@ def test_an_empty_store_is_true(arch):
         ({"num_layers": 0}, tikv.PositionError, "num_layers=0 is outside"),
         ({"head_dim": 2.5}, tikv.DTypeError, "head_dim is 2.5, not an integer"),
         ({"capacity": -1}, tikv.PositionError, "capacity=-1 is outside"),
-        ({"dtype": "int32"}, tikv.DTypeError, "dtype int32 is not stored"),
+        ({"dtype": "int32"}, tikv.DTypeError, "dtype int32 cannot be stored"),
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype 'float8'"),
         (
             {"dtype": "int4"},

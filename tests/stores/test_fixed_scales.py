@@ -143,7 +143,7 @@ def test_what_scales_refuse(arch, rng):
     with pytest.raises(tikv.DTypeError, match=r"cannot append float8_e4m3fn .* Append float32 or float16 or bfloat16"):
         store.append(0, stored, stored)
     store.append(0, *(np.ones((1, HEADS, 32), np.float32) for _ in "kv"))
-    with pytest.raises(tikv.ShapeError, match="is not of this store"):
+    with pytest.raises(tikv.ShapeError, match="does not belong to this store"):
         other.restore(store.snapshot())
     assert other.length == 0
     assert [a.numpy().tolist() for a in store.scales(0)] == [[2.0], [1.0]]

@@ -840,7 +840,7 @@ def test_refusals_say_what_is_wrong_and_change_nothing(arch, rng, what, error, w
         ({"num_layers": 0}, tikv.PositionError, "num_layers=0"),
         ({"num_blocks": 0}, tikv.PositionError, "num_blocks=0"),
         ({"block_size": 0}, tikv.PositionError, "block_size=0"),
-        ({"dtype": "int32"}, tikv.DTypeError, "int32 is not stored"),
+        ({"dtype": "int32"}, tikv.DTypeError, "int32 cannot be stored"),
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype"),
         ({"scale_dtype": "bfloat16"}, tikv.DTypeError, "scale_dtype bfloat16"),
         ({"layout": "nhd"}, tikv.OptionError, "unknown layout 'nhd'"),

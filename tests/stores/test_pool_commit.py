@@ -186,7 +186,7 @@ def test_heads_that_hold_different_tokens_keep_a_path_of_what_came_since(arch, r
         ([2], [0], None, tikv.PositionError, "layer 1 has 3 tokens, the last 3 of one call, and layer 0 has 4 and 1"),
         ([3], [0], None, tikv.PositionError, "sequence 3 is swapped out"),
         ([4], [1, 2], None, tikv.CapacityError, "1 blocks are needed and 0 of 8 are free"),
-        ([5], [0], None, tikv.PositionError, "Say how many"),
+        ([5], [0], None, tikv.PositionError, "Pass their number as drafted="),
     ],
 )
 def test_paths_that_are_none_are_refused(seqs, path, drafted, error, says, arch, rng):

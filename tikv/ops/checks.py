@@ -26,11 +26,11 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
     """
     if type(value) is not int:
         if isinstance(value, bool):
-            raise DTypeError(f"{operation}: {name} must be an integer, not {value!r}. Pass an int.")
+            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.")
         try:
             value = operator.index(value)
         except TypeError:
-            raise DTypeError(f"{operation}: {name} must be an integer, not {value!r}. Pass an int.") from None
+            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from None
     if value < low and high == MAX_POSITION:
         raise PositionError(f"{operation}: {name}={value} is outside the range. Use {low} or more.")
     if not low <= value <= high:

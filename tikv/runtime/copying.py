@@ -18,7 +18,7 @@ class NotCopied:
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # what copy.copy(), copy.deepcopy() and pickle ask
         raise CopyError(
-            f"{type(self).__name__}: it cannot be copied or pickled, since it belongs to the Taichi that runs in "
+            f"{type(self).__name__}: copy and pickle do not work here: it belongs to the Taichi that runs in "
             f"this process. {self.instead}"
         )
 

@@ -263,7 +263,7 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
     """
     for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
-            raise OptionError(f"export: unknown {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
+            raise OptionError(f"export: no {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
     if not pairs(operations, names):
         raise OptionError(
             f"export: {', '.join(operations)} stores no {', '.join(names)}. Use one of "

@@ -114,7 +114,7 @@ def test_the_drivers_library_tells_the_multiprocessors(asked):
 
 @pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
 def test_a_driver_that_does_not_tell_is_an_error(asked, failing):
-    with pytest.raises(tikv.ArchError, match=r"of device 2 .* does not say how many multiprocessors.*error \d+"):
+    with pytest.raises(tikv.ArchError, match=r"for device 2, .* does not say how many multiprocessors.*error \d+"):
         asked(lambda name: Library(failing))
     assert asked(lambda name: Library()) == 46, "a failure is not kept"
 
@@ -205,6 +205,9 @@ def test_a_device_that_is_not_the_current_one_may_be_captured(contexts):
 
 def test_devices_that_kernels_are_not_compiled_for_are_refused(contexts):
     contexts.capabilities[1] = (8, 0)
-    with pytest.raises(tikv.ArchError, match=r"cuda:1 is sm_80 and cuda:0 sm_90.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        tikv.ArchError,
+        match=r"cuda:1 is sm_80, but kernels are compiled for cuda:0, which is sm_90.*CUDA_VISIBLE_DEVICES",
+    ):
         driver.device(1)
     assert driver.device(0).target == "sm_90"

@@ -130,7 +130,7 @@ def _attribute(which: int, index: int, what: str) -> int:
     )
     if status:
         raise ArchError(
-            f"launch: the CUDA driver does not say {what} of device {index} (error {status}). Run `python -m tikv "
+            f"launch: for device {index}, the CUDA driver does not say {what} (error {status}). Run `python -m tikv "
             "doctor` to see what it says, and update it."
         )
     return number.value
