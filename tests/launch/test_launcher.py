@@ -57,7 +57,7 @@ def test_without_a_driver_taichi_launches_and_the_report_says_why(choice):
 def test_what_quadrants_compiles_stays_with_its_own_launcher(choice):
     """The native launcher rewrites PTX, and knows the form that Taichi writes; the driver is not even asked."""
     choice.setattr(driver, "device", missing)
-    why = "the native launcher knows the PTX of Taichi alone, and this process uses Quadrants"
+    why = "the native launcher reads only Taichi's PTX, and this process uses Quadrants"
     assert launch.launcher_report(QUADRANTS) == {"launcher": "direct", "why": why, "fallbacks": {}}
     choice.setenv("TIKV_LAUNCHER", "native")
     with pytest.raises(tikv.ArchError) as caught:
@@ -145,8 +145,9 @@ def test_another_gpu_needs_the_native_launcher(choice):
     with pytest.raises(tikv.ArchError) as caught:
         launcher.require_native(SECOND, "copy")
     assert str(caught.value) == (
-        "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); Taichi's own drives "
-        f"cuda:0 alone. {extras.install('cuda')}, or start a process that sees cuda:1 alone, by CUDA_VISIBLE_DEVICES."
+        "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); Taichi's own launcher "
+        f"uses cuda:0 alone. {extras.install('cuda')}, or "
+        "start a process that sees cuda:1 alone (set CUDA_VISIBLE_DEVICES)."
     )
 
 
@@ -154,7 +155,7 @@ def test_what_the_native_launcher_cannot_take_is_refused_on_another_gpu(unpatcha
     """By the engine's launcher it would run on the first one."""
     kernel = kernel_stub(live=SECOND)
     kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
-    with pytest.raises(tikv.ArchError, match=r"cuda:1 needs the native launcher, which cannot take .*a form nobody"):
+    with pytest.raises(tikv.ArchError, match=r"cuda:1 needs the native launcher, which cannot launch .*a form nobody"):
         kernel.bind(1, types.SimpleNamespace(device="cuda:1"))
 
 
