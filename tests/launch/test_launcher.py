@@ -145,9 +145,9 @@ def test_another_gpu_needs_the_native_launcher(choice):
     with pytest.raises(tikv.ArchError) as caught:
         launcher.require_native(SECOND, "copy")
     assert str(caught.value) == (
-        "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); Taichi's own launcher "
-        f"uses cuda:0 alone. {extras.install('cuda')}, or "
-        "start a process that sees cuda:1 alone (set CUDA_VISIBLE_DEVICES)."
+        "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); "
+        f"Taichi's own launcher uses cuda:0 alone. {extras.install('cuda')}, or start a process that sees "
+        "cuda:1 alone (set CUDA_VISIBLE_DEVICES)."
     )
 
 
