@@ -25,7 +25,7 @@ from tikv.ops.attention.options import (
     query_shape,
     table_by_head,
 )
-from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
+from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares, choose_heads_per_task, rows_of_task
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_of, tree_words
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -263,7 +263,7 @@ class AttentionLaunches(Plan):
             found.append(Launch(kernel.bind(items, *used, at, some, scalars, *term_vector), used))
             if split:
                 items = query.batch * query.heads * some.queries
-                serial = items * self.splits * cache.width_v < SERIAL_PRODUCTS
+                serial = items * self.splits * cache.width_v < SERIAL_MERGE
                 items *= cache.width_v if by_element else _threads_of_task(style)
                 merging = launch.kernel(live, make_merge, style, serial, plain._replace(out=to.dtype.short))
                 found.append(Launch(merging.bind(items, *merged, at, some._replace(tasks=items), scalars), merged))

@@ -11,7 +11,8 @@ from tikv.ops.attention.invariance import SPLIT_KEYS, fixed_splits
 from tikv.ops.attention.options import MOST_ROWS, MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
 LEAST_KEYS = 256  # of a split that nobody asked for
-SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
+SERIAL_PRODUCTS = 1 << 21  # on CPU, below this one thread is done before others are awake and through: about 0.15 ms
+SERIAL_MERGE = 1 << 18  # the same for merging, whose products each read a number of their own
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
@@ -93,6 +94,8 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
     most = max(1, min(keys // LEAST_KEYS, 128))
     if cache.tile is not None:
         return fewest_splits(tasks, most, launch.multiprocessors(live), cache.tile.resident, cache.tile.filling)
+    if live.is_cpu and choose_workers(live, query, cache, keys) == 1:
+        return 1
     wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
     least = min(-(-wanted // tasks) if tasks < wanted else 1, most)
     return whole_waves(tasks, least, most, launch.multiprocessors(live)) if live.is_cuda else least
