@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import oracle
+import pytest
 from twins import CAPACITY, WRITES, Twins
 
 import tikv
@@ -174,6 +175,44 @@ def send_and_receive(rank, world, group, changes):
     for seq in got:
         pool.free(seq)
     return pool.num_free_blocks
+
+
+def send_groups(rank, world, group):
+    """Sequences with codes and new tokens, a fork among them; both pools go on to the same bits."""
+    form = POOL | {"head_dim": 32, "block_size": 64, "dtype": tikv.Quant(4, 32, "tokens", 32), "num_blocks": 12}
+    model, rng = tikv.PagedKVCacheStore(**form), np.random.default_rng(7)
+
+    def grow(store, rng, seq, tokens):
+        for layer in range(store.num_layers):
+            store.append(layer, *rng.standard_normal((2, tokens, 2, 32)).astype(np.float16), [seq], [0, tokens])
+
+    a, b = model.add(), model.add()
+    grow(model, rng, a, 170)
+    grow(model, rng, b, 40)
+    seqs = [a, b, model.fork(a)]
+    grow(model, rng, seqs[2], 9)
+    if rank == 0:
+        send_sequence(model, a, 1, group)
+        send_sequence(model, seqs[1:], 1, group)
+        with pytest.raises(tikv.GroupError, match="rank 1 refused"):
+            send_sequence(model, a, 1, group)
+        return
+    pool = tikv.PagedKVCacheStore(**form | {"num_blocks": 20})
+    grow(pool, np.random.default_rng(8), pool.add(), 100)
+    got = [recv_sequence(pool, 0, group)]
+    got += recv_sequence(pool, 0, group)
+    small = tikv.PagedKVCacheStore(**form | {"num_blocks": 2})
+    with pytest.raises(tikv.CapacityError):
+        recv_sequence(small, 0, group)
+    assert (small.num_free_blocks, small._pages.coded) == (2, {})
+    for tokens in (1, 75):
+        for mine, sent in zip(got, seqs, strict=True):
+            for store, seq in ((pool, mine), (model, sent)):
+                grow(store, np.random.default_rng(9), seq, tokens)
+            assert pool.length(mine) == model.length(sent)
+            for layer in range(pool.num_layers):
+                for x, y in zip(pool.tokens(layer, mine), model.tokens(layer, sent), strict=True):
+                    oracle.assert_same_bits(x.numpy(), y.numpy())
 
 
 def refuse_to_receive(rank, world, group):

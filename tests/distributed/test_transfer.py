@@ -18,6 +18,10 @@ def test_what_is_received_is_what_was_sent(two, changes):
     two.run(on_ranks.send_and_receive, changes)
 
 
+def test_groups_along_tokens_go_with_their_newest_tokens(two):
+    two.run(on_ranks.send_groups)
+
+
 def test_what_a_receiver_refuses(two):
     sender, receiver = two.run(on_ranks.refuse_to_receive)
     assert receiver[0] == (

@@ -47,7 +47,8 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         GroupError: the receiver refused, with its reason, or is gone. Its pool is unchanged.
 
     Exactness: every bit is kept. Cost: the blocks that the receiver lacks cross the wire once, layer by layer; blocks
-        that are scattered in the pool are first read and written once more.
+        that are scattered in the pool are first read and written once more. With groups along tokens the newest tokens
+        of each sequence, which lie outside the blocks, go by way of the host.
 
     Example: see `recv_sequence`.
     """
@@ -63,18 +64,21 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         for found in blocks_of:
             is_held[found] = True
         place = np.cumsum(is_held, dtype=np.int32) - 1  # of each block among those that are held
+        beside, more = pool._pages.beside(states)
         told = [
             {
+                **one,
+                "swapped": False,
                 "blocks": place[found],
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
                 "left": state.left,
             }
-            for state, found in zip(states, blocks_of, strict=True)
+            for state, found, one in zip(states, blocks_of, more, strict=True)
         ]
         held = np.flatnonzero(is_held)
-        peer.tell({"form": _form(pool), "count": len(held), "sequences": told})
+        peer.tell({"form": _form(pool), "count": len(held), "sequences": told, "beside": beside})
         answer_of = peer.listen()
         exchange = _Exchange(pool, peer)
         answer = answer_of()
@@ -144,6 +148,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
             for state, sent in zip(states, told, strict=True):
                 state.blocks = here[sent["blocks"]].tolist()
             exchange.receive(fresh)
+            pool._pages.bring(range(sequences.next, sequences.next + len(states)), header["beside"], told)
             numbers = sequences.adopt(states)
         finally:
             sequences.blocks.release(taken)  # their sequences hold them now
@@ -155,7 +160,6 @@ def _require_pool(operation: str, pool: Any) -> None:
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
-    pool._pages.refuse_groups(operation, "Use save() and load_sequences().")
     runtime.require_alive(pool.runtime, operation)
 
 

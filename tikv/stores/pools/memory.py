@@ -71,6 +71,9 @@ class BlockPools:
         """Bytes of all layers, those of summaries of pages included, filled or not."""
         return sum(a.nbytes for group in self.groups for a in (*group.arrays, *group.summaries))
 
+    def summarize_blocks(self, written: Sequence[int]) -> None:
+        """Find the summaries of the pages of these blocks, of layers that keep any."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each pair from one block to another, in all layers."""
         src, dst = zip(*pairs, strict=True)
