@@ -259,6 +259,17 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options._replace(splits=5)) == Shares(5, 2)
 
 
+@pytest.mark.archs("cpu")
+def test_one_thread_does_little_work_of_a_cpu_unsplit(arch):
+    k = oracle.place(np.zeros((1, 2, 1, 64), np.float32), "cpu")
+    cache = contiguous_cache({name: view(k, name, "t") for name in "kv"})._replace(capacity=8192)
+    query, options = QueryShape(1, 8, 1, 64, (0, 0, 0)), AttentionOptions(None, True, None, None, None, False)
+    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2, invariant=False)
+    assert choose_shares(cpu, query, cache, Lengths(2047), options) == Shares(1, 1)
+    assert choose_shares(cpu, query, cache, Lengths(2048), options) == Shares(4, 2)
+    assert choose_shares(cpu, query, cache, Lengths(2047), options._replace(splits=3)) == Shares(3, 1)
+
+
 def test_one_key_gives_its_value(arch, rng):
     case = Case(rng, dtype="float32", lens=(1,))
     out, _ = case.run(arch)
