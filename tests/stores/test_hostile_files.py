@@ -224,7 +224,7 @@ def test_no_array_of_a_prompt_cache_is_believed(arch, tmp_path, what):
 
 def test_a_capacity_that_is_too_small_is_the_callers_error(arch, tmp_path):
     mlx_file(tmp_path / "cache.safetensors")
-    with pytest.raises(tikv.CapacityError, match=r"capacity=5 and .* needs 6\. Give that or more") as caught:
+    with pytest.raises(tikv.CapacityError, match=r"capacity=5, but .* needs 6\. Use at least that") as caught:
         mlx.load_prompt_cache(tmp_path / "cache.safetensors", capacity=5)
     assert not isinstance(caught.value, tikv.CacheFileError)
 
