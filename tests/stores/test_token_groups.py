@@ -154,7 +154,7 @@ def test_compact_keeps_groups_as_a_whole(arch, rng, tmp_path, values, window, si
     model.check()
     assert (model.store.quantised(0), model.store.held(0), model.store.length) == (64, len(chosen[0]) + 20, 150)
     model.attend(0)
-    with pytest.raises(tikv.PositionError, match="a compaction dropped number 149"):
+    with pytest.raises(tikv.PositionError, match="a compaction dropped token 149"):
         model.store.trim(1)
     model.extend(0, 30)
     model.check()
@@ -278,7 +278,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (
             lambda s: s.attend(0, np.ones((1, 49, 1, 32), np.float32)),
             tikv.PositionError,
-            "49 queries, and the newest 48",
+            "49 queries, but only the newest 48",
         ),
         (lambda s: s.attend(0, Q, return_mass=True), tikv.OptionError, "return_mass"),
         (lambda s: s.attend(0, Q, alibi_slopes=np.ones(1, np.float32)), tikv.OptionError, "alibi_slopes"),
