@@ -82,15 +82,15 @@ def test_positions_in_arrays(two):
 def test_what_is_refused(two):
     first, second = two.run(on_ranks.refusals)
     wanted = [
-        "ShapeError: ShardedKVCacheStore: num_kv_heads=5 do not divide among 2 ranks. Use a number of ranks that "
-        "divides them, or shard by tokens.",
+        "ShapeError: ShardedKVCacheStore: num_kv_heads=5 cannot be divided evenly among 2 ranks. Use a number of ranks "
+        "that divides them, or shard by tokens.",
         "OptionError: ShardedKVCacheStore: shard='rows' is unknown. Use 'heads' or 'tokens'; for a two-dimensional "
         "mesh, a pair of both in the order of its dimensions.",
         "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') names 2 and the group has 1 dimension. Name what "
         "each dimension shards.",
     ]
     assert first[:3] == second[:3] == wanted
-    assert "KV heads 3..5 of 6. k, v and q are of the rank's own heads." in second[4]
+    assert "KV heads 3..5 of 6. k, v and q must have the heads of this rank." in second[4]
     kinds = ["Position", *["Shape"] * 3, "Capacity", "Shape", "NotShared", "Option", "Shape", *["Option"] * 3, "Shape"]
     kinds.append("Option")
     for message, kind in zip(first[3:17], kinds, strict=True):

@@ -224,8 +224,8 @@ REFUSED = [
     ({"window": 0}, r"window=0\. Use an integer of at least 1"),
     ({"window": 8.5}, r"window=8\.5\. Use an integer"),
     ({"window": 8, "sinks": -1}, r"sinks=-1\. Use an integer of at least 0"),
-    ({"window": 8, "sinks": 8}, r"sinks=8 leave nothing of window=8\. Use sinks < window"),
-    ({"sinks": 4}, r"sinks=4 are those of a window\. Give window too"),
+    ({"window": 8, "sinks": 8}, r"sinks=8 leave no room for other tokens in window=8\. Use sinks < window"),
+    ({"sinks": 4}, r"sinks=4 need a window. Pass window too"),
     ({"window": 8, "max_cache_len": 64}, r"window=8 bounds the memory already\. Leave max_cache_len out"),
 ]
 
@@ -243,14 +243,14 @@ def test_models_and_attention_that_cannot_are_refused(arch):
     model = build()
     cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
     layer, rows = cache.layers[0], torch.zeros(1, 2, 20, 8)
-    with pytest.raises(tikv.OptionError, match=r"layer 0: compact\(\) is of layers without a window"):
+    with pytest.raises(tikv.OptionError, match=r"layer 0: compact\(\) works only on layers without a window"):
         layer.compact([[0]])
     layer.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(tikv.OptionError, match="'flash_attention_2' gets no mask that says so"):
+    with pytest.raises(tikv.OptionError, match="'flash_attention_2' gets no mask that could say so"):
         layer.update(rows, rows)
     assert layer.store is None
     layer.update(rows[:, :, :8], rows[:, :, :8])
-    with pytest.raises(tikv.OptionError, match="5 tokens after 8 do not all see each other in a window of 12"):
+    with pytest.raises(tikv.OptionError, match="5 new tokens after 8 do not all see each other within window=12"):
         layer.update(rows[:, :, :5], rows[:, :, :5])
     for _ in range(9):
         layer.update(rows[:, :, :1], rows[:, :, :1])

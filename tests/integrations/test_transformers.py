@@ -1058,7 +1058,9 @@ def test_another_text_is_refused_before_a_write(arch, options, attention):
 
 
 # The second is transformers' own, of old versions.
-ANOTHER_TEXT = "holds 14 tokens, and the text has no more|holds 14 tokens, and the new ones begin at|index -1 is out"
+ANOTHER_TEXT = (
+    "holds 14 tokens, and the text has no new ones|holds 14 tokens, and the new ones begin at|index -1 is out"
+)
 
 
 def test_a_model_with_more_layers_is_refused(arch):

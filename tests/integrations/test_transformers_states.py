@@ -119,7 +119,7 @@ def test_streamed_layers_have_their_states_too(arch):
 
 @with_states
 def test_a_window_is_not_for_layers_with_an_indexer(arch):
-    with pytest.raises(tikv.OptionError, match="window=8: layer 0 chooses what it sees by an indexer"):
+    with pytest.raises(tikv.OptionError, match="window=8: layer 0 chooses its keys with an indexer"):
         TikvCache(model_of("deepseek_v32").config, window=8)
 
 
@@ -154,13 +154,13 @@ def test_what_is_kept_of_a_convolution_is_taken_back(arch):
     cache = TikvCache(model.config)
     last_logits(model, tokens[:, :9], cache)
     with pytest.raises(
-        tikv.PositionError, match=r"layer 0: crop\(-1\): kept are the states of 0 tokens. Call activate"
+        tikv.PositionError, match=r"layer 0: crop\(-1\): the layer keeps the states of the last 0 tokens. Call activate"
     ):
         cache.crop(-1)
     assert lengths(cache) == [9]
     cache.activate_past_recording()
     last_logits(model, tokens[:, :3], cache)
-    with pytest.raises(tikv.PositionError, match=r"crop\(-4\): kept are the states of 3 tokens"):
+    with pytest.raises(tikv.PositionError, match=r"crop\(-4\): the layer keeps the states of the last 3 tokens"):
         cache.crop(-4)
     assert lengths(cache) == [12]
     cache.crop(-3)
@@ -194,7 +194,7 @@ def test_a_state_of_all_tokens_is_not_taken_back(family, arch):
     last_logits(model, ids(2, 9), cache)
     before = lengths(cache)
     assert not cache.is_croppable
-    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\): its state covers all tokens together"):
+    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\): the state sums up all tokens"):
         cache.crop(-2)
     assert lengths(cache) == before
     cache.crop(0)

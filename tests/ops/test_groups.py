@@ -237,7 +237,11 @@ def test_attention_reads_the_codes(arch, rng, name, group, queries, ring):
     [
         (lambda k, v: (k, oracle.to_numpy(tikv.dequantize(v))), tikv.DTypeError, "v_cache is a ndarray"),
         (lambda k, v: (k, tikv.quantize(tikv.dequantize(v), "q4_0")), tikv.DTypeError, "K is q8_0 and V q4_0"),
-        (lambda k, v: (k, tikv.quantize(np.ones((1, 1, 4, 32), np.float32), "q8_0")), tikv.ShapeError, "one width"),
+        (
+            lambda k, v: (k, tikv.quantize(np.ones((1, 1, 4, 32), np.float32), "q8_0")),
+            tikv.ShapeError,
+            "the same width",
+        ),
         (lambda k, v: (k, v._replace(scales=None)), tikv.DTypeError, "scales"),
     ],
 )
@@ -392,7 +396,7 @@ REFUSED = {
     "a fused write without a place": (
         lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=2, layout="NHD"),
         tikv.PositionError,
-        "Pass one of them",
+        "Pass one of the two",
     ),
     "a fused write of other heads": (
         lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=3, layout="NHD", slot_mapping=np.array([0, 1])),
@@ -457,7 +461,7 @@ def test_strided_rows_and_parts_of_others(arch, rng):
         (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
         (lambda x: tikv.quantize(x, "float8_e4m3fn"), tikv.OptionError, "'int8', 'q8_0', 'q4_0', 'mxfp8', 'mxfp4'"),
         (lambda x: tikv.quantize(x, "mxfp4", scale_dtype="float16"), tikv.DTypeError, "Use float8_e8m0fnu"),
-        (lambda x: tikv.quantize(x, "mxfp4", tensor_scale=2.0), tikv.OptionError, "mxfp4 has no scale of a whole"),
+        (lambda x: tikv.quantize(x, "mxfp4", tensor_scale=2.0), tikv.OptionError, "mxfp4 has no scale for the whole"),
         (lambda x: tikv.quantize(x, "nvfp4", tensor_scale=0.0), tikv.OptionError, "tensor_scale"),
         (lambda x: tikv.quantize(x.astype(np.float64), "q8_0"), tikv.DTypeError, "Pass float32"),
         (lambda x: tikv.quantize(x, "q8_0", scale_dtype="float32"), tikv.DTypeError, "not supported for q8_0"),

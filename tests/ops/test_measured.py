@@ -77,7 +77,7 @@ def test_a_table_decides(live, file):
 def test_another_torch_and_another_device_are_measured_again(live, file):
     measured.write(live, timed(torch="1.0"))
     assert measured.timings(live) is None
-    assert "is of torch 1.0" in measured.report(live)
+    assert "measured with torch 1.0" in measured.report(live)
     told = json.loads(file.read_text())
     told["devices"] = {"cuda: another": told["devices"].popitem()[1]}
     file.write_text(json.dumps(told))

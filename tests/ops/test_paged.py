@@ -258,7 +258,7 @@ REFUSED = {
     "k without an axis": (0, lambda a: a[0], tikv.ShapeError, "axes"),
     "v of other heads": (1, lambda a: a[:, :2], tikv.ShapeError, "heads of v "),
     "v of fewer tokens": (1, lambda a: a[:5], tikv.ShapeError, "tokens of v "),
-    "v of another dtype": (1, lambda a: np.zeros_like(a, np.float16), tikv.DTypeError, "one dtype"),
+    "v of another dtype": (1, lambda a: np.zeros_like(a, np.float16), tikv.DTypeError, "the same dtype"),
     "k of another width": (0, lambda a: a[:, :, :8], tikv.ShapeError, "head width of k_pool"),
     "k that is not contiguous": (0, lambda a: np.asfortranarray(a), tikv.ShapeError, "not contiguous"),
     "a pool of other heads": (2, lambda a: a[:, :, :2], tikv.ShapeError, "heads of k_pool"),
@@ -482,7 +482,7 @@ def test_blocks_within_one_pool_by_swap(arch, rng):
         ([(0, BLOCKS)], tikv.PositionError, r"pairs\[0\] copies to block 5, and the pool has 5 blocks"),
         ([(0, 1), (9, 1)], tikv.PositionError, r"pairs\[1\] copies from block 9"),
         ([(0, 1), (2, 1)], tikv.PositionError, "names destination 1 more than once"),
-        ([(0, 1), (1, 2)], tikv.PositionError, "block 1 is copied from by one pair and to by another"),
+        ([(0, 1), (1, 2)], tikv.PositionError, "block 1 is the source of one pair and the destination of another"),
         ([(0, 1, 2)], tikv.ShapeError, r"\(P, 2\)"),
         ([0, 1], tikv.ShapeError, r"\(P, 2\)"),
         ([(0.0, 1.0)], tikv.DTypeError, "int32 or int64"),
@@ -522,7 +522,7 @@ def test_pools_whose_blocks_cannot_be_moved(arch, rng):
     for other, error, match in (
         (np.zeros((4, 2, 3, 8), np.float32), tikv.ShapeError, "have the same layout"),
         (np.zeros((4, 2, 3, 8), np.float32).swapaxes(1, 2), tikv.ShapeError, "have the same layout"),
-        (np.zeros((4, 3, 2, 8), np.float16), tikv.DTypeError, "one dtype"),
+        (np.zeros((4, 3, 2, 8), np.float16), tikv.DTypeError, "the same dtype"),
         (pool[1:], tikv.ShapeError, "overlap"),
     ):
         with pytest.raises(error, match=match):

@@ -292,7 +292,7 @@ def test_scales_that_are_refused(arch, rng):
         (rows, {"k_scale": k_scale}, tikv.ShapeError, "v_scale is missing"),
         (rows, {"k_scale": k_scale, "v_scale": v_scale[:, :, :2]}, tikv.ShapeError, r"v_scale is f16\[5,4,2\]"),
         (rows, {"k_scale": k_scale[:4], "v_scale": v_scale}, tikv.ShapeError, r"\(N, bs, H\) = \(5, 4, 3\)"),
-        (rows, {"k_scale": k_scale, "v_scale": np.zeros(v_scale.shape, np.float32)}, tikv.DTypeError, "one dtype"),
+        (rows, {"k_scale": k_scale, "v_scale": np.zeros(v_scale.shape, np.float32)}, tikv.DTypeError, "the same dtype"),
         (rows, {"k_scale": k_scale.view(BF16), "v_scale": v_scale}, tikv.DTypeError, "k_scale is bf16"),
         (rows, {"k_scale": k_scale, "v_scale": padded}, tikv.ShapeError, "gaps between its blocks"),
         (rows, {"k_scale": k_scale, "v_scale": k_scale}, tikv.ShapeError, "overlap"),

@@ -303,7 +303,7 @@ REFUSED = {
     "k_new without an axis": (0, lambda a: a[0], tikv.ShapeError, "axes"),
     "v_new of other heads": (1, lambda a: a[:, :3], tikv.ShapeError, "heads"),
     "v_new of fewer rows": (1, lambda a: a[:, :, :4], tikv.ShapeError, "new tokens"),
-    "v_new of another dtype": (1, lambda a: np.zeros_like(a, np.float16), tikv.DTypeError, "one dtype"),
+    "v_new of another dtype": (1, lambda a: np.zeros_like(a, np.float16), tikv.DTypeError, "the same dtype"),
     "k_cache of fewer sequences": (2, lambda a: a[:2], tikv.ShapeError, "sequences"),
     "v_cache of fewer slots": (3, lambda a: a[:, :, :15], tikv.ShapeError, "slots"),
     "v_cache of another dtype": (3, lambda a: a.view(np.int32), tikv.DTypeError, "dtype"),

@@ -98,7 +98,7 @@ ROW = np.zeros((2, 1, 8), np.float32)
         (lambda: tikv.select(ROW, 3, sinks=2, recent=2), tikv.OptionError, r"k=3 is less .* Use k=4 or more"),
         (lambda: tikv.select(ROW, 2, page=4, recent=5, sinks=1), tikv.OptionError, "may be 3 pages of 4"),
         (lambda: tikv.select(ROW, 2, page=2**28), tikv.PositionError, "tokens that have scores"),
-        (lambda: tikv.select(ROW, 2, valid=9), tikv.PositionError, "valid is 9, and there are scores for 8"),
+        (lambda: tikv.select(ROW, 2, valid=9), tikv.PositionError, "valid is 9, but there are scores for 8"),
         (lambda: tikv.select(ROW, 2, page=2, valid=np.array([16, 17])), tikv.PositionError, "valid is 17"),
         (lambda: tikv.select(ROW, 2, valid=np.array([1, -1])), tikv.PositionError, "valid is -1"),
         (lambda: tikv.select(ROW, 2, valid=np.array([1])), tikv.ShapeError, r"\(B,\) = \(2,\)"),

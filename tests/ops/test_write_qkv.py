@@ -546,7 +546,7 @@ REFUSED = {
     "float16 into float32": ({"qkv": np.float16}, tikv.DTypeError, "cannot copy float16 into float32"),
     "no query heads": ({"num_q_heads": 0}, tikv.PositionError, "num_q_heads=0"),
     "more query heads than there are": ({"num_q_heads": 5}, tikv.ShapeError, "width of qkv"),
-    "K and V unlike": ({"v_dst": (2, 9, 8)}, tikv.ShapeError, "one shape"),
+    "K and V unlike": ({"v_dst": (2, 9, 8)}, tikv.ShapeError, "the same shape"),
     "neither position nor slots": ({"position": None}, tikv.PositionError, "neither"),
     "both": ({"slot_mapping": [0] * 5, "layout": "NHD"}, tikv.PositionError, "slot_mapping to pools"),
     "no such position": ({"position": -1}, tikv.PositionError, "position=-1"),

@@ -722,7 +722,7 @@ def test_an_empty_store_is_true(arch):
         ({"window": [None, None, True]}, tikv.DTypeError, "window is True, not an integer"),
         ({"window": 1000}, tikv.CapacityError, "window=1000 > capacity="),
         ({"sinks": 2}, tikv.OptionError, "sinks=2 without a window"),
-        ({"window": 4, "sinks": 4}, tikv.CapacityError, "sinks=4 leave no slot of window=4"),
+        ({"window": 4, "sinks": 4}, tikv.CapacityError, "sinks=4 leave no room for other tokens in window=4"),
         ({"dtype": "int8", "scale_dtype": "bfloat16"}, tikv.DTypeError, "scale_dtype bfloat16 is not supported"),
     ],
 )

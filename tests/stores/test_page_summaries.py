@@ -260,7 +260,7 @@ SIZES = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "capacity": 8}
         ({"page_summaries": 1.5}, tikv.DTypeError, "page_summaries"),
         ({"page_summaries": True}, tikv.DTypeError, "page_summaries"),
         ({"page_summaries": 16, "window": 4}, tikv.OptionError, "all layers have windows.*another page"),
-        ({"page_summaries": 16, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores does not take"),
+        ({"page_summaries": 16, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores cannot read"),
         ({"page_summaries": 16, "dtype": tikv.Quant(bits=4, group=32, axis="tokens", residual=32)}, tikv.OptionError,
          "groups along tokens keeps no summaries"),
     ],
@@ -454,7 +454,7 @@ def test_no_sequences(arch):
         ({"page_summaries": 3}, tikv.OptionError, "does not divide block_size=4"),
         ({"page_summaries": 8}, tikv.OptionError, "may not cross blocks"),
         ({"page_summaries": 4, "layout": "VLLM"}, tikv.OptionError, "VLLM cuts rows"),
-        ({"page_summaries": 4, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores does not take"),
+        ({"page_summaries": 4, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores cannot read"),
     ],
 )
 def test_refused_pools(arch, form, error, match):

@@ -150,16 +150,16 @@ def test_heads_are_compacted_by_themselves(arch, rng):
 @pytest.mark.archs("cpu")
 def test_what_pools_of_groups_refuse(arch):
     form = {"num_layers": 1, "num_kv_heads": 1, "num_blocks": 2, "block_size": 2}
-    with pytest.raises(tikv.OptionError, match="layout VLLM cuts rows into pieces, and groups of q8_0 lie whole"):
+    with pytest.raises(tikv.OptionError, match="layout VLLM cuts rows into pieces, but groups of q8_0 must stay whole"):
         tikv.PagedKVCacheStore(**form, head_dim=64, dtype="q8_0", layout="VLLM")
     with pytest.raises(tikv.ShapeError, match="head_dim_v is 80 wide"):
         tikv.PagedKVCacheStore(**form, head_dim=64, head_dim_v=80, dtype=tikv.Quant(4, 64))
-    with pytest.raises(tikv.DTypeError, match="q8_0 is kept by KVCacheStore and PagedKVCacheStore alone"):
+    with pytest.raises(tikv.DTypeError, match="q8_0 works only in KVCacheStore and PagedKVCacheStore"):
         tikv.KVPool(2, 2, 1, 64, dtype="q8_0")
     store = tikv.PagedKVCacheStore(**form, head_dim=64, dtype="q8_0")
     seq = store.add()
     before = oracle.to_numpy(store.keys(0)).copy()
-    with pytest.raises(tikv.DTypeError, match=r"makes no codes of q8_0\. Write to arrays with tikv\.write_qkv"):
+    with pytest.raises(tikv.DTypeError, match=r"cannot write codes of q8_0\. Write to arrays with tikv\.write_qkv"):
         store.write_qkv(0, np.ones((1, 3 * 64), np.float32), [seq], num_q_heads=1)
     with pytest.raises(tikv.DTypeError, match="cannot quantise k"):
         store.append(0, *(np.ones((1, 1, 64)) for _ in "kv"), [seq])
@@ -174,7 +174,7 @@ def test_what_two_formats_take_and_refuse(arch, rng, tmp_path):
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 8, "block_size": PAGE}
     for wrong, error, match in (
         ({"v_dtype": "int32"}, tikv.DTypeError, "int32"),
-        ({"v_dtype": "q8_0", "layout": "VLLM"}, tikv.OptionError, "groups of q8_0 lie whole"),
+        ({"v_dtype": "q8_0", "layout": "VLLM"}, tikv.OptionError, "groups of q8_0 must stay whole"),
         ({"v_dtype": tikv.Quant(4, 64), "head_dim_v": 80}, tikv.ShapeError, "head_dim_v is 80 wide"),
         ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not supported for q8_0"),
     ):
@@ -192,7 +192,7 @@ def test_what_two_formats_take_and_refuse(arch, rng, tmp_path):
     oracle.assert_same_bits(apart.tokens(0, seq)[0], alone.tokens(0, seq)[0])
     mass = apart.attend(0, np.ones((1, 4, WIDTH), np.float32), [seq], return_mass=True)[1]
     np.testing.assert_allclose(np.asarray(mass).sum(axis=-1), 2, rtol=1e-5)
-    with pytest.raises(tikv.DTypeError, match=r"keeps K and V alike, and this store is int8\|quant4_32"):
+    with pytest.raises(tikv.DTypeError, match=r"needs K and V in one format, and this store is int8\|quant4_32"):
         apart.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4)
     assert apart.length(seq) == 6
     apart.save(tmp_path / "apart.safetensors")
@@ -232,15 +232,15 @@ def test_floats_of_8_bits_with_a_scale(arch, rng, tmp_path):
 def test_what_pools_with_a_scale_refuse(arch, tmp_path):
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 4, "block_size": PAGE}
     for given, match in (
-        ({"v_scale": 1.0}, "v_scale is of floats of 8 bits, and V is kept as float16"),
+        ({"v_scale": 1.0}, "v_scale belongs to 8-bit floats, and V is stored as float16"),
         ({"dtype": "float8_e5m2", "k_scale": (1.0, 2.0), "per_head": True}, "a pool has one head"),
-        ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 1.0}, "int8 has scales of rows"),
+        ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 1.0}, "int8 has one scale per row"),
     ):
         with pytest.raises(tikv.OptionError, match=match):
             tikv.PagedKVCacheStore(**form, **given)
     pool, other = (tikv.PagedKVCacheStore(**form, dtype="float8_e5m2", k_scale=s) for s in (2.0, None))
     seq, rows = pool.add(), np.ones((1, HEADS, WIDTH), np.float32)
-    with pytest.raises(tikv.DTypeError, match="the fused write divides by no scale"):
+    with pytest.raises(tikv.DTypeError, match="the fused write cannot divide by a scale"):
         pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4)
     assert pool.length(seq) == 0
     pool.append(0, rows, rows, [seq])

@@ -113,7 +113,7 @@ def test_a_model_compiles_nothing_afterwards(arch, made, family, options):
     ("change", "error", "says"),
     [
         ({"query_heads": None}, tikv.OptionError, "query_heads is missing"),
-        ({"query_heads": 3}, tikv.ShapeError, "query_heads=3 do not divide among 2 KV heads"),
+        ({"query_heads": 3}, tikv.ShapeError, "query_heads=3 cannot be divided evenly among 2 KV heads"),
         ({"query_heads": 0}, tikv.PositionError, "query_heads=0"),
         ({"tokens": ()}, tikv.OptionError, r"tokens=\(\)"),
         ({"tokens": (1, 0)}, tikv.PositionError, "tokens=0"),

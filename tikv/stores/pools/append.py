@@ -190,7 +190,7 @@ def _refuse_fused(pages: Pages, operation: str) -> None:
     pages.refuse_per_head(operation, "the fused write has one slot for all heads of a token")
     rows, why = pages.config.rows, ""
     if not rows.alike:
-        why = f"writes K and V in one format, and this store is {rows.name}"
+        why = f"needs K and V in one format, and this store is {rows.name}"
     elif rows.formats != (None, None):
         why = f"cannot write codes of {rows.name}"
     elif rows.divided:
