@@ -199,7 +199,7 @@ def test_refused_calls_change_nothing(arch, rng):
         ((k.view(np.int8), at, at, rope), {}, tikv.DTypeError, "int8 keys need scale"),
         ((k, at, at, rope), {"scale": np.ones(SHAPE, np.float16)}, tikv.DTypeError, "other dtypes take no scale"),
         ((k[0], at, at, rope), {}, tikv.ShapeError, "must be"),
-        ((k.view(np.float64), at, at, rope), {}, tikv.DTypeError, "Keys that are rotated are of one of float32"),
+        ((k.view(np.float64), at, at, rope), {}, tikv.DTypeError, "Keys to rotate must be one of float32"),
         ((codes, at, at, rope), {}, tikv.DTypeError, "k is codes of q8_0"),
     ):
         with pytest.raises(error, match=f"^rotate: .*{match}"):
