@@ -200,7 +200,7 @@ def test_refused_calls_change_nothing(arch, rng):
         ((k, at, at, rope), {"scale": np.ones(SHAPE, np.float16)}, tikv.DTypeError, "other dtypes take no scale"),
         ((k[0], at, at, rope), {}, tikv.ShapeError, "must be"),
         ((k.view(np.float64), at, at, rope), {}, tikv.DTypeError, "Keys to rotate must be one of float32"),
-        ((codes, at, at, rope), {}, tikv.DTypeError, "k is codes of q8_0"),
+        ((codes, at, at, rope), {}, tikv.DTypeError, "k holds codes of q8_0"),
     ):
         with pytest.raises(error, match=f"^rotate: .*{match}"):
             tikv.rotate(*given, **options)
