@@ -366,3 +366,29 @@ def test_a_pool_is_as_before_or_as_after(arch, every, form, call):
     keeps_blocks = "extend" in call.__code__.co_names
     done = check(lambda rng: pool_of(rng, **form), call, every, keeps_blocks=keeps_blocks)
     assert not (done and keeps_blocks)
+
+
+@pytest.mark.archs("cpu")
+def test_a_pool_of_groups_says_how_many_tokens_it_holds(arch, every):
+    """New tokens go in by as many as become codes, which cannot be taken back."""
+    quant, rng = tikv.Quant(4, 32, "tokens", 32), np.random.default_rng(1)
+    given = [new(rng, 45, heads, 32)[0] for heads in (Q_HEADS, HEADS, HEADS)]
+
+    def fresh():
+        rng = np.random.default_rng(0)
+        sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": 32, "num_blocks": 16, "block_size": 32}
+        pool = tikv.PagedKVCacheStore(**sizes, dtype=quant)
+        seqs = [pool.add(), pool.add()]
+        for layer in range(2):
+            pool.append(layer, *(new(rng, 90, width=32)[0] for _ in "kv"), seqs, [0, 60, 90])
+        return pool
+
+    start, before, partly = {0: 60, 1: 30}, held(fresh()), set()
+    for pool, said, leaving in each_break(fresh, lambda pool: pool.extend(1, *given, [0, 1], [0, 40, 45]), 4 * every):
+        lengths = {seq: pool.layer_length(1, seq) for seq in (0, 1)}
+        if lengths == start:
+            assert held(pool) == before
+        else:
+            partly.add(tuple(lengths.values()))
+            assert leaving or f"layer 1 now holds {lengths} tokens of each sequence." in said
+    assert len(partly) > 1

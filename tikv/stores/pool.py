@@ -541,7 +541,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             with ``return_mass`` the mass. Padding gives 0 and -inf.
 
         Raises:
-            As `append` and `attend`. Nothing is written, and every sequence is as it was. So it is after Ctrl-C.
+            As `append` and `attend`. Nothing is written, and every sequence is as it was. So it is after
+            Ctrl-C, but for groups along tokens: there the error says how many tokens each sequence holds.
 
         Exactness: as `append` and `attend`: attention reads what is stored.
         Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries

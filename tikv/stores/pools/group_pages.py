@@ -27,7 +27,7 @@ from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
 from tikv.runtime import Runtime
-from tikv.runtime.interrupts import uninterrupted
+from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import results_of
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
 from tikv.stores.layers.group_compaction import Coded, kept_groups
@@ -505,16 +505,28 @@ class TokenGroupPages(Pages):
         if padded:
             fill(sums, -np.inf)
         to, to_lse = (rows_first(view(a, "out", operation), request.layout) for a in (result, sums))
-        for i, state in enumerate(step.states):
-            first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
-            while first < end:
-                free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
-                count = min(end - first, free or quant.group, MOST_QUERIES)
-                part = [a.part(0, first, first + count) for a in rows]
-                self.append(operation, layer, part, [state.number], [0, count], "token_major")
-                some, found, found_lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
-                self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
-                first += count
+        before = [state.lengths[layer] for state in step.states]
+        try:
+            for i, state in enumerate(step.states):
+                first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
+                while first < end:
+                    free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
+                    count = min(end - first, free or quant.group, MOST_QUERIES)
+                    part = [a.part(0, first, first + count) for a in rows]
+                    self.append(operation, layer, part, [state.number], [0, count], "token_major")
+                    some, found, found_lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
+                    self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
+                    first += count
+        except BaseException as error:
+            with Held():
+                lengths = {state.number: state.lengths[layer] for state in step.states}
+                if before != [*lengths.values()]:
+                    said = str(error) or f"{operation} was interrupted."
+                    error.args = (
+                        f"{said} Some of the new tokens were appended, since older ones had to become codes first: "
+                        f"layer {layer} now holds {lengths} tokens of each sequence.",
+                    )
+            raise
         return results_of(result, sums if request.return_lse else None, None)
 
 
