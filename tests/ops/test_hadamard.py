@@ -190,17 +190,17 @@ def test_a_large_column_costs_less(arch, rng):
         (
             lambda: _store(dtype="mxfp4", v_dtype="nvfp4"),
             tikv.DTypeError,
-            "float8_e8m0fnu and those of V as nvfp4 float8_e4m3fn",
+            "float8_e8m0fnu scales and values of nvfp4 have float8_e4m3fn",
         ),
         (lambda: _store(dtype="mxfp4", scale_dtype="float32"), tikv.DTypeError, "Leave scale_dtype out"),
-        (lambda: _store(dtype="mxfp4", k_scale=2.0), tikv.OptionError, "K is kept as mxfp4"),
+        (lambda: _store(dtype="mxfp4", k_scale=2.0), tikv.OptionError, "K is stored as mxfp4"),
         (lambda: _store(dtype="nvfp4", k_scale=[1.0, 2.0]), tikv.ShapeError, "k_scale has 2 numbers"),
         (
             lambda: mlx.save_prompt_cache("cache.safetensors", _store(dtype="quant4_64_hadamard")),
             tikv.OptionError,
             "dtype='quant4_64_hadamard' and v_dtype='quant4_64' differ",
         ),
-        (lambda: _rotate("quant4_64_hadamard"), tikv.DTypeError, "k is codes of quant4_64_hadamard"),
+        (lambda: _rotate("quant4_64_hadamard"), tikv.DTypeError, "k holds codes of quant4_64_hadamard"),
     ],
 )
 def test_refused(arch, call, error, match):

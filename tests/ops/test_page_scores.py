@@ -106,7 +106,7 @@ K, Q = np.zeros((2, 1, 8, 4), np.float32), np.zeros((2, 2, 4), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: tikv.summarize_pages(K, 9), tikv.CapacityError, "seq_lens has 9 where 0 to 8"),
+        (lambda: tikv.summarize_pages(K, 9), tikv.CapacityError, "seq_lens has 9, outside 0..8"),
         (lambda: tikv.summarize_pages(K, np.array([3, -1])), tikv.CapacityError, "seq_lens has -1"),
         (lambda: tikv.summarize_pages(K, np.array([3])), tikv.ShapeError, "the number of lengths"),
         (lambda: tikv.summarize_pages(K.astype(np.int8), 8), tikv.DTypeError, "k_cache is"),
@@ -116,7 +116,7 @@ K, Q = np.zeros((2, 1, 8, 4), np.float32), np.zeros((2, 2, 4), np.float32)
         (lambda: tikv.page_scores(Q, K, K[:, :, :7], 8), tikv.ShapeError, "greatest is"),
         (lambda: tikv.page_scores(Q, K, K.astype(np.float16), 8), tikv.DTypeError, "greatest"),
         (lambda: tikv.page_scores(Q[:, :, :3], K, K, 8), tikv.ShapeError, "the head width of q"),
-        (lambda: tikv.page_scores(Q, K, K, 8 * 16 + 1), tikv.CapacityError, "0 to 128"),
+        (lambda: tikv.page_scores(Q, K, K, 8 * 16 + 1), tikv.CapacityError, "outside 0..128"),
         (lambda: tikv.page_scores(Q, K, K, 8, page=2**28), tikv.PositionError, "tokens of all pages"),
     ],
 )  # fmt: skip
