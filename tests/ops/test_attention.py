@@ -615,7 +615,7 @@ def test_tables_that_do_not_reach_are_refused(table, lens, says, arch):
     ("heads", "table", "lens", "error", "says"),
     [
         (2, [[[0], [1]]], [2], tikv.ShapeError, "the pools have 2"),
-        (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, "length 0, 0 is 5, and the table names 4 slots"),
+        (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, "length 0, 0 is 5, but the table names 4 slots"),
         (1, [[[0], [3]]], [[4, 1]], tikv.PositionError, r"block_tables\[0, 1, 0\]=3 is not one of the pool's 3 blocks"),
         (1, [[[0], [-1]]], [4], tikv.PositionError, r"block_tables\[0, 1, 0\]=-1 is not one"),
         (2, [[0, -1]], [[4, 5]], tikv.PositionError, r"block_tables\[0, 1\]=-1 is not one"),

@@ -159,7 +159,7 @@ REFUSED = [
         np.tile(np.arange(9), (2, 1)),
         {},
         tikv.ShapeError,
-        r"indices of shape \(2, 9\) for 8 rows per head. Give at most 8",
+        r"indices of shape \(2, 9\) for 8 rows per head. Pass at most 8",
     ),
     (np.arange(4), {}, tikv.ShapeError, r"indices of shape \(4,\) where \(2, 3, n\)"),
     ([[1, 2], [3]], {}, tikv.ShapeError, "a list that cannot become an array"),

@@ -345,7 +345,7 @@ def test_what_was_written_is_gathered(arch, rng, layout):
 @pytest.mark.parametrize(
     ("table", "length", "match"),
     [
-        ([1, 2], 2 * PAGE + 1, "length=9 is 3 blocks of 4, and block_table has 2. Read at most 8 tokens"),
+        ([1, 2], 2 * PAGE + 1, "length=9 takes 3 blocks of 4, and block_table has 2. Read at most 8 tokens"),
         ([1, BLOCKS], PAGE + 1, r"block_table\[1\]=5 is not one of the pool's 5 blocks"),
         ([-1, 1], 1, r"block_table\[0\]=-1"),
         ([1], -1, "length=-1"),
@@ -559,5 +559,5 @@ def test_scales_of_pages_of_one_slot_may_have_any_stride_there(arch, rng):
 
 def test_a_list_that_is_no_array_is_refused(arch):
     pool = np.zeros((4, 2, 1, 1), np.float32)
-    with pytest.raises(tikv.ShapeError, match=r"^copy_blocks: pairs is a list that is not an array"):
+    with pytest.raises(tikv.ShapeError, match=r"^copy_blocks: pairs is a list that cannot become an array"):
         tikv.copy_blocks(pool, pool.copy(), [(0, 1), (2,)])

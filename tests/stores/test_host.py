@@ -419,5 +419,5 @@ def test_a_device_with_memory_of_its_own_and_no_way_to_the_host_refuses(arch, mo
     monkeypatch.setattr("tikv.runtime.shares_memory", lambda *given: False)
     if arch == "cuda":
         monkeypatch.setattr("tikv.launch.launcher_report", lambda live: {"launcher": "direct"})
-    with pytest.raises(tikv.ArchError, match=r"place='host' (is for CUDA|needs the native launcher)"):
+    with pytest.raises(tikv.ArchError, match=r"place='host' (works on CUDA|needs the native launcher)"):
         tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=8, capacity=4, place="host")
