@@ -167,5 +167,5 @@ def test_refused_calls(arch, rng):
         store.attend(0, q, indices=[[[0]]], return_mass=True, mass_queries=1)
     store = tikv.KVCacheStore(**form, dtype=tikv.Quant(bits=4, group=32, axis="tokens", residual=32))
     store.append(0, k, v)
-    with pytest.raises(tikv.OptionError, match="does not offer indices"):
+    with pytest.raises(tikv.OptionError, match="does not support indices"):
         store.attend(0, q, indices=[[[0]]])

@@ -306,7 +306,7 @@ def test_what_a_graph_would_need_is_refused_by_name(arch):
         lambda s: tikv.compile_step(s, layers=0).run(k, v, q),
     ]
     for call in calls:
-        with pytest.raises(tikv.OptionError, match="a store in the host's memory does not offer"):
+        with pytest.raises(tikv.OptionError, match="a store in the host's memory does not support"):
             call(both.host)
     both.check()
 
