@@ -73,11 +73,11 @@ REFUSED = {
     ),
     "an arch that it lacks": (
         {}, {}, "", "tikv.init('amdgpu', engine='taichi')", "ArchError",
-        "init: Taichi has no arch amdgpu, Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
+        "init: Taichi has no arch amdgpu, but Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
     ),
     "an arch that it would lack if it were installed": (
         {}, {}, "sys.modules['taichi'] = None", "tikv.init('amdgpu', engine='taichi')", "ArchError",
-        "init: Taichi has no arch amdgpu, Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
+        "init: Taichi has no arch amdgpu, but Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
     ),
     "Quadrants is too new": (
         {}, {"quadrants": "1.10"}, "", "tikv.init(engine='quadrants')", "ArchError",

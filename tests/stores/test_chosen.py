@@ -163,7 +163,7 @@ def test_refused_calls(arch, rng):
     store.append(0, k, v)
     with pytest.raises(tikv.PositionError, match=r"indices\[0, 0, 1\]=4 is not a token of its sequence, which has 4"):
         store.attend(0, q, indices=[[[0, 4]]])
-    with pytest.raises(tikv.OptionError, match="mass_queries=1 with indices"):
+    with pytest.raises(tikv.OptionError, match="mass_queries=1 cannot be combined with indices"):
         store.attend(0, q, indices=[[[0]]], return_mass=True, mass_queries=1)
     store = tikv.KVCacheStore(**form, dtype=tikv.Quant(bits=4, group=32, axis="tokens", residual=32))
     store.append(0, k, v)

@@ -238,7 +238,7 @@ def append_all(store):
 
 LEAVING = "extend", "call", "__exit__"  # what is left line by line when all is done
 RING = {"capacity": 8, "window": 8, "sinks": 2}
-LOST = "KVCacheStore.extend was broken off. Layer 1 holds "
+LOST = "KVCacheStore.extend was interrupted. Layer 1 holds "
 
 
 @pytest.mark.archs("cpu")
