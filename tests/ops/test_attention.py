@@ -268,6 +268,9 @@ def test_one_thread_does_little_work_of_a_cpu_unsplit(arch):
     assert choose_shares(cpu, query, cache, Lengths(2047), options) == Shares(1, 1)
     assert choose_shares(cpu, query, cache, Lengths(2048), options) == Shares(4, 2)
     assert choose_shares(cpu, query, cache, Lengths(2047), options._replace(splits=3)) == Shares(3, 1)
+    cpu.threads = 16  # which save nearly all of one thread's time
+    assert choose_shares(cpu, query, cache, Lengths(1092), options) == Shares(1, 1)
+    assert choose_shares(cpu, query, cache, Lengths(1093), options).workers == 16
 
 
 def test_one_key_gives_its_value(arch, rng):

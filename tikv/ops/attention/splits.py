@@ -11,8 +11,8 @@ from tikv.ops.attention.invariance import SPLIT_KEYS, fixed_splits
 from tikv.ops.attention.options import MOST_ROWS, MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
 LEAST_KEYS = 256  # of a split that nobody asked for
-SERIAL_PRODUCTS = 1 << 21  # on CPU, below this one thread is done before others are awake and through: about 0.15 ms
-SERIAL_MERGE = 1 << 18  # the same for merging, whose products each read a number of their own
+WAKING_PRODUCTS = 1 << 20  # that a thread of a CPU does, about 0.07 ms, until the others are awake
+SERIAL_MERGE = 1 << 18  # below so many products one thread merges; each of them reads a number of its own
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
@@ -200,6 +200,6 @@ def rows_of_task(
 
 
 def choose_workers(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:
-    """Threads that attend on CPU: one for little work, else all."""
+    """Threads that attend on CPU: all, where they save more than waking them takes; else one."""
     products = query.batch * query.heads * query.queries * keys * (cache.width + cache.width_v)
-    return live.threads if live.is_cpu and products >= SERIAL_PRODUCTS else 1
+    return live.threads if live.is_cpu and products * (live.threads - 1) >= WAKING_PRODUCTS * live.threads else 1
