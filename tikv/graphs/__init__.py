@@ -1,1 +1,1 @@
-"""Several operations as one: `builder` collects calls over names, `graph` records and repeats them."""
+"""Several operations run as one: `builder` collects calls over names, `graph` records and repeats them."""

@@ -1,4 +1,4 @@
-"""Collect calls over names instead of arrays, and compile them to a `Graph`."""
+"""Collect calls that name their arrays instead of holding them, and compile them to a `Graph`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tikv.ops.paged import write_slots
 from tikv.ops.ragged import append_ragged
 from tikv.ops.write_qkv import write_qkv
 
-_WRITTEN = ("cache", "k_cache", "v_cache", "k_pool", "v_pool", "k_dst", "v_dst")  # parameters of writes
+_WRITTEN = ("cache", "k_cache", "v_cache", "k_pool", "v_pool", "k_dst", "v_dst")  # parameters that are written to
 
 
 class GraphBuilder(runtime.NotCopied):
     """Collect operations over named arrays and numbers; `compile` makes a `Graph` of them.
 
-    The methods take what the functions of the same names take, with names in place of arrays. ``position``,
-    ``first_valid`` and lengths may be an int, or a name whose number each run gives. A length may also be the name of
-    an array, and where a length or a position lies in device memory it may change there: ``seq_lens``,
+    Each method takes the arguments of the function of the same name, with names in place of arrays. ``position``,
+    ``first_valid`` and lengths may be ints, or names for which each run gives a number. A length may also be the name
+    of an array. Lengths, positions and indices in device memory may change between runs: ``seq_lens``,
     ``context_lens``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``, ``indices``. Attention, merges and the
     fused write name what they return, for later calls and for the caller of `Graph.run`.
 
     Raises:
-        OptionError: a name that is not an identifier, or is taken, or stands for an array here and a number there; an
-            option that the function does not have.
+        OptionError: a name is not an identifier, is already taken, or stands for an array in one place and for a
+            number in another; or the function does not have an option.
 
     Examples:
-        A decode step with a prefix that is shared: write the new token, attend to the prefix and to the sequence's own
-        tokens, merge both.
+        A decode step with a shared prefix writes the new token, attends to the prefix and to the sequence's own
+        tokens, and merges both:
 
         >>> import numpy as np, tikv
         >>> g = tikv.GraphBuilder()
@@ -69,7 +69,7 @@ class GraphBuilder(runtime.NotCopied):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphBuilder:
-        return self.__copy__()  # a call names its arrays and has none
+        return self.__copy__()  # a call names its arrays and holds none, so nothing deeper is to be copied
 
     def copy(self, src: str, cache: str, *, position: str | int, **options: Any) -> None:
         """`tikv.copy`."""
@@ -215,7 +215,7 @@ class GraphBuilder(runtime.NotCopied):
         self._compiled.clear()
 
     def _check_names(self, where: str, call: GraphCall) -> None:
-        """Each name stands for one thing."""
+        """Raise OptionError unless each name stands for one thing."""
         roles = Roles([*self._calls, call._replace(outputs=())])
         both = sorted((roles.arrays | roles.outputs) & roles.numbers)
         if both:
@@ -225,20 +225,20 @@ class GraphBuilder(runtime.NotCopied):
                 raise OptionError(f"{where}: the output name {name!r} is already taken. Choose another.")
 
     def compile(self, *, backend: str = "auto") -> Graph:
-        """The graph of the calls so far, in the runtime that lives now; the same one until a call is added.
+        """The graph of the calls so far, for the current runtime; the same graph until a call is added.
 
         Args:
             backend: how runs launch. "ti.graph": Taichi runs one compiled `ti.graph`. "launches": kernels that were
-                bound once are launched one after the other, on CPU by launch contexts that are kept, on CUDA by the
-                driver on torch's current stream, where a CUDA graph may capture them. "auto": "ti.graph" on Vulkan and
-                Metal, "launches" on CPU and CUDA, and where ``TIKV_LAUNCHER=public``.
+                bound once are launched one after the other, on CPU through launch contexts that are kept, on CUDA by
+                the driver on torch's current stream, where a CUDA graph may capture them. "auto": "ti.graph" on Vulkan
+                and Metal, "launches" on CPU and CUDA, and where ``TIKV_LAUNCHER=public``.
 
         Raises:
-            OptionError: there are no calls, or no such backend.
-            ArchError: "ti.graph" on CPU or CUDA. It takes nothing but whole `ti.ndarray`s, no address of NumPy's or
-                torch's, and the kernels there take the number of their iterations from an array's extent.
+            OptionError: there are no calls, or the backend does not exist.
+            ArchError: the backend is "ti.graph" on CPU or CUDA. It takes only whole `ti.ndarray`s, not the addresses of
+                NumPy or torch arrays, and there the kernels take the number of their iterations from an array's extent.
 
-        Exactness: the same bits by both.
+        Exactness: both backends give the same bits.
         Cost: none yet; the first `Graph.run` with arrays of a kind compiles the kernels. A launch by a `ti.graph` takes
             0.65 of one by hand on Vulkan (lavapipe), and 6 times a kept one on CPU:
             ``pytest benches/graphs/bench_graph.py --arch cpu,vulkan`` measures it.

@@ -1,15 +1,15 @@
-"""A call of a graph: an operation over names instead of arrays, and what those names stand for."""
+"""A graph's calls: operations that name their arrays instead of holding them, and what those names stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-LENGTHS = ("seq_lens", "context_lens")  # parameters that are an array or a number
+LENGTHS = ("seq_lens", "context_lens")  # parameters that may be an array or a number
 
 
 class GraphCall(NamedTuple):
-    """One operation of a graph: names of its arrays and numbers by parameter, options, names for what it returns."""
+    """One operation of a graph: its parameters' names for arrays and numbers, its options, and names of its results."""
 
     operation: str
     function: Callable[..., Any]
@@ -17,10 +17,10 @@ class GraphCall(NamedTuple):
     numbers: dict[str, str | int]
     options: dict[str, Any]
     outputs: tuple[str, ...]
-    written: tuple[str, ...]  # parameters
+    written: tuple[str, ...]  # the parameters that it writes to
 
     def apply(self, arrays: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
-        """Make the call with these arrays and numbers; its results by their names."""
+        """Make the call with these arrays and numbers, and return its results by name."""
         given = {p: arrays[n] if n in arrays else numbers[n] for p, n in self.arrays.items()}
         given |= {p: numbers[n] if isinstance(n, str) else n for p, n in self.numbers.items()}
         results = self.function(**given, **self.options)
@@ -30,7 +30,7 @@ class GraphCall(NamedTuple):
 
 
 class Roles:
-    """What the names of some calls stand for: arrays and numbers to be given, or either, and outputs."""
+    """What the names in some calls stand for: given arrays, given numbers, either of these, or outputs."""
 
     def __init__(self, calls: Sequence[GraphCall]) -> None:
         self.arrays: set[str] = set()

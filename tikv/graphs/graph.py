@@ -1,8 +1,8 @@
-"""Several operations that run many times as one: checked and bound once, launched together.
+"""Several operations that run as one, many times: they are checked and bound once and launched together.
 
-The first run of a `Graph` with arrays of a kind makes each call with its launches recorded instead of done; later runs
-repeat the checks of values, put in addresses and numbers, and launch. How they launch is the graph's backend, see
-`GraphBuilder.compile`.
+The first run of a `Graph` with arrays of a kind makes each call, but records its launches instead of doing them. Later
+runs repeat the checks of values, put in addresses and numbers, and launch. The graph's backend decides how they launch,
+see `GraphBuilder.compile`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime.cache import BoundedCache
 
 BACKENDS = ("auto", "ti.graph", "launches")
-# Parameters whose values are checked where they are known.
+# Parameters whose values are checked if the host knows them.
 _INDICES = ("slot_mapping", "rope_positions", "block_tables", "indices", *LENGTHS)
 _FindSetter = Callable[[int, str], Callable[[int], None]]  # for the number of a launch and the name of an entry
 
@@ -34,7 +34,7 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
     """One of "ti.graph" and "launches", see `GraphBuilder.compile`.
 
     Raises:
-        OptionError, ArchError: no such backend, or not on this arch.
+        OptionError, ArchError: the backend does not exist, or not on this arch.
     """
     checks.option(backend, "backend", operation, BACKENDS)
     if backend == "ti.graph" and not live.engine.has_graphs:
@@ -54,12 +54,12 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
 
 
 class Graph(runtime.NotCopied):
-    """Operations that run together, many times, with arrays of the kinds they first saw or of others.
+    """Operations that run together, many times, with arrays of the same kinds as in the first run or of other kinds.
 
     Attributes:
         arrays, scalars: names that `run` takes an array and an int for.
-        lengths: names that it takes either for.
-        outputs: names of what it returns.
+        lengths: names that it takes an array or an int for.
+        outputs: names of the results that it returns.
         backend: "ti.graph" or "launches", see `GraphBuilder.compile`.
     """
 
@@ -79,7 +79,7 @@ class Graph(runtime.NotCopied):
         self._index_arrays = {n for call in calls for p, n in call.arrays.items() if p in _INDICES}
         written = {call.arrays[p] for call in calls for p in call.written}
         self._written = [n in written for n in (*self.arrays, *self.lengths)]
-        self._like: dict[str, str] = {}  # of each output, the array that was given whose kind it has
+        self._like: dict[str, str] = {}  # for each output, the given array whose kind it has
         for call in calls:
             first = next(iter(call.arrays.values()))
             self._like |= dict.fromkeys(call.outputs, self._like.get(first, first))
@@ -93,25 +93,25 @@ class Graph(runtime.NotCopied):
             values: an array for each name in `arrays`, an int for each in `scalars`, either for each in `lengths`.
 
         Returns:
-            What the calls return, by their names, each of the kind of its call's first array. The memory is the
-            graph's own, and the next run writes it again; arrays of JAX and other libraries are copies.
+            The results of the calls by name, each of the same kind as its call's first array. The graph owns their
+            memory, and the next run overwrites it; arrays of JAX and other libraries are copies.
 
         Raises:
             OptionError: a name is missing or unknown.
-            DTypeError: an int where an array is needed, or an array where an int is.
+            DTypeError: an int is given where an array is needed, or an array where an int is needed.
             StaleRuntimeError: Taichi was started again since `compile`.
-            ArchError: a CUDA graph is being captured, and a number or an array on the host would be baked into it, or
-                these arrays are of a kind that no run or `prepare` has seen.
+            ArchError: a CUDA graph is being captured that would keep this run's numbers or host arrays, or these arrays
+                are of a kind that no run or `prepare` has seen.
             ShapeError, DTypeError, CapacityError, PositionError: as the calls raise them, before anything is launched.
 
-        Exactness: the bits of the calls one by one.
-        Cost: one launch a kernel; of the checks, after the first run with arrays of a kind, only those of numbers, of
-            indices on the host and of overlaps. Arrays that the device cannot see are copied there, and back.
+        Exactness: the same bits as the calls one by one.
+        Cost: one launch per kernel. After the first run with arrays of a kind, only numbers, indices on the host and
+            overlaps are checked again. Arrays that the device cannot see are copied there, and back.
         """
         return self._run("Graph.run", values)
 
     def prepare(self, values: Mapping[str, Any]) -> None:
-        """Do all that `run` does but launch: check, compile and bind for arrays of this kind, and leave them alone.
+        """Do all that `run` does except launch: check, compile and bind for arrays of this kind; change none of them.
 
         Raises:
             As `run`.
@@ -139,7 +139,7 @@ class Graph(runtime.NotCopied):
                 written = [w for w, n in zip(self._written, (*self.arrays, *self.lengths), strict=True) if n in views]
                 checks.on_device(list(views.items()), live, operation)
                 for (name, a), is_written in zip(views.items(), written, strict=True):
-                    if is_written:  # a copy on the device can be written, whatever it is a copy of
+                    if is_written:  # the copy on the device is writable even if the original is read-only
                         checks.writable(a, name, operation)
                 stage = Staging(live, list(views.values()), written)
                 given = dict(zip(views, stage.arrays, strict=True))
@@ -160,7 +160,7 @@ class Graph(runtime.NotCopied):
     ) -> tuple[GraphPlan, Entries]:
         """The plan for arrays of this kind, and the entries of this run; values are checked.
 
-        `given` are the `views`, with those of the host on the device.
+        `given` are the `views`, where those of host arrays are replaced by copies on the device.
         """
         key: Any = (*[a.key for a in given.values()], *given)
         if self.runtime.is_spirv:
@@ -190,11 +190,11 @@ class Graph(runtime.NotCopied):
 class GraphPlan(Plan):
     """The calls of a graph over arrays of one kind, as bound launches or as one `ti.graph`; see `ops.plan`.
 
-    The calls are recorded when the plan is made. That checks them, and tells which arguments of which launches an array
-    of the graph is. Its arrays and numbers go by the graph's names, an entry by the number of its call and its name.
+    The calls are recorded when the plan is made. That checks them, and finds which launch arguments each of the graph's
+    arrays is. Arrays and numbers have the graph's names; an entry has the number of its call and its own name.
 
     Attributes:
-        choice: what the launches were chosen by, see `revalidate`.
+        choice: what decided which launches were taken, see `revalidate`.
         outputs: what the calls return, by name.
     """
 
@@ -210,7 +210,7 @@ class GraphPlan(Plan):
         super().__init__(live, operation, tuple(given), (), None)
         self.calls = calls
         self.outputs: dict[str, CacheArray] = {}
-        self._cleared: list[Memory] = []  # results of which a launch may leave parts alone
+        self._cleared: list[Memory] = []  # results that a launch may not write in whole
         self._checked: list[_CheckedCall] = []
         self._results: dict[tuple[str, type], Any] = {}
         self.check_overlaps(list(given.values()))
@@ -228,7 +228,7 @@ class GraphPlan(Plan):
             self._release()
 
     def _record(self, given: dict[str, ArrayView], numbers: dict[str, int]) -> list[_CallLaunch]:
-        """The launches of all calls; what each run must check is noted in `_checked`."""
+        """Record the launches of all calls; put what each run must check into `_checked`."""
         known: dict[str, Any] = {n: a.restrided(a.shape, a.strides) for n, a in given.items()}
         for name, a in given.items():
             known[name].owner = _NamedOwner(name, a)
@@ -245,7 +245,7 @@ class GraphPlan(Plan):
                 self._cleared += [a.view_for("Graph.run").owner for a in results.values()]
             names = {name: f"{number}.{name}" for x in recorded for name in x.named}
             for key, plan in list(plans.items()):
-                if not isinstance(plan, Memory):  # which calls share, for they follow one another
+                if not isinstance(plan, Memory):  # calls share memory, since they run one after another
                     del plans[key]
                 if isinstance(plan, Plan) and type(plan).revalidate is not Plan.revalidate:
                     indices = [(p, n) for p, n in call.arrays.items() if p in _INDICES and n in given]
@@ -256,7 +256,7 @@ class GraphPlan(Plan):
         return found
 
     def _bind_each(self, recorded: list[_CallLaunch], given: dict[str, ArrayView]) -> _FindSetter:
-        """Bind the launches one by one; returns how a setter is found."""
+        """Bind the launches one by one, and return a function that finds setters."""
         self.launches = bounds = [launch.bind_again(x.launch) for x in recorded]
         uses: dict[str, list[Use]] = {name: [] for name in given}
         for bound, x in zip(bounds, recorded, strict=True):
@@ -266,7 +266,7 @@ class GraphPlan(Plan):
         return lambda n, name: bounds[n].setter(name)
 
     def _compile(self, recorded: list[_CallLaunch], given: dict[str, ArrayView]) -> _FindSetter:
-        """Make one `ti.graph`, whose ndarrays go by the graph's names; returns how a setter is found."""
+        """Make one `ti.graph`, whose ndarrays have the graph's names, and return a function that finds setters."""
         ndarrays = {name: given[name].handle for x in recorded for name, _ in x.uses.values()}
         ndarrays |= {f"#{id(a.handle)}": a.handle for a in self._kept}
         launches = []
@@ -281,7 +281,7 @@ class GraphPlan(Plan):
         return graph.setter
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
-        """What a call writes overlaps nothing else of that call."""
+        """Raise unless what a call writes overlaps no other array of that call."""
         given = dict(zip(self.names, arrays, strict=True))
         for call in self.calls:
             if call.written:
@@ -325,7 +325,7 @@ class GraphPlan(Plan):
         else:
             array = own.view_for("Graph.run")
             found = new_like(like, array.shape, array.dtype, self.live)
-            if type(found) is not CacheArray:  # the next run would change what was given
+            if type(found) is not CacheArray:  # `found` is a new array, not the memory that the next run overwrites
                 write_host(own.copy_to_host(), view(found, name, "Graph.run"))
                 return handed_over(found)
             found = own
@@ -334,7 +334,7 @@ class GraphPlan(Plan):
 
 
 class _NamedOwner(KnownOnHost):
-    """While calls are recorded, the owner of an array that runs bring by name, and so of all views of it."""
+    """The owner, while calls are recorded, of an array that runs bring by name, and so of all views of it."""
 
     __slots__ = ("array", "name")
 
@@ -345,9 +345,9 @@ class _NamedOwner(KnownOnHost):
 
 
 class _CallLaunch(NamedTuple):
-    """A launch that was recorded, the number of its call, and its arguments that runs bring.
+    """A recorded launch, the number of its call, and the arguments that runs bring.
 
-    Of each such argument: the name of the array, and how many bytes behind that one's first element it begins.
+    `uses` gives for each such argument the name of the array, and at which byte of that array it begins.
     """
 
     launch: launch.Recorded
@@ -356,13 +356,13 @@ class _CallLaunch(NamedTuple):
 
 
 class _CheckedCall(NamedTuple):
-    """A call of which values are checked at each run."""
+    """A call whose values are checked at each run."""
 
     plan: Plan
     indices: list[tuple[str, str]]  # (parameter, name) of the index arrays that a run brings
     values: list[tuple[str, str]]  # (parameter, name) of the numbers that it brings
     constants: dict[str, int]
-    names: dict[str, str]  # of the entries that those numbers change: name in a launch -> name in the graph
+    names: dict[str, str]  # name in a launch -> name in the graph, for the entries that those numbers change
 
 
 def _arrays_of(recorded: launch.Recorded) -> list[tuple[int, ArrayView]]:
@@ -370,7 +370,7 @@ def _arrays_of(recorded: launch.Recorded) -> list[tuple[int, ArrayView]]:
 
 
 def _uses_in(recorded: launch.Recorded, given: Mapping[str, ArrayView]) -> dict[int, tuple[str, int]]:
-    """Which arguments of a launch runs bring, see `_CallLaunch`."""
+    """The arguments of a launch that runs bring, see `_CallLaunch`."""
     uses = {}
     for i, a in _arrays_of(recorded):
         if isinstance(a.owner, _NamedOwner):
