@@ -1,4 +1,4 @@
-"""Caches shared by several processes through `torch.distributed`; torch is imported when one is created."""
+"""Caches that several processes share through `torch.distributed`; torch is imported when one is created."""
 
 from tikv.distributed.sharded import ShardedKVCacheStore as ShardedKVCacheStore
 from tikv.distributed.transfer import recv_sequence as recv_sequence

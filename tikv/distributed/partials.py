@@ -1,4 +1,4 @@
-"""What ranks exchange for one attention: each rank's results over its own keys."""
+"""The partial results that ranks exchange for one attention: each rank attends over its own keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_FORMS = 8  # combinations of query shape and stream
 
 
 class Partials(NamedTuple):
-    """Float32 tensors, and views of them.
+    """Float32 tensors for partial results, and views of them.
 
     Attributes:
         own: (batch, Hq, T, D_v + 1): each row's result, followed by its log-sum-exp.
@@ -31,7 +31,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], width: int, ranks: int, device: Any) -> Partials:
-        """New memory for so many sequences, query heads and queries, and results of this width."""
+        """New memory for `shape`, (batch, Hq, T), and results of this width."""
         import torch
 
         with torch.inference_mode(False):  # a tensor made in inference mode may not be written outside it
@@ -54,7 +54,7 @@ class StorePartials:
         self._cache: BoundedCache[Any, Partials] = BoundedCache(MOST_FORMS)
 
     def of(self, shape: tuple[int, ...], device: Any) -> Partials:
-        """Memory for so many sequences, query heads and queries, for as long as the caller holds the store's lock."""
+        """Memory for `shape`, (batch, Hq, T), which the caller may use while it holds the store's lock."""
         live = self._live
         if shape[2] != 1 or (live.is_cuda and driver.capturing(live.index)):
             return Partials.of(shape, self._width, self._ranks, device)

@@ -11,7 +11,7 @@ from tikv.errors import GroupError
 
 
 class Ranks:
-    """A process group and the collectives that a cache needs.
+    """A process group, with the collectives that a cache needs.
 
     Args:
         group: a process group of `torch.distributed`, or None for all processes.
@@ -34,7 +34,7 @@ class Ranks:
                 f"torch.distributed.init_process_group() first, and start the processes with torchrun."
             )
         self.group = dist.group.WORLD if group is None else group
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older than torch 2.13
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
         with self.understanding(operation):
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -44,19 +44,19 @@ class Ranks:
             )
 
     def gather(self, mine: Any, operation: str, found: Any = None) -> Any:
-        """The tensors of all ranks, stacked, in `found` or new memory, by one collective; or GroupError."""
+        """The tensors of all ranks, stacked in `found` or in new memory by one collective; or GroupError."""
         import torch
 
         if found is None:
             found = mine.new_empty((self.world, *mine.shape))
         with self.understanding(operation):
             if self.group is not torch.distributed.group.WORLD:
-                torch.distributed.get_rank(self.group)  # it notices a destroyed group; a collective may not
+                torch.distributed.get_rank(self.group)  # notices a destroyed group, which a collective may not
             self._gather(found.view(-1), mine.view(-1), group=self.group)
         return found
 
     def gather_objects(self, mine: Any, operation: str) -> list[Any]:
-        """A small object from each rank, in order. It is slow, for use once per store; or GroupError."""
+        """A small object from each rank, in order; or GroupError. This is slow: use it once per store."""
         import torch
 
         found: list[Any] = [None] * self.world

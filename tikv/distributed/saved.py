@@ -1,7 +1,7 @@
-"""A shared cache in files: one per rank, and an index that names them. Any number of ranks can load it, with any cut.
+"""A shared cache in files: one per rank, and an index that names them. Any number of ranks can load it, sharded anyhow.
 
 A rank's file has the rows of its heads and tokens in order of position. The positions follow from how the tokens were
-sharded and what all ranks held. The index is written last, so that a save that is killed leaves the old one intact.
+sharded and from what all ranks held. The index is written last, so that a killed save leaves the old one intact.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 class Share(NamedTuple):
-    """A rank's share: the KV heads from `first_head` to `end_head`, and its share of the tokens."""
+    """A rank's share: the KV heads from `first_head` to before `end_head`, and its share of the tokens."""
 
     first_head: int
     end_head: int
     sharding: TokenSharding
 
     def positions(self, layer: Layer) -> list[int]:
-        """The positions of this rank's tokens that a layer still holds, by its counts over all ranks."""
+        """The positions of this rank's tokens that a layer still holds, from its counts over all ranks."""
         found = [p for p in range(min(layer.sinks, layer.length)) if self.sharding.owns(p)]
         start = max(layer.sinks, layer.valid_from) if layer.ring else 0
         for first, end in self.sharding.runs(start, layer.length):
@@ -115,7 +115,7 @@ class Saved:
     """A saved cache: its arguments, its counts and its files; each file is read when its rows are wanted.
 
     Raises:
-        CacheFileError: a file is missing, damaged, of another save, or contradicts itself or the others.
+        CacheFileError: a file is missing, is damaged, belongs to another save, or contradicts itself or the others.
     """
 
     def __init__(self, path: Path, operation: str) -> None:
@@ -133,12 +133,12 @@ class Saved:
         return tensors, meta
 
     def slots_for(self, share: Share, of_all: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
-        """The filled slots of a rank's layers, read from whichever files have their rows; or CacheFileError.
+        """Read the filled slots of a rank's layers from the files that have their rows; or CacheFileError.
 
         Args:
             share, own: the rank's share, and its layers with their counts.
             of_all: the counts of the saved cache.
-            batch: sequences.
+            batch: the number of sequences.
         """
         kinds = files.storage(self.form)
         heads = share.end_head - share.first_head
@@ -171,7 +171,7 @@ class Saved:
 
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    """Raise KeyError, TypeError or ValueError if the metadata are impossible or do not fit the tensors."""
     form = meta["form"]
     files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))

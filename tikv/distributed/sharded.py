@@ -33,7 +33,7 @@ from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.store import KVCacheStore
 
 SHARDS = ("heads", "tokens")
-# What a `KVCacheStore` has that means the same where tokens are sharded.
+# The attributes and methods of `KVCacheStore` that mean the same where tokens are sharded.
 COUNTS = ("held", "layer_length", "length", "memory_version", "nbytes", "num_layers", "seq_lens")
 FORM = ("capacity", "dtype", "head_dim", "head_dim_v", "scale_dtype", "sinks", "v_dtype", "windows")
 STATE = ("batch_size", "lock", "runtime")
@@ -49,16 +49,16 @@ class ShardedKVCacheStore:
     """The keys and values of a model's layers, sharded over the processes of a `torch.distributed` group.
 
     Every process creates the store with the sizes of the whole model and makes the same calls in the same order.
-    Sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no call
-    communicates. Sharded by tokens, k, v, q and results are whole on every rank. Each rank stores its share of the
-    tokens, in blocks of ``interleave``, and attends over those; one all_gather of small tensors merges the parts by
-    their log-sum-exps. A two-dimensional mesh does both.
+    If it is sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no
+    call communicates. If it is sharded by tokens, every rank is given and returns k, v, q and results with all tokens.
+    Each rank stores its share of the tokens, in blocks of ``interleave``, and attends over those; one all_gather of
+    small tensors merges the partial results by their log-sum-exps. A two-dimensional mesh does both.
 
     Args:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
         shard: "heads" or "tokens"; for a two-dimensional mesh, a pair of both, in the order of the mesh's dimensions.
-        interleave: tokens per block; position p lies on rank ``p // interleave % world`` of the ranks that share
-            tokens. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries.
+        interleave: tokens per block; of the ranks that share tokens, rank ``p // interleave % world`` holds position
+            p. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries.
         **form: the arguments of `KVCacheStore`, for the whole model: ``num_kv_heads`` counts the heads of all ranks,
             and ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 
@@ -69,20 +69,21 @@ class ShardedKVCacheStore:
 
     Raises:
         GroupError: the group does not exist, or torch is not installed.
-        OptionError, ShapeError: ``shard`` is unknown, does not fit the mesh's dimensions, or the heads do not divide.
+        OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh's dimensions, or the number of KV heads
+            is not a multiple of the ranks.
         As `KVCacheStore`.
 
-    Sharded by heads, it has all methods of `KVCacheStore`. Sharded by tokens, it has these: `append`, `append_all`,
-    `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`, `snapshot`,
-    `restore`, `save`, `load` and the counts. It refuses the others, since a rank has only some of the tokens; ``local``
-    has those.
+    If it is sharded by heads, it has all methods of `KVCacheStore`. If it is sharded by tokens, it has these: `append`,
+    `append_all`, `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`,
+    `snapshot`, `restore`, `save`, `load` and the counts. It refuses the others, since a rank has only some of the
+    tokens; ``local`` has those methods.
 
-    Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in another
+    Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in a different
         order, in float32, with one rounding at the end.
     Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
     * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
-    collective waits for the group's timeout, or mixes results. So it does if Ctrl-C or an error ended a call on one
-    rank only, whose cache is then an append behind: let that end the process, or `reset` all ranks. With
+    collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
+    one rank only, whose cache then lacks an append: let that end the process, or `reset` all ranks. With
     ``tikv.init(debug=True)``, calls and lengths are compared first, and all ranks raise `GroupError`. If a rank dies,
     the next collective of the others raises `GroupError`, at the latest after that timeout.
 
@@ -140,7 +141,7 @@ class ShardedKVCacheStore:
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
-        Sharded by tokens, ``positions`` are taken with one token per sequence.
+        Where tokens are sharded, ``positions`` need one token per sequence.
 
         Raises:
             As `KVCacheStore.append`. Nothing is written.
@@ -183,12 +184,12 @@ class ShardedKVCacheStore:
             layer: its index.
             q: as in `KVCacheStore.attend`, with the query heads that read this rank's KV heads.
             layout, scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in
-                `KVCacheStore.attend`; logits and slopes are for q's heads. Sharded by tokens, ``seq_lens`` need one
-                query per sequence, no slopes, and windows that are, without the sinks, a multiple of the number of
+                `KVCacheStore.attend`; logits and slopes are for q's heads. Where tokens are sharded, ``seq_lens`` need
+                one query per sequence, no slopes, and windows that are, without the sinks, a multiple of the number of
                 ranks times ``interleave``.
             return_mass, mass_queries: as in `KVCacheStore.attend`; every rank gets the mass of the tokens of all ranks,
-                for its own heads. Sharded by tokens, this takes one more collective.
-            **options: the other options, offered only where just the heads are sharded.
+                for its own heads. Where tokens are sharded, this takes one more collective.
+            **options: the other options, which are supported only where just the heads are sharded.
 
         Returns:
             As `KVCacheStore.attend`: for this rank's heads, over all tokens.
@@ -258,16 +259,16 @@ class ShardedKVCacheStore:
             layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
             sink_logits, alibi_slopes, return_mass, mass_queries: as in `attend`.
             q, k, v: all new tokens, with this rank's heads.
-            **options: the other options, offered only where just the heads are sharded.
+            **options: the other options, which are supported only where just the heads are sharded.
 
         Returns:
             As `KVCacheStore.extend`.
 
         Raises:
-            As `append` and `attend`. The lengths then stay, even if a process is lost on the way. New tokens of a
-            sliding layer may already have overwritten older ones.
+            As `append` and `attend`. The lengths are then unchanged, even if a process was lost meanwhile. New tokens
+            of a sliding layer may already have overwritten older ones.
 
-        Cost: one collective for any prompt. Sharded by tokens, one launch serves the queries of a block, at most 256.
+        Cost: one collective for any prompt. Where tokens are sharded, one launch serves a block's queries, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
         request = AttendRequest(
@@ -320,8 +321,8 @@ class ShardedKVCacheStore:
         """Save the cache: one file per rank, and an index that names them, written last.
 
         Args:
-            path: the index's path, which ends in ``.json``. The files lie beside it, so all ranks must see that folder.
-                The files that an older index at this path named are removed.
+            path: the index's path, which ends in ``.json``. The files are put beside it, so all ranks must see that
+                folder. The files that an older index at this path named are removed.
 
         Raises:
             CacheFileError: the path has another ending, or the system refuses to write, on any rank; all ranks raise
@@ -335,7 +336,7 @@ class ShardedKVCacheStore:
         groups = list(self.ranks.values())
         place = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
         count = math.prod(ranks.world for ranks in groups)
-        save = self._of_all(secrets.token_hex(4), operation)[0]  # tells the files of one save from those of another
+        save = self._of_all(secrets.token_hex(4), operation)[0]  # tells the files of one save from those of others
         with self._failing_together(operation):
             target = replacing.target_of(path, operation, saved.SUFFIX)
             with self.local.lock:
@@ -354,7 +355,7 @@ class ShardedKVCacheStore:
         """A new store with the arguments, counts and contents of a saved one, sharded as these processes ask.
 
         Args:
-            path: the index that `save` wrote, with any number of ranks and any sharding.
+            path: the index that `save` wrote; it may have had another number of ranks and another sharding.
             group_or_mesh, shard, interleave: as for the class.
 
         Raises:
@@ -374,7 +375,7 @@ class ShardedKVCacheStore:
 
     @property
     def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed, over all ranks; no rank asks another."""
+        """Tokens appended since `reset`, less those trimmed, over all ranks; reading it does not communicate."""
         return self.local.length
 
     @property
@@ -387,7 +388,7 @@ class ShardedKVCacheStore:
         return self.local.held(layer)
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for what is not above: what `KVCacheStore` has, if it means here what it means there.
+        # Python asks for what is not defined above. `KVCacheStore` gives it, if it means the same here.
         if name.startswith("_") or (not hasattr(KVCacheStore, name) and name not in ALIKE):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         if self._shard is not None and name not in ALIKE:
@@ -406,15 +407,15 @@ class ShardedKVCacheStore:
     def __repr__(self) -> str:
         return f"ShardedKVCacheStore({self._share()}: {self.local!r})"
 
-    # --- what is behind the calls
+    # --- internals
 
     def _shared(self) -> saved.Share:
-        """What this rank has."""
+        """This rank's share, as files record it."""
         sharding = TokenSharding(0, 1, 1) if self._shard is None else self._shard.sharding
         return saved.Share(self.heads.start, self.heads.stop, sharding)
 
     def _form(self) -> dict[str, Any]:
-        """The arguments that make a store of all ranks, as JSON has them."""
+        """The arguments of a store that holds what all ranks hold, in JSON's types."""
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
         dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
@@ -438,7 +439,7 @@ class ShardedKVCacheStore:
         return [math.prod(worlds[i + 1 :]) for i in range(len(worlds))]
 
     def _of_all(self, mine: Any, operation: str) -> list[Any]:
-        """A small object of each process, the last group's ranks next to each other."""
+        """A small object from each process, ordered so that the last group's ranks are adjacent."""
         found = [mine]
         for ranks in reversed(self.ranks.values()):
             found = [each for part in ranks.gather_objects(found, operation) for each in part]
@@ -446,7 +447,7 @@ class ShardedKVCacheStore:
 
     @contextlib.contextmanager
     def _failing_together(self, operation: str) -> Iterator[None]:
-        """A context in which a CacheFileError on one process is raised on all of them, at its end."""
+        """A context at whose end all processes raise CacheFileError if one of them did."""
         failed = ""
         try:
             yield
@@ -468,7 +469,7 @@ class ShardedKVCacheStore:
 
     @contextlib.contextmanager
     def _of_rank(self) -> Iterator[None]:
-        """A context in which a ShapeError says what this rank takes."""
+        """A context that adds to a ShapeError what this rank takes."""
         try:
             yield
         except ShapeError as error:
@@ -478,7 +479,7 @@ class ShardedKVCacheStore:
             ) from None
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
-        """Raise OptionError of options of `KVCacheStore` that are not supported where tokens are sharded."""
+        """Raise OptionError for options of `KVCacheStore` that are not supported where tokens are sharded."""
         if options and self._shard is not None and options != {"impl": "auto"}:
             raise OptionError(
                 f"ShardedKVCacheStore.{name}: {', '.join(options)} is not supported where tokens are sharded. Leave "
@@ -486,14 +487,14 @@ class ShardedKVCacheStore:
             )
 
     def _agree(self, operation: str, *call: Any) -> None:
-        """In debug mode, raise GroupError where not all ranks make this call."""
+        """In debug mode, raise GroupError if not all ranks make this call."""
         if self._debug:
             told = tuple(_told(value, operation) for value in call)
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
 
     def _device_of(self, q: Any) -> Any:
-        """Where torch makes tensors that go with q."""
+        """The device on which torch makes tensors to use with q."""
         import torch
 
         live = self.local.runtime
@@ -508,7 +509,7 @@ class ShardedKVCacheStore:
         return found.pop("sink_logits", None), found
 
     def _merge(self, operation: str, found: Partials, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
-        """Gather the partial results of all ranks and write what they are together, sink logits counted once."""
+        """Gather the partial results of all ranks, and write their merge, which counts the sink logits once."""
         self.ranks["tokens"].gather(found.own, operation, found.all)
         merge_parts(operation, found.all_view, out, lse, sinks)
 
@@ -522,10 +523,10 @@ class ShardedKVCacheStore:
         wanted: int | None,
         scores: AttentionScale,
     ) -> Any:
-        """How much weight the last `wanted` of these queries, None for all, gave each token that all ranks hold.
+        """How much weight the last `wanted` of these queries, None for all, gave to each token on any rank.
 
-        `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; the result is of the kind of
-        `like`.
+        `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; the result is an array of
+        the same kind as `like`.
         """
         import torch
 
@@ -547,7 +548,7 @@ class ShardedKVCacheStore:
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
-    """The process groups by what they shard, heads or tokens; or OptionError for an unclear `shard`."""
+    """The process groups by what they shard, heads or tokens; or OptionError if `shard` is unclear."""
     names = (shard,) if isinstance(shard, str) else tuple(shard) if isinstance(shard, (tuple, list)) else ()
     mesh = group_or_mesh if hasattr(group_or_mesh, "mesh") and hasattr(group_or_mesh, "get_group") else None
     dimensions = 1 if mesh is None else mesh.ndim
@@ -573,7 +574,7 @@ def _keywords(request: AttendRequest) -> dict[str, Any]:
 
 
 def _told(value: Any, operation: str) -> str:
-    """A value of a call as the ranks compare it: an array's form, never its numbers."""
+    """How the ranks compare a value of a call: an array by its form, never by its numbers."""
     if value is None or isinstance(value, (str, int, float, tuple)):
         return repr(value)
     found = view(value, "an array", operation)

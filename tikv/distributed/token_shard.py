@@ -1,7 +1,7 @@
-"""TokenShardLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows no other process.
+"""TokenShardLayers: one rank's tokens of a cache, with the counts over all ranks. It knows no other process.
 
-The ring of a sliding layer holds this rank's share of the window and up to one block more. So a block of a prompt can
-be appended before its queries attend, and the oldest keys that they see are still there.
+The ring of a sliding layer holds this rank's share of the window and up to one block more. A block of a prompt can
+therefore be appended before its queries attend, while the oldest keys that they see are still there.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import Queries, extend_queries
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 
-MAX_COUNTED = 2**30  # positions that attention counts beside slopes
+MAX_COUNTED = 2**30  # the most positions that attention with slopes can count
 
 
 class _Form(NamedTuple):
-    """What was found of new rows of one form: their number, and which axis of the arrays they are."""
+    """What was found about new rows of one form: the number of tokens, and the axis that counts them."""
 
     tokens: int
-    axis: int  # of tokens, in the arrays as they were given
+    axis: int  # the axis of tokens in the given arrays
 
 
 class CapturedShard(NamedTuple):
-    """The tokens that a rank held, with the counts of all."""
+    """The tokens that a rank held, with the counts over all ranks."""
 
     own: Captured
     sharding: TokenSharding
@@ -50,9 +50,9 @@ class CapturedShard(NamedTuple):
 
 
 class TokenShardLayers(LayerStorage):
-    """One rank's part of layers whose tokens lie on several ranks: `sharding` says which, and `own` holds them.
+    """One rank's part of layers whose tokens are spread over ranks: `own` holds the tokens that `sharding` gives it.
 
-    It is given all tokens and counts all of them. Its memory holds those of this rank, over which `attend_own` attends.
+    It is given all tokens and counts all of them. Its memory holds this rank's tokens, over which `attend_own` attends.
     """
 
     title = "a store whose tokens are sharded over several processes"
@@ -64,12 +64,9 @@ class TokenShardLayers(LayerStorage):
         if form.place != "device":
             raise OptionError(f"ShardedKVCacheStore: {self.title} does not offer place={form.place!r}. {self.remedy}")
         self.runtime, self.sharding = live, sharding
-        sinks, behind = (
-            form.sinks,
-            sharding.interleave - 1,
-        )  # tokens of a block that come before its first query attends
-        own_sinks = sharding.count(sinks)
-        windows = [None if w is None else own_sinks + sharding.most(w - sinks + behind) for w in form.windows]
+        later = sharding.interleave - 1  # tokens of a block after its first, appended before the first query attends
+        own_sinks = sharding.count(form.sinks)
+        windows = [None if w is None else own_sinks + sharding.most(w - form.sinks + later) for w in form.windows]
         capacity = max(sharding.most(form.capacity), *(w or 1 for w in windows))
         self.own = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
         self.rows, self.lock, self.memory, self.counts = self.own.rows, self.own.lock, self.own.memory, form.counts()
@@ -94,7 +91,7 @@ class TokenShardLayers(LayerStorage):
 
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append` of new tokens, of which this rank stores its own."""
+        """As `LayerStorage.append`, of all new tokens; this rank stores only its own."""
         to, counts = self.own.counts[layer], self.counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
         if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.sharding.owns(counts.length):
@@ -106,7 +103,7 @@ class TokenShardLayers(LayerStorage):
 
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append_all` of new tokens, of which this rank stores its own."""
+        """As `LayerStorage.append_all`, of all new tokens; this rank stores only its own."""
         layers = self.own.counts
         form = self._form_of(operation, layers, rows, layout, True)
         self._require_room(operation, layers, form.tokens)
@@ -118,7 +115,7 @@ class TokenShardLayers(LayerStorage):
             self._append_own(operation, [to], of_layer, layout, form._replace(axis=form.axis - 1), False)
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
-        """As `LayerStorage.append_at`, of one token, which is skipped where it does not lie here."""
+        """As `LayerStorage.append_at`, of one token per sequence, which is skipped if it belongs to another rank."""
         layers = self.own.counts if layer is None else [self.own.counts[layer]]
         k, v, positions = given
         form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
@@ -133,10 +130,10 @@ class TokenShardLayers(LayerStorage):
         self.own.append_at(operation, layer, Views([k, v, out]), layout)
 
     def require_positions(self, operation: str, remedy: str) -> None:
-        """As `LayerStorage.require_positions`: no layer is ever compacted."""
+        """As `LayerStorage.require_positions`; it never raises, since no layer is ever compacted."""
 
     def advance(self, operation: str, tokens: int) -> None:
-        """As `LayerStorage.advance` of the tokens of all ranks."""
+        """As `LayerStorage.advance`, of the tokens of all ranks."""
         for counts in self.counts:
             counts.require_room(operation, tokens)
         for own, counts in zip(self.own.counts, self.counts, strict=True):
@@ -144,7 +141,7 @@ class TokenShardLayers(LayerStorage):
             own.grow(self.sharding.count(counts.length) - own.length)
 
     def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
-        """What new rows are, checked once for each form, but for the room."""
+        """The form of new rows, checked once for each form, except whether there is room for them."""
         key = (rows.key, layout, stacked, self.memory.version)
         form = self._forms.get(key)
         if form is None:
@@ -154,7 +151,7 @@ class TokenShardLayers(LayerStorage):
         return form
 
     def _on_device(self, name: str) -> ArrayView:
-        """(batch,) int32 on the device for what is computed of positions there; the same for all calls."""
+        """(batch,) int32 on the device for what is computed from positions there; the same array for all calls."""
         found = self._device_counts.get((name, self.batch_size))
         if found is None:
             made = new_array((self.batch_size,), dtypes.int32, self.runtime)
@@ -162,7 +159,7 @@ class TokenShardLayers(LayerStorage):
         return found
 
     def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
-        """Raise CapacityError or PositionError where one of these layers does not take so many tokens."""
+        """Raise CapacityError or PositionError if one of these layers has no room for this many tokens."""
         for to in layers:
             self.counts[to.index].require_room(operation, tokens)
         if self.runtime.is_cuda:
@@ -172,7 +169,7 @@ class TokenShardLayers(LayerStorage):
     def _append_own(
         self, operation: str, layers: list[Layer], rows: Views, layout: str, form: _Form, stacked: bool
     ) -> None:
-        """Append those of the rows, which are checked, that lie here, and count all."""
+        """Append those of the checked rows that belong to this rank, and count all of them."""
         length = self.counts[layers[0].index].length
         for first, end in self.sharding.runs(length, length + form.tokens):
             own = rows
@@ -188,11 +185,11 @@ class TokenShardLayers(LayerStorage):
     # --- what is read
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
-        """Attention over this rank's tokens alone, as if they were all."""
+        """Attention over this rank's tokens only, as if there were no others."""
         return self.own.attend(operation, layer, q, request)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """Not offered: the keys that a query sees lie on several ranks."""
+        """Raise OptionError, since the keys that a query sees are spread over several ranks."""
         self._refuse(operation, "Call ShardedKVCacheStore.extend, or shard by heads.")
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
@@ -213,12 +210,12 @@ class TokenShardLayers(LayerStorage):
         """The attention of the newest tokens' queries over this rank's keys.
 
         Args:
-            operation, layer, scores: of the call.
+            operation, layer, scores: those of the call.
             q: (batch, Hq, T, D).
             partials: (batch, Hq, T, D_v + 1) float32: each row's result, followed by its log-sum-exp.
             missing, seq_lens: as in `KVCacheStore.attend`; `seq_lens` are refused with several queries, with slopes, or
                 where a rank's share of the window depends on them.
-            slopes: ALiBi slopes by attention's name for them, if there are any; positions must not be too far.
+            slopes: ALiBi slopes by the name of attention's parameter, if given; positions must stay below MAX_COUNTED.
         """
         if seq_lens is not None:
             if slopes:
@@ -245,7 +242,7 @@ class TokenShardLayers(LayerStorage):
         self._attend(operation, layer, q, partials, scores, stretches, first, slopes)
 
     def _require_countable(self, operation: str, slopes: Mapping[str, ArrayView], length: int) -> None:
-        """Raise PositionError where slopes would count positions that kernels have no numbers for."""
+        """Raise PositionError if slopes would have to count more positions than kernels can."""
         if slopes and length > MAX_COUNTED:
             raise PositionError(
                 f"{operation}: slopes over sharded tokens reach {MAX_COUNTED} positions, and the length is "
@@ -255,7 +252,7 @@ class TokenShardLayers(LayerStorage):
     def _attend_at(
         self, operation: str, layer: int, q: ArrayView, partials: ArrayView, scores: AttentionScale, seq_lens: ArrayView
     ) -> None:
-        """`attend_own` of one query a sequence, whose lengths are where the launch reads them."""
+        """`attend_own` with one query per sequence and `seq_lens` in device memory, where the launch reads them."""
         counts, found = self.counts[layer], self.own.counts[layer]
         around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
@@ -280,7 +277,7 @@ class TokenShardLayers(LayerStorage):
         plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_partial=True))
 
     def _out_and_lse(self, partials: ArrayView) -> tuple[ArrayView, ArrayView]:
-        """Where partial results lie, and where their log-sum-exps."""
+        """Views of the results in `partials`, and of their log-sum-exps."""
         width = self.rows.v.width
         out = partials.restrided((*partials.shape[:3], width), partials.strides)
         return out, partials.restrided(partials.shape[:3], partials.strides[:3], width)
@@ -317,10 +314,10 @@ class TokenShardLayers(LayerStorage):
         form = self._form_of(operation, [to], rows, layout, False)
         self._require_countable(operation, slopes, counts.length + form.tokens)
         start, end = counts.length, counts.length + form.tokens
-        # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first see.
+        # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first ones see.
         for first, after in self.sharding.blocks(start, end) if counts.ring else [(start, end)]:
             some = Views([a.part(form.axis, first - start, after - start) for a in rows])
-            oldest = counts.valid_from  # before those of the block take its place
+            oldest = counts.valid_from  # before the block's tokens overwrite it
             self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
             stretches = self.sharding.stretches(counts, oldest, first, after)
             self._attend(operation, layer, q, partials, scores, stretches, start, slopes)
@@ -336,7 +333,7 @@ class TokenShardLayers(LayerStorage):
         start: int,
         slopes: Mapping[str, ArrayView],
     ) -> None:
-        """Attention of each stretch of queries, the first of which stands at position `start`."""
+        """Attend with each stretch of queries; the first query of `q` has the position `start`."""
         found, live = self.own.counts[layer], self.runtime
         stage = Staging(live, [q, partials], [False, True])
         q, partials = stage.arrays
@@ -361,17 +358,15 @@ class TokenShardLayers(LayerStorage):
     def weigh_own(
         self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale
     ) -> None:
-        """The attention weight that the newest tokens' queries gave to the keys that this rank holds.
+        """Write into `to` how much weight the newest tokens' queries gave to the keys that this rank holds.
 
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; `to` is a tensor of zeros
-        (batch, num_kv_heads, n), n at least this rank's share of `held_positions`.
+        (batch, num_kv_heads, n), where n is at least this rank's share of `held_positions`.
         """
         counts, found, live = self.counts[layer], self.own.counts[layer], self.runtime
         start = counts.length - q.shape[2]
         fixed = self.sharding.count(min(counts.sinks, counts.length))
-        behind = self.sharding.count(
-            max(counts.valid_from, counts.sinks)
-        )  # this rank's first that is held behind these
+        first_held = self.sharding.count(max(counts.valid_from, counts.sinks))  # after the sinks
         for at in self.sharding.stretches(counts, counts.valid_from, start, counts.length):
             oldest = max(found.sinks, at.first_valid, at.length - found.ring if found.ring else 0)
             own_fixed, recent = min(found.sinks, at.length), max(0, at.length - oldest)
@@ -385,10 +380,10 @@ class TokenShardLayers(LayerStorage):
             stage.finish()
             to[..., :own_fixed] += mass[..., :own_fixed]
             if recent:
-                first = fixed + oldest - behind
+                first = fixed + oldest - first_held
                 to[..., first : first + recent] += mass[..., own_fixed:]
 
-    # --- counts, what lets go, copies
+    # --- counts, forgetting, copies
 
     def take_counts(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """Take lengths and oldest valid positions over all ranks, and return those of this rank's tokens."""
@@ -397,7 +392,7 @@ class TokenShardLayers(LayerStorage):
         return [(self.sharding.count(length), self.sharding.count(valid_from)) for length, valid_from in counts]
 
     def trim(self, operation: str, n: int) -> None:
-        """As `LayerStorage.trim` of the tokens of all ranks."""
+        """As `LayerStorage.trim`, of the tokens of all ranks."""
         self.memory.trim(operation, self.counts, n)
         self._follow()
 
@@ -406,13 +401,13 @@ class TokenShardLayers(LayerStorage):
         self._follow()
 
     def _follow(self) -> None:
-        """Let the counts of this rank's tokens follow those of all ranks, which went down."""
+        """Reduce the counts of this rank's tokens after those over all ranks went down."""
         for own, counts in zip(self.own.counts, self.counts, strict=True):
             own.length = min(own.length, self.sharding.count(counts.length))
             own.valid_from = min(own.valid_from, own.length)
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
-        """Not offered: the newest tokens lie on several ranks."""
+        """Raise OptionError, since the newest tokens are spread over several ranks."""
         self._refuse(operation)
 
     def reorder(self, operation: str, index: Any) -> None:
@@ -422,12 +417,12 @@ class TokenShardLayers(LayerStorage):
         self.own.select(operation, index)
 
     def capture(self) -> CapturedShard:
-        """As `LayerStorage.capture` of this rank's tokens, with the counts of all."""
+        """As `LayerStorage.capture`, of this rank's tokens, with the counts over all ranks."""
         counts = tuple((layer.length, layer.valid_from) for layer in self.counts)
         return CapturedShard(self.own.capture(), self.sharding, counts)
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """As `LayerStorage.restore` of what was captured on this rank, of tokens sharded as here; or OptionError."""
+        """As `LayerStorage.restore`, of what this rank captured with the same sharding; or OptionError."""
         if not isinstance(captured, CapturedShard) or captured.sharding != self.sharding:
             raise OptionError(
                 f"{operation}: {shown[0]} is not a snapshot of tokens sharded as here ({self.sharding}). Pass what "
@@ -444,10 +439,10 @@ class TokenShardLayers(LayerStorage):
         self.own.take_over(operation, counts, arrays)
 
     def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
-        """Not offered: `ShardedKVCacheStore.save` writes one file per rank."""
+        """Raise OptionError, since `ShardedKVCacheStore.save` writes one file per rank."""
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any) -> NoReturn:
-        """Not offered: `ShardedKVCacheStore.load` reads the files of all ranks."""
+        """Raise OptionError, since `ShardedKVCacheStore.load` reads the files of all ranks."""
         raise OptionError(f"{operation}: {cls.title} is loaded by ShardedKVCacheStore.load.")

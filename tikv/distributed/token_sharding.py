@@ -1,4 +1,4 @@
-"""How tokens lie on ranks: blocks of consecutive positions in turn, so that each rank has some of any stretch."""
+"""How tokens are spread over ranks: blocks of consecutive positions go to the ranks round-robin."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tikv.stores.layers.counts import Layer
 
 
 class Stretch(NamedTuple):
-    """Consecutive queries whose keys on a rank one launch of attention describes."""
+    """Consecutive queries that one launch of attention can serve over a rank's keys."""
 
-    first: int  # position of the first query
-    end: int  # behind that of the last
-    length: int  # tokens on this rank that the last one may see
-    ahead: int  # how far the last query is taken to stand behind the newest of these
-    first_valid: int  # oldest of this rank's tokens, behind its sinks, that the first one sees
-    span: int  # tokens that a query sees, counted back from where it is taken to stand; 0 for all
+    first: int  # the position of the first query
+    end: int  # the position after the last query
+    length: int  # tokens on this rank that the last query may see
+    ahead: int  # how far after the newest of these the last query is assumed to be
+    first_valid: int  # the oldest of this rank's tokens after its sinks that the first query sees
+    span: int  # tokens that a query sees, counted back from where it is assumed to be; 0 for all
 
 
 class TokenSharding(NamedTuple):
-    """Position p lies on rank ``p // interleave % world``; a rank's tokens, in order, are its tokens 0, 1, 2, ..."""
+    """Position p is on rank ``p // interleave % world``; a rank numbers its own tokens 0, 1, 2, ... in order."""
 
     rank: int
     world: int
@@ -35,21 +35,21 @@ class TokenSharding(NamedTuple):
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def most(self, tokens: int) -> int:
-        """The most tokens that one rank can have of a run of consecutive tokens, wherever it begins."""
+        """The most of any `tokens` consecutive tokens that one rank can have."""
         rounds, rest = divmod(tokens, self.world * self.interleave)
         return rounds * self.interleave + min(rest, self.interleave)
 
     def owns(self, position: int) -> bool:
-        """Whether the token at a position lies on this rank."""
+        """Whether the token at a position is on this rank."""
         return position // self.interleave % self.world == self.rank
 
     def position(self, index: int) -> int:
-        """The position of this rank's n-th token."""
+        """The position of this rank's token number `index`."""
         block, inside = divmod(index, self.interleave)
         return (block * self.world + self.rank) * self.interleave + inside
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The stretches of consecutive positions among these that lie on this rank."""
+        """The runs of consecutive positions, among those from `first` to before `end`, that are on this rank."""
         block = first // self.interleave
         block += (self.rank - block) % self.world
         while block * self.interleave < end:
@@ -57,17 +57,17 @@ class TokenSharding(NamedTuple):
             block += self.world
 
     def blocks(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """These positions, split into parts that each lie on one rank."""
+        """The positions from `first` to before `end`, split into parts that are each on one rank."""
         while first < end:
             after = min(end, (first // self.interleave + 1) * self.interleave)
             yield first, after
             first = after
 
     def places(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], list[int]]:
-        """Where tokens at ascending positions are, if each rank stores its own side by side.
+        """Where tokens at ascending positions are, if each rank stores its own contiguously.
 
         Returns:
-            (ranks and places, (2, n) int64; how many each rank has).
+            (the rank of each token and its place there, (2, n) int64; how many of the tokens each rank has).
         """
         ranks = positions // self.interleave % self.world
         places = np.empty_like(ranks)
@@ -79,8 +79,8 @@ class TokenSharding(NamedTuple):
     def stretches(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[Stretch]:
         """Queries at consecutive positions, split so that each part is a plain causal attention over this rank's keys.
 
-        From one query to the next, the newest key that it sees here moves on by one or stays, and so does the oldest.
-        Where the newest stays, the queries are treated as far enough ahead that all see it.
+        From one query to the next, the newest key on this rank that it sees moves on by one or stays the same, and so
+        does the oldest. Where the newest stays, the queries are treated as far enough ahead that all of them see it.
 
         Args:
             layer: the sinks and the ring over all ranks.
@@ -88,7 +88,7 @@ class TokenSharding(NamedTuple):
             first: the position of the first query.
             end: the position after the last query.
         """
-        # A window's oldest key behind the sinks moves only if it was not trimmed and was there before.
+        # A window's oldest key after the sinks moves only if it was not trimmed and was there before.
         fixed = max(layer.sinks, valid_from)
         far = self.most(layer.ring) + MOST_QUERIES + self.interleave
         while first < end:
@@ -102,7 +102,7 @@ class TokenSharding(NamedTuple):
             ahead, span, oldest = 0, 0, 0
             if layer.ring:
                 oldest = self.count(max(fixed, first + 1 - layer.ring))
-                last = self.count(max(fixed, after - layer.ring))  # the oldest that the last query sees
+                last = self.count(max(fixed, after - layer.ring))  # the oldest key that the last query sees
                 if newest_moves or queries == 1:
                     span = length - last if oldest_moves and queries > 1 else 0
                 elif oldest_moves:
@@ -115,12 +115,12 @@ class TokenSharding(NamedTuple):
             first = after
 
     def _moves(self, layer: Layer, fixed: int, position: int) -> tuple[bool, bool]:
-        """Whether the newest and the oldest key here are others than for the query at the position before."""
+        """Whether the newest and the oldest key here differ from those for the query at the previous position."""
         left = position - layer.ring
         return self.owns(position), layer.ring > 0 and left >= fixed and self.owns(left)
 
     def _next_change(self, layer: Layer, fixed: int, position: int) -> int:
-        """The next position behind this one at which `_moves` may be otherwise."""
+        """The next position after this one at which `_moves` may change."""
         found = (position // self.interleave + 1) * self.interleave
         if layer.ring:
             left = position - layer.ring

@@ -1,7 +1,7 @@
 """Move sequences of a paged store between processes: one calls `send_sequence`, the other `recv_sequence`.
 
-The sender says what it sends, the receiver answers what it lacks, and the blocks follow. K and V of each layer are one
-tensor each: a part of the pool's memory where the blocks are adjacent, otherwise gathered by one launch for all layers.
+The sender says what it has, the receiver answers what it lacks, and the blocks follow. K and V of each layer are one
+tensor each: part of the pool's memory if the blocks are adjacent, otherwise gathered by one launch for all layers.
 Each process prepares what it can while it waits for the other's message.
 """
 
@@ -24,11 +24,11 @@ from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.pools.config import HostArray, in_full
 from tikv.stores.pools.sequences import SequenceState
 
-ByLayer: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
+ByLayer: TypeAlias = Iterable[list[Any]]  # each layer's arrays, as tensors of bytes
 FIRST = 1 << 14  # bytes of a message's first part
-# Tensors in a batch. NCCL shares the links out among those of a batch, and a batch takes the host 50 us: 64 tensors of
-# 67 MB between two H200 take 12.7, 12.4, 12.1 and 12.7 ms in batches of 1, 2, 8 and 64, one of as many bytes 11.7; with
-# all that belongs to `send_sequence` 14.1 in batches of 2 or 8, 13.7 of 16, 13.9 of 32.
+# Tensors in a batch. The tensors of a batch share NCCL's links, and a batch takes the host 50 us. Between two H200, 64
+# tensors of 67 MB take 12.7, 12.4, 12.1 and 12.7 ms in batches of 1, 2, 8 and 64; one tensor of as many bytes takes
+# 11.7 ms. The whole of `send_sequence` takes 14.1 ms with batches of 2 or 8, 13.7 with 16 and 13.9 with 32.
 TOGETHER = 16
 
 
@@ -37,18 +37,18 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
 
     Args:
         pool: the `PagedKVCacheStore` that holds the sequence, and keeps it.
-        seq: the sequence's number, or the numbers of several, whose common blocks are sent once.
+        seq: the sequence's number, or the numbers of several sequences, whose common blocks are sent once.
         dst: the receiver's rank in the group.
         group: a process group, or None for all processes.
 
     Raises:
         PositionError: a sequence does not exist, is swapped out or is named twice; or the rank does not exist.
-        OptionError: a ``per_head`` pool, or another store.
-        GroupError: the receiver refused, with its reason, or is gone. Its pool is unchanged.
+        OptionError: the pool is ``per_head``, or is another kind of store.
+        GroupError: the receiver refused, for the reason given, or is gone. Its pool is unchanged.
 
-    Exactness: every bit is kept. Cost: the blocks that the receiver lacks cross the wire once, layer by layer; blocks
-        that are scattered in the pool are first read and written once more. With groups along tokens the newest tokens
-        of each sequence, which lie outside the blocks, go by way of the host.
+    Exactness: every bit is kept. Cost: the blocks that the receiver lacks are sent once, layer by layer; blocks that
+        are scattered in the pool are first read and written once more. With groups along tokens, the newest tokens of
+        each sequence, which are stored outside the blocks, are sent through the host.
 
     Example: see `recv_sequence`.
     """
@@ -63,7 +63,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         blocks_of = [np.array(state.blocks, np.int64) for state in states]
         for found in blocks_of:
             is_held[found] = True
-        place = np.cumsum(is_held, dtype=np.int32) - 1  # of each block among those that are held
+        place = np.cumsum(is_held, dtype=np.int32) - 1  # each held block's place among the held ones
         beside, more = pool._pages.beside(states)
         told = [
             {
@@ -91,7 +91,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     """Receive what another process sends with `send_sequence`.
 
     Args:
-        pool: a `PagedKVCacheStore` created as the sender's; only the number of blocks may differ.
+        pool: a `PagedKVCacheStore` created with the sender's arguments; only the number of blocks may differ.
         src: the sender's rank in the group.
         group: a process group, or None for all processes.
 
@@ -100,11 +100,11 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
         did in the sender's pool. A prefix of known tokens that is already in this pool is shared, not sent.
 
     Raises:
-        ShapeError: the pools were created with different arguments. CapacityError: too few blocks are free. The sender
-            raises too.
-        OptionError: a ``per_head`` pool, or another store.
+        ShapeError: the pools were created with different arguments. CapacityError: too few blocks are free. In both
+            cases the sender raises as well.
+        OptionError: the pool is ``per_head``, or is another kind of store.
         GroupError: the sender is gone.
-        PositionError: the rank does not exist. Whatever is raised, the pool is unchanged.
+        PositionError: the rank does not exist. After any error, the pool is unchanged.
 
     Exactness, cost: as `send_sequence`. On CUDA it may return before the blocks have arrived, as torch's own `recv`
         does; work launched later on torch's current stream comes after them.
@@ -156,7 +156,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
 
 
 def _require_pool(operation: str, pool: Any) -> None:
-    """Refuse anything but a pool whose sequences can be sent."""
+    """Raise OptionError unless this is a pool whose sequences can be sent."""
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
@@ -164,7 +164,7 @@ def _require_pool(operation: str, pool: Any) -> None:
 
 
 def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
-    """The states of sequences without their blocks, and the sent blocks that this pool already has."""
+    """The states of the sent sequences without their blocks, and the sent blocks that this pool already has."""
     sequences, states, known = pool._pages.sequences, [], dict[int, int]()
     for sent in told:
         ids, digests = sequences.known(sent["token_ids"], sent["salt"])
@@ -184,7 +184,7 @@ def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:
-    """Raise ShapeError if the sender's pool was created with other arguments than this one."""
+    """Raise ShapeError if the sender's pool was created with different arguments from this one."""
     ours = _form(pool)
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         said = ", ".join(f"{name}={theirs.get(name)!r} there and {ours[name]!r} here" for name in other)
@@ -203,11 +203,11 @@ class _Peer:
         with self.ranks.understanding(operation):
             self.rank = dist.get_global_rank(self.ranks.group, number)
             self.by_host = dist.get_backend(self.ranks.group) == "gloo"
-        # Where the backend wants the tensor that a message is.
+        # The device on which the group's backend takes the tensor of a message.
         self.device = live.device if live.is_cuda and not self.by_host else "cpu"
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send an object: its length and its bytes in one message, if it is short."""
+        """Send an object, as its length and its bytes: in one message if it is short."""
         import torch
         import torch.distributed as dist
 
@@ -225,7 +225,7 @@ class _Peer:
         return self.listen()()
 
     def listen(self) -> Callable[[], dict[str, Any]]:
-        """Begin to receive an object; what this returns waits for it."""
+        """Begin to receive an object, and return a function that waits for it."""
         first = self._receiving(FIRST)
 
         def message() -> dict[str, Any]:
@@ -254,16 +254,16 @@ class _Peer:
         return received
 
     def exchange(self, operation: Callable[..., Any], layers: ByLayer) -> None:
-        """Send or receive these tensors, some in a batch, and wait for all.
+        """Send or receive these tensors in batches, and wait for all.
 
-        Tensors go layer by layer. How a pool groups its layers depends on its size, so the two sides may differ in
-        that.
+        Tensors are sent layer by layer, since the two sides may group their layers differently: a pool's groups depend
+        on its size.
         """
         import torch.distributed as dist
 
         requests: list[Any] = []
         waiting = (each for tensors in layers for each in tensors if each.numel())
-        sizes = itertools.chain([2], itertools.repeat(TOGETHER))  # the first are on their way while the next are listed
+        sizes = itertools.chain([2], itertools.repeat(TOGETHER))  # the first are sent while the next are listed
         with self.ranks.understanding(self.operation):
             while batch := list(itertools.islice(waiting, next(sizes))):
                 listed = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in batch]
@@ -273,13 +273,13 @@ class _Peer:
 
 
 class _Exchange:
-    """The blocks of a pool that are sent or received, of all layers, as tensors of bytes."""
+    """The blocks of a pool that are sent or received, for all layers, as tensors of bytes."""
 
     def __init__(self, pool: PagedKVCacheStore, peer: _Peer) -> None:
         self.pools = pool._pages.pools
         self.live = pool.runtime
         self.peer = peer
-        # Memory that torch sees, and that the group's backend takes.
+        # Whether torch sees the pool's memory and the group's backend takes it.
         self.direct = self.live.is_cpu or (self.live.is_cuda and not peer.by_host)
         self.live.synchronize()
 
@@ -322,7 +322,7 @@ class _Exchange:
         self.pools.summarize_blocks(chosen)
 
     def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
-        """Copy these blocks to separate memory, or back; keep what it returns until that is done."""
+        """Copy these blocks to separate memory, or back. Keep what this returns until the copy is done."""
         n, size, held = len(chosen), self.pools.config.num_blocks, []
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             sides = (chosen, range(n), size, n) if out_of_pool else (range(n), chosen, n, size)
@@ -333,7 +333,7 @@ class _Exchange:
         return held
 
     def _settle(self) -> None:
-        """Wait until the blocks have arrived, where launches are not ordered after work on torch's stream."""
+        """Wait until the blocks have arrived, if launches do not wait for work on torch's stream."""
         if self.live.is_cuda and launch.launcher_report(self.live)["launcher"] != "native":
             import torch
 
@@ -341,7 +341,7 @@ class _Exchange:
             torch.cuda.current_stream(self.live.device).synchronize()
 
     def _in_place(self, chosen: list[int]) -> ByLayer:
-        """Blocks that lie side by side, in the pool's own memory."""
+        """Adjacent blocks, in the pool's own memory."""
         first, n, size = chosen[0], len(chosen), self.pools.config.num_blocks
         for group in self.pools.groups:
             memory = [(_bytes(a), a.nbytes // a.shape[0]) for a in group.arrays]
@@ -349,14 +349,14 @@ class _Exchange:
                 yield [whole[start * block : (start + n) * block] for whole, block in memory]
 
     def _apart(self, n: int) -> list[list[ArrayView]]:
-        """Memory for so many blocks: the arrays of each group, with its layers one after the other."""
+        """Memory for `n` blocks: the arrays of each group, with its layers one after the other."""
         return [
             [new_array((group.layers * n, *a.shape[1:]), a.dtype, self.live) for a in group.arrays]
             for group in self.pools.groups
         ]
 
     def _by_layer(self, apart: list[list[Any]]) -> ByLayer:
-        """The bytes of such memory, layer by layer, on the device or on the host."""
+        """The bytes of memory like that of `_apart`, layer by layer, on the device or on the host."""
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             yield from map(list, zip(*(_bytes(a).chunk(group.layers) for a in arrays), strict=True))
 
