@@ -216,13 +216,17 @@ def test_arrays_of_two_gpus_are_refused_before_anything_is_written(rng):
     k, v = on(0, numbers(rng, 1, H, D), numbers(rng, 1, H, D))
     caches = on(1, *(full(rng, H, 8, D) for _ in "kv"))
     before = [a.clone() for a in caches]
-    with pytest.raises(tikv.ArchError, match=r"copy_kv: k lies on cuda:0, and what it goes with on cuda:1"):
+    with pytest.raises(
+        tikv.ArchError, match=r"copy_kv: k is on cuda:0, but the arrays that it is used with are on cuda:1"
+    ):
         tikv.copy_kv(k, v, *caches, position=0)
     with torch.cuda.device(1):
         store = tikv.KVCacheStore(num_layers=1, num_kv_heads=H, head_dim=D, capacity=8)
-    with pytest.raises(tikv.ArchError, match=r"append: k lies on cuda:0, and what it goes with on cuda:1"):
+    with pytest.raises(
+        tikv.ArchError, match=r"append: k is on cuda:0, but the arrays that it is used with are on cuda:1"
+    ):
         store.append(0, k, v)
-    with pytest.raises(tikv.ArchError, match=r"q lies on cuda:0, and what it goes with on cuda:1"):
+    with pytest.raises(tikv.ArchError, match=r"q is on cuda:0, but the arrays that it is used with are on cuda:1"):
         store.attend(0, k[:, None].expand(1, 1, H, D))
     assert store.length == 0
     for a, b in zip(caches, before, strict=True):

@@ -282,7 +282,7 @@ def test_an_engine_that_shares_no_memory_refuses_them(arch, monkeypatch):
     assert str(caught.value) == (
         f"copy: src is a torch tensor on mps, and {live.engine.title} cannot share memory with PyTorch, Another can. "
         "Call tikv.init('metal', engine='another') in another process (Install it), or pass src.cpu(), which waits for "
-        "the GPU and copies 32 bytes each time; what is written has to go back the same way."
+        "the GPU and copies 32 bytes each time; results have to be copied back the same way."
     )
     for name, call in calls(x).items():
         with pytest.raises(tikv.ArchError, match=rf"(^{name}).*: \w+ is a torch tensor on mps, and"):

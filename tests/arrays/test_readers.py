@@ -455,7 +455,7 @@ def test_overlap_is_seen_when_only_addresses_change(arch):
         (lambda: runtime.ti.ndarray(runtime.ti.i16, (1, 2, 8)), "src has dtype i16"),
         (
             lambda: runtime.ti.field(runtime.ti.f32, (1, 2, 8)),
-            "src is a ScalarField. Of Taichi's containers only ti.ndarray is seen",
+            "src is a ScalarField. The only container of Taichi's that can be passed is ti.ndarray",
         ),
     ],
     ids=["list", "none", "complex", "byte_order", "uint16", "bool", "ti_i16", "ti_field"],
@@ -551,7 +551,7 @@ class Elsewhere:
 @pytest.mark.parametrize(
     ("producer", "error", "message"),
     [
-        (Elsewhere(device=8), tikv.ArchError, r"src lies on DLPack device 8\. Use CPU or CUDA memory"),
+        (Elsewhere(device=8), tikv.ArchError, r"src is on DLPack device 8\. Use CPU or CUDA memory"),
         (Elsewhere(code=5, bits=64), tikv.DTypeError, "src has dtype DLPack code 5, 64 bits, 1 lanes"),
         (Elsewhere(lanes=4), tikv.DTypeError, "src has dtype DLPack code 2, 32 bits, 4 lanes"),
         (Producer(np.zeros((1, 2, 8), "U1")), tikv.DTypeError, "src .* gave no DLPack capsule"),
@@ -567,7 +567,7 @@ def test_dlpack_that_cannot_be_seen(arch, producer, error, message):
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_gpu_array_where_the_engine_has_no_gpu(arch, index):
     far = Elsewhere(device=2)
-    message = oracle.said(rf"copy: src lies on cuda:0 and Taichi runs on {arch}\. Call tikv\.init")
+    message = oracle.said(rf"copy: src is on cuda:0, but Taichi runs on {arch}\. Call tikv\.init")
     with pytest.raises(tikv.ArchError, match=message):
         tikv.copy(far, np.zeros((2, 5, 8), np.float32), position=0)
 
@@ -664,10 +664,10 @@ def test_arrays_of_two_gpus_are_refused_with_the_way_out(arch):
     with pytest.raises(tikv.ArchError) as caught:
         checks.on_device([("src", found)], live, "copy")
     assert str(caught.value) == (
-        "copy: src lies on cuda:1, and what it goes with on cuda:0. Move one of them. A store lies on torch's current "
-        "GPU of when it was made: with torch.cuda.device('cuda:1')."
+        "copy: src is on cuda:1, but the arrays that it is used with are on cuda:0. Move one of them. A store stays on "
+        "the GPU that was torch's current one when it was made; make it under `with torch.cuda.device('cuda:1')`."
     )
-    with pytest.raises(tikv.ArchError, match=r"lies on cuda:1 and .* runs on cpu"):
+    with pytest.raises(tikv.ArchError, match=r"is on cuda:1, but .* runs on cpu"):
         tikv.copy(OnSecondGpu(), np.zeros((1, 8, 4), np.float32), position=0)
 
 

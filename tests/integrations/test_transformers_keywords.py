@@ -249,7 +249,9 @@ def test_a_keyword_that_is_not_known_goes_to_the_models_own_function(arch, rng, 
 
 def test_a_keyword_that_nobody_knows_is_refused(arch, rng):
     q, k, v = (numbers(rng, 1, 2, 1, 8) for _ in "qkv")
-    with pytest.raises(tikv.OptionError, match="Module says tilt, which only its own function would know"):
+    with pytest.raises(
+        tikv.OptionError, match="Module passes tilt, which only an attention function of its own would understand"
+    ):
         attend(torch.nn.Module(), q, k, v, None, tilt=0.3, use_cache=True)
     with pytest.raises(tikv.OptionError, match="block_indices"):
         attend(torch.nn.Module(), q, k, v, None, block_indices=torch.zeros(1, 2, 1, 1, dtype=torch.long))
@@ -400,7 +402,7 @@ def test_a_model_with_no_attention_but_its_own_is_refused(arch):
     model = transformers.BigBirdPegasusForConditionalGeneration(config).eval()
     model.set_attn_implementation("tikv")
     assert model.config._attn_implementation == "tikv"
-    why = "BigBirdPegasusPreTrainedModel supports no attention but its own"
+    why = "BigBirdPegasusPreTrainedModel supports only its own attention"
     with pytest.raises(tikv.OptionError, match=why):
         TikvCache(model.config)
     with pytest.raises(tikv.OptionError, match=why):

@@ -47,7 +47,7 @@ def test_however_a_trial_ends_the_process_goes_on(untried, monkeypatch, tmp_path
     for _ in range(2):
         untried.why_no_subgroups = None
         why = launch.why_no_subgroups(untried)
-    assert re.fullmatch(rf"(a trial in a process of its own )?{message}", why), why
+    assert re.fullmatch(rf"(a trial in a separate process )?{message}", why), why
     assert counted.read_text() == "x"
     assert tikv.info()["subgroups"] == (why or "in use")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(why)

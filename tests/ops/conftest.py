@@ -11,7 +11,7 @@ from tikv.ops.attention import hopper, tensor_cores
 def tiles(monkeypatch, request):
     """The tiles that plans of this test got."""
     if not arrays.runtime_of().engine.has_bitcode:
-        pytest.skip(f"{arrays.runtime_of().engine.title} takes no bitcode, which tensor cores need")
+        pytest.skip(f"{arrays.runtime_of().engine.title} cannot link bitcode, which tensor cores need")
     found = []
     choose = tensor_cores.choose_tile
 

@@ -195,7 +195,7 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
         ({"name": "quant3_64"}, "K and V are quant3_64"),
         ({"name": "int8", "scale": "float32"}, "scales are float32"),
         ({"name": "int8", "width": 256}, "256 and 256 wide"),
-        ({"name": "q4_0", "width": 96}, "no whole words of q4_0"),
+        ({"name": "q4_0", "width": 96}, "cannot share whole words of q4_0"),
         ({"name": "quant8_64", "at": 2}, "not every scale and its bias begin at a multiple of 4 bytes"),
     ],
 )

@@ -431,7 +431,7 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert launch.why_no_tensor_cores(CUDA) == ""
     assert "is cpu" in tikv.info()["tensor_cores"]
     quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
-    assert "Quadrants takes no bitcode" in launch.why_no_tensor_cores(quadrants)
+    assert "Quadrants cannot link bitcode" in launch.why_no_tensor_cores(quadrants)
     invariant = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
     assert "invariant=True" in launch.why_no_tensor_cores(invariant)
     ampere.setattr(driver, "generation", lambda index: 7)

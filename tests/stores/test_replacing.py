@@ -96,7 +96,7 @@ def test_names_of_any_length_that_the_system_takes(tmp_path, letter):
 def test_what_is_no_file_is_not_replaced(tmp_path, kind):
     path = tmp_path / "cache.safetensors"
     (os.mkdir if kind == "folder" else os.mkfifo)(path)
-    with pytest.raises(tikv.CacheFileError, match=r"cache\.safetensors' is not a file, and is not replaced"):
+    with pytest.raises(tikv.CacheFileError, match=r"cache\.safetensors' is not a file, so it is not replaced"):
         replacing.replace(path, b"new", "test")
     assert not path.is_file()
     assert names(tmp_path) == [path.name]
