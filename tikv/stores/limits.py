@@ -6,9 +6,9 @@ from tikv import runtime
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
-# The largest that several layers share, where that is less. Apple promises a `maxBufferLength` of 256 MiB,
-# Vulkan a `maxMemoryAllocationSize` of 1 GiB: what is larger depends on the device, so it is asked of it only for a
-# layer that needs it.
+# The largest block that several layers share, if that is less. Apple promises a `maxBufferLength` of 256 MiB, Vulkan a
+# `maxMemoryAllocationSize` of 1 GiB. Whether a device has larger ones depends on it, so a larger block is allocated
+# only for a layer that needs it.
 SHARED_BYTES = {"metal": 2**28, "vulkan": 2**30}
 
 

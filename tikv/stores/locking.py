@@ -1,4 +1,4 @@
-"""Calls of a store that threads make side by side: each holds the store's lock, so they come one after the other."""
+"""Calls of several threads on one store: each call holds the store's lock, so they run one after the other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _RLock: Any = type(threading.RLock())
 
 
 class StoreLock(_RLock):  # type: ignore[misc]
-    """The lock of a store, which a thread may take again while it holds it. A copy of the store has one of its own."""
+    """The lock of a store, which a thread may take again while it holds it. A copy of the store has its own lock."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreLock:
         return StoreLock()
 
 
 def locked(method: F) -> F:
-    """Let a method of a store hold the store's `lock` from its beginning to its end."""
+    """Make a method of a store hold the store's `lock` while it runs."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,5 +32,5 @@ def locked(method: F) -> F:
 
 
 def changing(method: F) -> F:
-    """`locked`, for what changes a store: Ctrl-C waits until it is done, so that it is never half done."""
+    """`locked`, for methods that change a store: Ctrl-C waits until the method is done, so it is never half done."""
     return locked(uninterrupted(method))

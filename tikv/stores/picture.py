@@ -1,7 +1,7 @@
-"""Pictures as SVG text: the slots of a cache, the page table of a pool, bars beside a roof. Plain numbers in, text out.
+"""Pictures as SVG text: a cache's slots, a pool's page table, bars beside a roof. They are made from plain numbers.
 
-A picture has a panel of its own behind it and follows the reader's light or dark setting, so that it can be read on a
-page of either colour. Its size is bounded: what does not fit is left out behind an ellipsis, never the newest.
+A picture has its own background and follows the reader's light or dark setting, so that it can be read on a page of
+either colour. Its size is bounded: an ellipsis stands for what does not fit; the newest tokens are always drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from html import escape
 from tikv.errors import OptionError
 from tikv.stores.files import replacing
 
-# class: (property, light, dark). Both columns are opaque or drawn over the panel only.
+# class: (property, light, dark). The colours are opaque, or are drawn over the background only.
 COLOURS = {
     "panel": "fill:#ffffff;stroke:#d0d7de|fill:#0d1117;stroke:#3d444d",
     "ink": "fill:#1f2328|fill:#f0f6fc",
@@ -35,12 +35,12 @@ COLOURS = {
     "numpy": "fill:#8c959f|fill:#656c76",
 }
 MARGIN, PANEL, COLUMN = 16, 324, 8
-WHEEL, GRID, SINKS = 20, 64, 8  # cells that are drawn at most
+WHEEL, GRID, SINKS = 20, 64, 8  # the most cells that are drawn
 MAX_PANELS, MAX_SEQUENCES, MAX_BLOCKS, MAX_POOL, POOL_COLUMN = 4, 12, 14, 128, 16
 
 
 def counted(number: int, what: str) -> str:
-    """So many of something, in the singular where it is one.
+    """A number and what it counts, in the singular for 1.
 
     Examples:
         >>> counted(1, "layer"), counted(0, "layer"), counted(2, "layer")
@@ -50,7 +50,7 @@ def counted(number: int, what: str) -> str:
 
 
 def size_in_words(nbytes: int) -> str:
-    """Bytes in the unit that shows them.
+    """Bytes in the unit that shows them best.
 
     Examples:
         >>> size_in_words(512), size_in_words(2304), size_in_words(33554432)
@@ -77,7 +77,7 @@ def _text(x: float, y: float, words: object, kind: str = "ink", size: float = 12
 
 
 def _label(x: float, y: float, words: object, kind: str, room: float, most: float) -> str:
-    """Text in a cell, as large as its width allows and from 6 to `most`."""
+    """Text in a cell, as large as its width allows, from 6 to `most` pixels."""
     return _text(x, y, words, kind, max(6.0, min(most, room / len(str(words)))))
 
 
@@ -109,7 +109,7 @@ def _fitted(words: str, width: float, size: float = 12) -> str:
 
 
 def _heading(title: str, width: float) -> list[str]:
-    """What a repr says: the name, and below it what stands in its brackets."""
+    """A repr as a heading: the name, and below it what is in its brackets."""
     name, _, about = title.partition("(")
     parts = [_text(MARGIN, 30, _fitted(name, width - 2 * MARGIN, 15), size=15, anchor="start")]
     if about:
@@ -135,7 +135,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def around(count: int, anchors: Iterable[int], limit: int) -> list[int | None]:
-    """Which of ``count`` cells to draw in ``limit`` places: all, or those about the anchors, with None for a gap.
+    """Which of ``count`` cells to draw in ``limit`` places: all, or those around the anchors, with None for a gap.
 
     Examples:
         >>> around(5, [2], 8)
@@ -166,15 +166,15 @@ class Slots:
     """The slots of one layer, or of several in the same state.
 
     Args:
-        name: what stands above them.
+        name: the heading above them.
         slots: how many there are, sinks included.
         sinks: how many of them never move.
         wraps: whether the others are a ring.
         length: tokens appended.
-        valid_from: the oldest position behind the sinks that is not overwritten.
-        true_positions: of each slot, -1 for an empty one, where a compaction left holes: the others are then counted as
-            if there were no holes.
-        weights: of each slot, from 0 to 1: what colours it instead of its age.
+        valid_from: the oldest position after the sinks that is not overwritten.
+        true_positions: the position in each slot, -1 for an empty one, if a compaction left holes: the other arguments
+            then count as if there were no holes.
+        weights: a weight from 0 to 1 for each slot, which colours it instead of its age.
 
     Examples:
         >>> [Slots("layer 0", slots=4, sinks=1, wraps=True, length=6, valid_from=3).position_in(s) for s in range(4)]
@@ -195,7 +195,7 @@ class Slots:
         return self.true_positions[slot] if self.true_positions else position
 
     def position_in(self, slot: int) -> int | None:
-        """The position that lies in a slot, or None."""
+        """The position in a slot, or None."""
         if not self.wraps or slot < self.sinks:
             return slot if slot < self.length else None
         if self.length <= self.sinks:
@@ -206,18 +206,18 @@ class Slots:
         return position if position >= max(self.valid_from, self.sinks) else None
 
     def slot_of(self, position: int) -> int:
-        """Where a position lies, or would lie."""
+        """The slot in which a position is or would be."""
         if not self.wraps or position < self.sinks:
             return position
         return self.sinks + (position - self.sinks) % (self.slots - self.sinks)
 
     @property
     def oldest(self) -> int:
-        """The oldest position behind the sinks that can be read."""
+        """The oldest position after the sinks that can be read."""
         return max(self.valid_from, self.sinks) if self.wraps else 0
 
     def age(self, position: int) -> float:
-        """0 for the oldest position held behind the sinks, 1 for the newest."""
+        """0 for the oldest position held after the sinks, 1 for the newest."""
         span = self.length - 1 - self.oldest
         return (position - self.oldest) / span if span > 0 else 1.0
 
@@ -257,7 +257,7 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
     turn, middle = 2 * math.pi / len(shown), (outer + inner) / 2
     parts, over = [], []
     for i, cell in enumerate(shown):
-        # A full circle has no two ends: a ring of one slot is left open by a hair.
+        # An arc needs two different ends, so even a ring of one slot is drawn with a small gap.
         start, end = i * turn + 0.012, (i + 1) * turn - 0.012
         angle = (start + end) / 2
         at = (cx + middle * math.sin(angle), cy - middle * math.cos(angle) + 4)
@@ -310,7 +310,7 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
 
 
 def _held(row: Slots) -> str:
-    """Which positions can be read, in words."""
+    """The positions that can be read, in words."""
     if row.length == 0:
         return "no tokens" if row.true_positions else "no tokens yet"
     if row.true_positions:
@@ -333,7 +333,7 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
     """The slots of a contiguous cache: a wheel for each ring, a strip for each layer without one.
 
     Args:
-        title: a repr: the name is written large, what it has in brackets small.
+        title: a repr: its name is written large, and what is in its brackets small.
         rows: the different states that layers are in; four are drawn, the others counted.
 
     Returns:
@@ -384,7 +384,7 @@ class Table:
 
 
 def _block(x: float, y: float, block: int, holders: int, filled: float, width: float) -> list[str]:
-    """A block with its number, filled from the left; its holders where there are several."""
+    """A block with its number, filled from the left, and with the number of its holders if there are several."""
     kind = "shared" if holders > 1 else "held"
     parts = [_box(x, y, width, 27, "empty")]
     if filled > 0:
@@ -400,11 +400,11 @@ def table(
     """The page table of a pool: each sequence's blocks in order, and all blocks with those that are shared or free.
 
     Args:
-        title: a repr: the name is written large, what it has in brackets small.
+        title: a repr: its name is written large, and what is in its brackets small.
         block_size: tokens of a block.
         num_blocks: blocks of the pool.
-        free: how many of them nobody holds.
-        holders: how many sequences hold a block.
+        free: how many of them no sequence holds.
+        holders: how many sequences hold each block.
         rows: the sequences; twelve are drawn, the others counted.
 
     Returns:
@@ -459,7 +459,7 @@ def table(
 
 @dataclass(frozen=True)
 class Bars:
-    """One group of bars: its name, a value for each peer, what to write beside each, and the roof."""
+    """One group of bars: its name, a value for each peer, the label of each bar, and the roof."""
 
     name: str
     values: dict[str, float]
@@ -468,15 +468,15 @@ class Bars:
 
 
 def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
-    """Horizontal bars, each group on a scale of its own; a line marks its roof.
+    """Horizontal bars, each group on its own scale; a line marks its roof.
 
     Args:
-        title: a repr: the name is written large, what it has in brackets small.
+        title: a repr: its name is written large, and what is in its brackets small.
         note: the small line below.
-        groups: longer is better; a group's longest bar or its roof takes the whole width.
+        groups: the groups; a longer bar is better. A group's longest bar or its roof takes the whole width.
 
     Returns:
-        An SVG document of 900 pixels' width.
+        An SVG document that is 900 pixels wide.
     """
     left, width, room = 250.0, 900.0, 430.0
     parts = _heading(title, width)
@@ -501,7 +501,7 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
 
 
 def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
-    """The picture to write, which is possible and whose name ends in .svg, or OptionError or CacheFileError."""
+    """The path to write to, or OptionError if it does not end in .svg, or CacheFileError if it cannot be written."""
     if pathlib.Path(path).suffix != ".svg":
         raise OptionError(
             f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Name the file so."
@@ -510,7 +510,7 @@ def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
 
 
 def save(svg: str, path: str | os.PathLike[str] | None, operation: str) -> str:
-    """A picture, which is written to a file that ends in .svg too where there is a path."""
+    """Return a picture's text, and write it to `path` unless that is None."""
     if path is not None:
         replacing.replace(target_of(path, operation), svg.encode(), operation, ".svg")
     return svg

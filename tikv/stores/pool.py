@@ -1,7 +1,7 @@
 """PagedKVCacheStore: sequences of any length over one pool of blocks, sharing what they have in common.
 
-Here are the public calls, the store's lock, and what a store says of itself. `pools` has the rest: memory and who holds
-which block of it (`Pages`), appends, attention, and what lets go of tokens.
+This module has the public calls, the store's lock, and what a store reports about itself. `pools` has the rest: memory
+and who holds which block of it (`Pages`), appends, attention, and dropping tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice. Its tokens
-    lie in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one writes to
-    it.
+    are kept in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one of them
+    writes to it.
 
     Args:
         num_layers: layers of the model.
@@ -52,22 +52,22 @@ class PagedKVCacheStore(runtime.DeepCopied):
         dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
             scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
             With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
-            holds whole groups, and the newest R to R + group tokens of each sequence lie beside the pool, for four
-            sequences at first, then for twice as many. Such a pool has no ``layout``, ``per_head``, prefixes by token
-            ids, `write_qkv` or `commit`, and `compact` keeps or drops a group of codes as a whole.
+            holds whole groups, and the newest R to R + group tokens of each sequence are kept beside the pool, with
+            room for four sequences at first and twice as many whenever that is full. Such a pool has no ``layout``,
+            ``per_head``, prefixes by token ids, `write_qkv` or `commit`, and `compact` keeps or drops whole groups.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
         head_dim_v: width of a head of V.
-        scale_dtype: of the scales of int8 (N, bs, H), and of those and the biases of a `tikv.Quant` (N, bs, H, n):
-            float16 or float32. "q8_0" and "q4_0" have float16.
+        scale_dtype: dtype of the scales of int8 (N, bs, H), and of the scales and biases of a `tikv.Quant`
+            (N, bs, H, n): float16 or float32. "q8_0" and "q4_0" have float16.
         per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
-            sequence has a block table of its own, so `compact` can drop different tokens of each. Each layer has
+            sequence has its own block table, so `compact` can drop different tokens of each. Each layer has
             ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
             and has no `write_qkv`.
-        page_summaries: keep the least and the greatest key of each page of so many tokens, for `page_summaries`: a
-            number that divides ``block_size``; None to keep none. Not with float64 or layout VLLM.
+        page_summaries: tokens per page, a divisor of ``block_size``, to keep the least and the greatest key of each
+            page for `page_summaries`; None keeps no summaries. float64 and layout VLLM do not allow it.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -82,7 +82,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     Cost: an append takes one launch for all its sequences. Tables and counts are kept on the host, and reading them
     never waits for the device.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory lies on the GPU that is torch's current one when the store is made.
+    GPUs: the memory is on the GPU that is torch's current one when the store is made.
 
     Examples:
         >>> import numpy as np, tikv
@@ -134,7 +134,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         kind = Pages if config.groups is None else TokenGroupPages
         self._pages: Pages = kind(self.runtime, self.config, self.num_layers)
         self._appends = PageAppends(self._pages)
-        self._followed = False  # by torch's autograd, tokens that were appended
+        self._followed = False  # whether torch's autograd follows tokens that were appended
         self.lock = StoreLock()
 
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
@@ -143,7 +143,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @property
     def device(self) -> str:
-        """As of `KVCacheStore`."""
+        """As in `KVCacheStore`."""
         return self.runtime.device
 
     @property
@@ -166,7 +166,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; with ``per_head``, in the layer that has fewest."""
+        """Blocks that no sequence holds; with ``per_head``, those of the layer that has the fewest."""
         return self._pages.sequences.num_free
 
     @property
@@ -197,7 +197,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def block_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, Any]:
         """(blocks,) int32: the blocks of a sequence in order, a copy on the host.
 
-        With ``per_head`` (H, most blocks), those of each head in a layer, padded with -1; that needs ``layer``.
+        With ``per_head`` it is (H, most blocks), each head's blocks in ``layer``, which must be given; -1 is padding.
         """
         operation = "PagedKVCacheStore.block_table"
         state = self._state(seq, operation)
@@ -207,14 +207,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def held(self, layer: int, seq: int) -> Any:
-        """Tokens of a sequence that one layer can read: an int; with ``per_head`` (H,) int32, of each head."""
+        """Tokens of a sequence that one layer can read: an int, or (H,) int32 by head with ``per_head``."""
         operation = "PagedKVCacheStore.held"
         layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
         return self._pages.sequences.held(layer, state)
 
     @locked
     def positions(self, layer: int, seq: int) -> np.ndarray[Any, Any]:
-        """(H, most that a head holds) int64: the true position of each token held, in order; -1 pads shorter heads."""
+        """(H, most tokens of a head) int64: the true position of each token held, in order; -1 pads shorter heads."""
         operation = "PagedKVCacheStore.positions"
         layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
         rows = self._pages.sequences.positions(layer, state)
@@ -234,14 +234,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
-        """The scales of K and of V where they lie, None where one of the two has none: of int8 each (N, bs, H).
+        """The scales of K and of V in place; None for one that has no scales.
 
-        Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one. Where K and V have
-        rows of different numbers of them, n is the larger, also of int8, and the first are in use. Of 8-bit floats (1,)
-        or (H,), what the store was given.
+        For int8 each is (N, bs, H). For groups each is (N, bs, H, n): the scales of a row, and after each its bias if
+        there is one. If rows of K and V have different numbers of them, n is the larger, for int8 too, and the first
+        ones are used. For 8-bit floats they are (1,) or (H,), as the store was given them.
 
         Raises:
-            DTypeError: the store has none.
+            DTypeError: the store has no scales.
         """
         operation = "PagedKVCacheStore.scales"
         self._pages.refuse_groups(operation, "Read tokens().")
@@ -257,20 +257,21 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def page_summaries(self, layer: int, seqs: Sequence[int]) -> tuple[CacheArray, CacheArray]:
         """The least and the greatest key of each page of sequences, as `tikv.summarize_pages` gives them of `tokens`.
 
-        For `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n`` of those
-        that a sequence holds is in page ``n // page``. Every call that changes the store keeps them right. Summaries of
-        full pages lie beside their blocks; a last page that is not full is summarised here.
+        Pass them to `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n``
+        of those that a sequence holds is in page ``n // page``. Every call that changes the store updates them.
+        Summaries of full pages are kept with their blocks; a last page that is not full is summarised in this call.
 
         Args:
             layer: its index.
             seqs: the B sequences.
 
         Returns:
-            (least, greatest), each (B, num_kv_heads, P, head_dim), new arrays, with P the pages of the longest; of the
-            keys' dtype, or float32 for formats with scales. 0 in both of a page without tokens.
+            (least, greatest), each (B, num_kv_heads, P, head_dim), new arrays, where P is the number of pages of the
+            longest sequence; of the keys' dtype, or float32 for formats with scales. Both are 0 for pages without
+            tokens.
 
         Raises:
-            OptionError: the store keeps none.
+            OptionError: the store keeps no summaries.
             PositionError: a sequence does not exist, or is swapped out.
 
         Cost: one launch that copies, and one that reads at most a page of each sequence, or two with scales.
@@ -300,7 +301,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return checks.integer(index, "layer", operation, high=self.num_layers - 1)
 
     def _state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
-        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise."""
+        """The state of a sequence that exists and, unless `swapped` is True, is not swapped out; or PositionError."""
         runtime.require_alive(self.runtime, operation)
         return self._pages.sequences.state(seq, operation, swapped=swapped)
 
@@ -308,7 +309,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
-        """Make a new sequence. With token ids, it begins with the full blocks that it has in common with others.
+        """Make a new sequence. With token ids, it begins with the full blocks that it shares with other sequences.
 
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
         That sequence may have been freed, as long as its blocks were not reused. `length` says how many tokens are in
@@ -361,12 +362,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 or bfloat16.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
-                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None: one token each. Rows after the last are
-                padding.
+                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None means one token each. Rows after the last one
+                are padding.
             layout: of k and v, "token_major", or "head_major" for (H, T, D).
 
         Raises:
-            CapacityError: the pool has too few free blocks for all of it. Every sequence is as it was.
+            CapacityError: the pool has too few free blocks for all tokens. No sequence is changed.
             PositionError: a sequence does not exist, is swapped out or is named twice.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or the layout do not fit.
 
@@ -393,7 +394,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
-        """Split fused rows, norm and rotate them, and append their keys and values; `tikv.write_qkv` into the pool.
+        """Split fused rows, norm and rotate them, and append their keys and values, as `tikv.write_qkv` does.
 
         Args:
             layer: its index.
@@ -402,15 +403,15 @@ class PagedKVCacheStore(runtime.DeepCopied):
             num_q_heads: Hq.
             norm_rope: a `tikv.NormRope`, or None to split only.
             rope_positions: (T,) positions to rotate by; None for each token's place in its sequence.
-            q_layout: of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
+            q_layout: layout of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
 
         Returns:
             q, in the dtype of ``qkv``, normed and rotated.
 
         Raises:
-            As `append` and `tikv.write_qkv`. Nothing is written and every sequence is as it was.
+            As `append` and `tikv.write_qkv`. Nothing is written, and no sequence is changed.
 
-        Exactness: the bits of `tikv.write_qkv`.
+        Exactness: the same bits as `tikv.write_qkv`.
         Cost: one launch.
         """
         operation = "PagedKVCacheStore.write_qkv"
@@ -447,44 +448,44 @@ class PagedKVCacheStore(runtime.DeepCopied):
         indices: Any = None,
         shared_prefix: str = "auto",
     ) -> Any:
-        """Attend with queries over what one layer of their sequences holds, as `tikv.paged_decode_attention`.
+        """Attend with queries over the tokens of their sequences in one layer, as `tikv.paged_decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer; a layer that missed an append has fewer than
         others, and the repr of the store shows that.
 
         Args:
             layer: its index.
-            q: (B, Hq, D), one query for each sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
-                (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
+            q: (B, Hq, D), one query for each sequence; or (B, T, Hq, D), causal, for the last T tokens of each;
+                head-major (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
             seqs: the B sequences.
-            layout: of q and of the result, "token_major" or "head_major".
+            layout: layout of q and of the result, "token_major" or "head_major".
             scale: factor of the scores; None for 1 / sqrt(D).
             window: tokens that a query sees, including its own; None for all.
             return_lse: also return the log-sum-exp of the scores.
-            out: array for the result, with its shape and q's dtype.
+            out: an array for the result, with its shape and q's dtype.
             impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
             return_mass, mass_queries: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
-            shared_prefix: "auto": blocks with which neighbours among ``seqs`` begin and which they share, after `fork`
-                or `add` with token ids, are read once for all of them where that saves time; results differ by rounding
-                only. "off": each sequence is read alone. So it is with a window, slopes, masks, indices or mass, with
+            shared_prefix: with "auto", first blocks that neighbours among ``seqs`` share, after `fork` or `add` with
+                token ids, are read once for all of them if that saves time; results differ by rounding only. With
+                "off", each sequence is read separately; so it is with a window, slopes, masks, indices or mass, with
                 ``per_head``, and under ``tikv.init(invariant=True)``.
 
         Returns:
             ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
-            shape without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by
+            shape without the last axis; with ``return_mass`` the mass last, float32: (B, num_kv_heads, longest) by
             position, or with ``indices`` (B, num_kv_heads, T, K) in their order.
 
         Raises:
             PositionError: a sequence does not exist, is swapped out, or has some tokens but fewer than queries; an
-                index on the host is not a token of its sequence; the layer has no tokens of a sequence of which other
-                layers have some, without ``return_lse``.
+                index on the host is not a token of its sequence; or, without ``return_lse``, the layer has no tokens of
+                a sequence of which other layers have some.
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
-        Cost: one launch; each key and value is read once for all query heads of its KV head. Where a prefix is shared,
-            three launches for each stretch of neighbours that share one.
+        Cost: one launch; each key and value is read once for all query heads of its KV head. If prefixes are shared, it
+            takes three launches for each run of neighbours that share one.
         """
         operation = "PagedKVCacheStore.attend"
         request = AttendRequest(
@@ -522,30 +523,30 @@ class PagedKVCacheStore(runtime.DeepCopied):
         mass_queries: int | None = None,
         shared_prefix: str = "auto",
     ) -> Any:
-        """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
+        """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
         Args:
             layer: its index.
-            q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
+            q: (T, Hq, D), the new tokens' queries, float32, float16 or bfloat16; Hq is a multiple of num_kv_heads.
             k, v, seqs, cu_seqlens: as in `append`.
-            layout: of q, k, v and what is returned, "token_major", or "head_major" for (Hq, T, D) and (H, T, D).
-            scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
-            mask, parents: as in `tikv.paged_decode_attention`, where the new tokens of each sequence are a tree: as
-                many of each, at most 256, without padding.
+            layout: of q, k, v and the result, "token_major", or "head_major" for (Hq, T, D) and (H, T, D).
+            scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes for each of ``seqs``, or for all.
+            mask, parents: as in `tikv.paged_decode_attention`, if the new tokens of each sequence are a tree: equally
+                many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
             return_mass, mass_queries: as in `attend`; the last queries of each sequence.
-            shared_prefix: as in `attend`, for neighbours among ``seqs`` with as many new tokens, at most 256.
+            shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
             A new array of q's kind and dtype, (T, Hq, D_v) or in the layout given; with ``return_lse`` also lse, and
             with ``return_mass`` the mass. Padding gives 0 and -inf.
 
         Raises:
-            As `append` and `attend`. Nothing is written, and every sequence is as it was. So it is after
-            Ctrl-C, but for groups along tokens: there the error says how many tokens each sequence holds.
+            As `append` and `attend`. Nothing is written, and no sequence is changed. The same holds after Ctrl-C,
+            except with groups along tokens: there the error says how many tokens each sequence holds.
 
         Exactness: as `append` and `attend`: attention reads what is stored.
-        Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
+        Cost: as `append`; attention is one launch for neighbouring sequences with equally many new tokens, 256 queries
             of a sequence at a time.
 
         Examples:
@@ -572,16 +573,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
-        """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v).
+        """A copy of the tokens that one layer of a sequence holds: K (length, H, D) and V (length, H, D_v).
 
-        int8 and groups come as float32.
+        int8 and groups are returned as float32.
 
-        With ``per_head`` the length is what the head with most tokens holds, and zeros follow those of the others.
+        With ``per_head`` the length is that of the head with the most tokens; zeros fill up the other heads.
 
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out.
 
-        Cost: each row is read once and written once; a launch for K and one for V.
+        Cost: each row is read once and written once, by one launch for K and one for V.
         """
         operation = "PagedKVCacheStore.tokens"
         layer = self._layer(layer, operation)
@@ -603,19 +604,19 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def fork(self, seq: int) -> int:
-        """Make a new sequence with the same tokens. It shares all blocks; a block is copied before one of them writes.
+        """Make a new sequence with the same tokens. Both share all blocks; a block is copied before one writes to it.
 
-        The fork may continue differently. Of the ``token_ids`` that were passed to `add`, it keeps those of the full
-        blocks that every layer holds; `add` does not find what it appends later.
+        The fork may continue differently. It keeps the ``token_ids`` passed to `add` for the full blocks that every
+        layer holds; `add` does not find what the fork appends later.
 
         Returns:
             The number of the new sequence.
 
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out.
-            OptionError: a ``per_head`` store.
+            OptionError: the store is ``per_head``.
 
-        Cost: none on the device now; later a copy of each shared block that is written to, in all layers.
+        Cost: none on the device now; later each shared block that is written to is copied, in all layers.
         """
         operation = "PagedKVCacheStore.fork"
         self._pages.refuse_per_head(operation, "blocks of single heads cannot be shared")
@@ -626,8 +627,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks after them.
 
         Raises:
-            PositionError: ``seq`` does not exist or is swapped out, or holds fewer than ``n``; or a layer was compacted
-                when it had more; or a part of a group of codes along tokens would stay. Nothing is changed.
+            PositionError: ``seq`` does not exist, is swapped out or holds fewer than ``n``; a layer was compacted when
+                it had more; or part of a group of codes along tokens would be kept. Nothing is changed.
 
         Cost: none on the device.
         """
@@ -644,7 +645,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def free(self, seq: int) -> None:
-        """Forget a sequence. Blocks that no other holds become free; `add` can find full ones until they are reused.
+        """Forget a sequence. Blocks that no other sequence holds become free; `add` finds full ones until their reuse.
 
         Raises:
             PositionError: ``seq`` does not exist.
@@ -673,16 +674,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 it is `length`.
 
         Raises:
-            OptionError: layout VLLM; ``rope`` with groups along tokens.
-            CapacityError: too few blocks are free for copies of those that another sequence shares.
-            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold; a
+            OptionError: the layout is VLLM, or ``rope`` is given with groups along tokens.
+            CapacityError: too few blocks are free to copy those that another sequence shares.
+            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold;
                 part of a group of codes along tokens would be kept; ``seq`` does not exist.
             ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
                 that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 
         Exactness: rows, scales and codes keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
         Cost: each row that moves is read twice and written twice. The host reads indices and masks. Shared blocks in
-            which rows change are copied first, in all layers, and prefixes no longer find them.
+            which rows change are copied first, in all layers, and `add` no longer finds blocks that changed.
 
         Examples:
             >>> import numpy as np, tikv
@@ -714,17 +715,17 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 `extend`.
 
         Raises:
-            PositionError: an index falls, repeats or leaves the draft; layers of a sequence to which different numbers
-                of tokens came; a draft that is older than a `compact`; a sequence does not exist, is swapped out or is
-                named twice.
+            PositionError: an index falls, repeats or is outside the draft; different numbers of tokens were appended to
+                the layers of a sequence; a `compact` came after the draft; a sequence does not exist, is swapped out or
+                is named twice.
             ShapeError: the path is not a list of integers for each sequence.
-            CapacityError: too few blocks are free for copies of those that another sequence shares.
-            OptionError: layout VLLM. Nothing is changed.
+            CapacityError: too few blocks are free to copy those that another sequence shares.
+            OptionError: the layout is VLLM. Nothing is changed.
 
-        Exactness: rows, scales and codes keep their bits: those of a sequence that had only its path appended.
-        Cost: rows that move are read and written once, in one launch for all layers that lie in one piece of memory,
-            keys, values and scales together; in layout HND scales are one more. Paths of the first drafted tokens take
-            none. Shared blocks in which rows change are copied first.
+        Exactness: rows, scales and codes keep their bits, as if only its path had been appended to each sequence.
+        Cost: rows that move are read and written once, in one launch for all layers that share one piece of memory,
+            keys, values and scales together; in layout HND, scales take one more. Paths of the first drafted tokens
+            take none. Shared blocks in which rows change are copied first.
 
         Examples:
             >>> import numpy as np, tikv
@@ -746,13 +747,13 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def swap_out(self, seq: int) -> None:
         """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
 
-        Until then it has a `length` and can be freed, and nothing else.
+        Until then only its `length` can be read, and it can be freed.
 
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out already.
-            OptionError: a ``per_head`` store.
+            OptionError: the store is ``per_head``.
 
-        Cost: its blocks in all layers are read once; waits for the device.
+        Cost: its blocks in all layers are read once; the call waits for the device.
         """
         operation = "PagedKVCacheStore.swap_out"
         self._pages.refuse_per_head(operation, "blocks of single heads cannot leave their pool")
@@ -761,14 +762,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def swap_in(self, seq: int) -> None:
-        """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
+        """Bring a swapped-out sequence back into the pool. Blocks that its prefix finds there are shared, not copied.
 
         Raises:
             CapacityError: too few blocks are free.
             PositionError: ``seq`` does not exist, or is not swapped out.
-            Whatever is raised, the sequence stays swapped out and the blocks taken for it are free again.
+            After any error, the sequence is still swapped out and the blocks taken for it are free again.
 
-        Cost: the blocks that are not shared are written once in all layers.
+        Cost: the blocks that are not shared are written once, in all layers.
         """
         operation = "PagedKVCacheStore.swap_in"
         state = self._state(seq, operation, swapped=True)
@@ -788,20 +789,20 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
         """Save sequences to a .safetensors file: written beside it, synced, then renamed.
 
-        A block that several of them hold is saved once and shared again when it is loaded, and prefixes are found again
-        by `add`: the file carries the token ids of full blocks and the salts, for whoever can read it. Of a block only
-        the slots that they have filled are saved, the others as zeros. One that is swapped out comes back so.
+        A block that several of them hold is saved once and shared again when it is loaded. `add` finds prefixes again:
+        the file contains the token ids of full blocks and the salts, and anyone with access can read them. Slots of a
+        block that the sequences have not filled are saved as zeros. A swapped-out sequence is loaded as swapped out.
 
         Args:
-            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
-                link is, and the link stays. What killed saves left in its folder is removed.
-            seqs: the sequences, each once; None for all there are.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
+                link, the file that it links to is replaced. What killed saves left in that folder is removed.
+            seqs: the sequences, each once; None for all sequences of the pool.
 
         Raises:
-            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+            CacheFileError: the path has another ending, or the system refuses to write. An old file is unchanged.
             PositionError: a sequence does not exist, or is named twice.
 
-        Exactness: every bit. Cost: their blocks, once to the host and once to the disk.
+        Exactness: every bit is kept. Cost: their blocks are copied once to the host and once to the disk.
 
         Examples:
             >>> import tempfile, numpy as np, tikv
@@ -827,7 +828,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def load(
         cls, path: str | os.PathLike[str], *, num_blocks: int | None = None, share_prefixes: bool = True
     ) -> PagedKVCacheStore:
-        """A new store with the form and the sequences of a saved one, under their numbers, on the arch that runs now.
+        """A new store with the form and the sequences of a saved one, under the same numbers, on the current arch.
 
         Args:
             path: a file that `save` wrote.
@@ -836,8 +837,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself; or this
-                machine has too little memory for its pool, and then it is a CapacityError too.
-            CapacityError, DTypeError: ``num_blocks`` are too few, or this arch cannot hold it.
+                machine has too little memory for its pool, in which case the error is a CapacityError too.
+            CapacityError, DTypeError: ``num_blocks`` is too small, or this arch cannot hold the pool.
         """
         operation = "PagedKVCacheStore.load"
         saved = pool_files.SavedSequences(path, operation)
@@ -851,27 +852,27 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def load_sequences(
         self, path: str | os.PathLike[str], *, share_prefixes: bool = True, salt: str | bytes | int | None = None
     ) -> list[int]:
-        """Add the sequences of a file to this pool: a prompt that was computed before, for example.
+        """Add the sequences of a file to this pool, for example a prompt that was computed before.
 
-        Blocks that they share with each other are shared here too; none is shared with sequences that are here already.
-        `add` finds their prefixes by the token ids in the file, where this pool has none of its own; old files have no
-        token ids. That the rows belong to these tokens nobody can check: load a stranger's file with a ``salt`` of its
-        own or with ``share_prefixes=False``.
+        Blocks that they share with each other are shared here too; none is shared with sequences of this pool. `add`
+        finds their prefixes by the token ids in the file, unless this pool already has such a prefix; old files have no
+        token ids. Nothing can check that the rows belong to these tokens: load a file from an untrusted source with its
+        own ``salt`` or with ``share_prefixes=False``.
 
         Args:
             path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
-            share_prefixes: False: no `add` finds them, and they find nothing here when they are swapped in.
-            salt: under which `add` finds them, whatever the file says; None for what it says of each.
+            share_prefixes: if False, no `add` finds them, and they find nothing here when they are swapped in.
+            salt: the salt under which `add` finds them, whatever the file says; None for the file's salt of each.
 
         Returns:
-            Their numbers here, in the order in which they were saved.
+            Their numbers in this pool, in the order in which they were saved.
 
         Raises:
             CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself.
-            ShapeError, DTypeError: it is of another form.
-            CapacityError: too few blocks are free. Whatever is raised, the pool is as it was.
+            ShapeError, DTypeError: the file's form differs from this pool's.
+            CapacityError: too few blocks are free. After any error, the pool is unchanged.
 
-        Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
+        Exactness: every bit is kept. Cost: the file is read once, and its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
         self._pages.refuse_per_head(operation, "a file has one block table per sequence")
@@ -885,7 +886,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def draw(self, path: str | os.PathLike[str] | None = None) -> str:
         """Draw the page table: each sequence's blocks in order, and which blocks of the pool are shared or free.
 
-        A notebook shows a store so. With ``per_head`` it is the table of each head in the first layer.
+        A notebook shows a store this way. With ``per_head`` it is the table of each head in the first layer.
 
         Args:
             path: ends in ``.svg``; None writes no file.
@@ -894,7 +895,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             The SVG text. It follows the reader's light or dark setting; its size does not grow with the memory.
 
         Raises:
-            OptionError, CacheFileError: another ending, or the system refuses.
+            OptionError, CacheFileError: the path has another ending, or the system refuses to write.
 
         Cost: none on the device.
 
@@ -917,7 +918,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return len(self._pages.sequences.states)
 
     def __bool__(self) -> bool:
-        """True, also of a store without sequences: ``store or make()`` keeps it."""
+        """True, even if the store has no sequences, so that ``store or make()`` keeps it."""
         return True
 
     @locked

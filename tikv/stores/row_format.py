@@ -1,7 +1,7 @@
-"""How rows of keys and of values are stored: in a dtype or in groups of codes, of which width, divided by which scale.
+"""How rows of keys and values are stored: in a dtype or in groups of codes, how wide, and divided by which scale.
 
-A store says all of it once, as `RowFormats`: its memory is made by it, what may be appended is checked by it, and
-files, messages and attention take it from there.
+A store states all of this once, as `RowFormats`: memory is allocated by it, appended rows are checked against it, and
+files, messages and attention read it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RowFormat(NamedTuple):
 
     Attributes:
         dtype: a dtype, or a format of groups of codes.
-        width: numbers of a row.
-        divisor: what all rows are divided by before they are stored, and multiplied by where they are read.
+        width: the numbers in a row.
+        divisor: what all rows are divided by before they are stored, and multiplied by when they are read.
     """
 
     dtype: Stored
@@ -44,12 +44,12 @@ class RowFormat(NamedTuple):
 
     @property
     def stored(self) -> DType:
-        """The dtype of the array that holds the rows: words of codes have one of their own."""
+        """The dtype of the array that holds the rows; codes are packed into words, which have their own dtype."""
         return dtypes.uint32 if isinstance(self.dtype, GroupFormat) else self.dtype
 
     @property
     def stored_width(self) -> int:
-        """Elements of a row in that array."""
+        """The number of a row's elements in that array."""
         return self.dtype.words(self.width) if isinstance(self.dtype, GroupFormat) else self.width
 
     @property
@@ -59,23 +59,23 @@ class RowFormat(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Scales of a row, those of groups with their biases; 0 for none."""
+        """How many scales a row has, with the biases of groups counted too; 0 without scales."""
         row = format_of(self.dtype)
         return 0 if row is None else row.numbers_of(self.width)
 
     @property
     def is_numbers(self) -> bool:
-        """Whether a row is numbers without scales, so that what is stored is what is read."""
+        """Whether a row is plain numbers without scales, so that reading returns what is stored."""
         return self.format is None and self.read_dtype is self.stored
 
     @property
     def read_dtype(self) -> DType:
-        """What `tokens` gives: the stored dtype, or float32 for what has scales."""
+        """The dtype that `tokens` returns: the stored one, or float32 if rows have scales."""
         return dtypes.float32 if self.numbers or self.divisor is not None else self.stored
 
 
 class RowFormats(NamedTuple):
-    """How the rows of a store are stored, and in which dtype the scales that lie beside them."""
+    """How the rows of a store are stored, and the dtype of the scales beside them."""
 
     k: RowFormat
     v: RowFormat
@@ -96,7 +96,7 @@ class RowFormats(NamedTuple):
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> RowFormats:
-        """What the arguments that make a store mean, or an error about one; `KVCacheStore` describes them."""
+        """The formats that a store's arguments ask for, or an error about one; `KVCacheStore` describes them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
         given = dtype, dtype if v_dtype is None else v_dtype
@@ -118,17 +118,17 @@ class RowFormats(NamedTuple):
 
     @property
     def both(self) -> tuple[RowFormat, RowFormat]:
-        """Those of K and of V."""
+        """The formats of K and of V."""
         return self.k, self.v
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of a row of K and of V."""
+        """The numbers in a row of K and of V."""
         return self.k.width, self.v.width
 
     @property
     def formats(self) -> Formats:
-        """The formats of K and of V, of those that are groups of codes."""
+        """The formats of K and of V, each None unless its rows are groups of codes."""
         return self.k.format, self.v.format
 
     @property
@@ -138,22 +138,22 @@ class RowFormats(NamedTuple):
 
     @property
     def divided(self) -> bool:
-        """Whether rows of K or of V are divided by a scale of the caller's."""
+        """Whether rows of K or of V are divided by a scale that the caller gave."""
         return self.divisors != (None, None)
 
     @property
     def alike(self) -> bool:
-        """Whether K and V are stored in one dtype or format; keys alone may be turned."""
+        """Whether K and V are stored in the same dtype or format, apart from a rotation of keys."""
         return self.k.dtype.name == self.v.dtype.name
 
     @property
     def numbers(self) -> int:
-        """From a row's scales to the next row's, of K as of V: the larger of both."""
+        """The distance from a row's scales to the next row's, for K and V alike: the larger number of both."""
         return max(self.k.numbers, self.v.numbers)
 
     @property
     def name(self) -> str:
-        """What K and V are stored as, for messages and a `repr`."""
+        """The names of what K and V are stored as, for messages and a `repr`."""
         return str(self.k.dtype) if self.alike else f"{self.k.dtype}|{self.v.dtype}"
 
     @property
@@ -164,22 +164,22 @@ class RowFormats(NamedTuple):
 
     @property
     def appended(self) -> tuple[str, ...]:
-        """The names of what may be appended."""
+        """The names of the dtypes that may be appended."""
         return appended(self.k.dtype, self.v.dtype, divided=self.divided)
 
     @property
     def scale_axes(self) -> tuple[int, ...]:
-        """The axis of a row's scales, if a row has several: K and V have as many."""
+        """The axis of a row's scales as a shape, empty unless a row has several; the same for K and V."""
         return () if self.formats == (None, None) else (self.numbers,)
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """The arrays that hold rows by their names in files: the shape of a row, and the dtype."""
+        """The arrays that hold rows, by their names in files: the shape of a row and the dtype."""
         found = {name: ((row.stored_width,), row.stored) for name, row in zip(ROWS, self.both, strict=True)}
         scaled = [name for name, row in zip(SCALES, self.both, strict=True) if row.numbers]
         return {**found, **dict.fromkeys(scaled, (self.scale_axes, self.scale_dtype))}
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of these rows, as JSON has them."""
+        """The arguments of a store with these rows, in JSON's types."""
         found: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": str(self.k.dtype)}
         found["scale_dtype"] = "float16" if self.scale_dtype not in dtypes.GROUP_SCALES else self.scale_dtype.name
         if str(self.v.dtype) != found["dtype"]:
@@ -192,7 +192,7 @@ class RowFormats(NamedTuple):
 
 
 def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None:
-    """Raise DTypeError where summaries of pages are asked for of keys that `page_scores` does not take."""
+    """Raise DTypeError if page summaries are asked for of keys in a format that `page_scores` does not take."""
     if page is not None and rows.k.read_dtype not in SUMMARIZED:
         raise DTypeError(
             f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores cannot read. "
@@ -203,7 +203,7 @@ def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None
 def plain_format(
     dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str = ""
 ) -> tuple[DType, DType | None]:
-    """What a cache without groups of codes stores its rows in, and their scales; ``also`` is as in `dtypes.parse`."""
+    """The dtypes of the rows and scales of a cache without groups of codes; ``also`` is as in `dtypes.parse`."""
     format = parse_format(dtype)
     if format is not None:
         raise DTypeError(
@@ -227,7 +227,7 @@ def _stored_as(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: s
 
 
 def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None:
-    """The dtype of the scales that lie beside rows, if it is offered; None for none, whatever dtype was asked for."""
+    """The dtype of the scales beside rows, if it is supported; None without scales, whatever dtype was asked for."""
     scales, row = dtypes.parse(scale_dtype, operation), format_of(stored)
     if scales not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not supported. Use float16 or float32.")
@@ -244,10 +244,10 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
 
 
 def values_of(stored: Any, given: Any, operation: str) -> Any:
-    """What values are stored as: not turned, where keys are.
+    """The format of values: `stored`, without the rotation that it has if it was taken from the keys.
 
     Raises:
-        OptionError: a format of rotated rows was given for them.
+        OptionError: the given format rotates rows.
     """
     if not isinstance(stored, GroupFormat) or stored.seed is None:
         return stored
@@ -262,10 +262,10 @@ def values_of(stored: Any, given: Any, operation: str) -> Any:
 def _scaled_whole(
     stored: tuple[Stored, Stored], given: tuple[Any, Any], operation: str
 ) -> tuple[tuple[Stored, Stored], tuple[Any, Any]]:
-    """Formats with the scale of a tensor that was given, and what was given for others.
+    """Put given scales into those formats that have one scale for the whole tensor; return formats and other scales.
 
     Raises:
-        ShapeError, OptionError: float32 cannot divide by it.
+        ShapeError, OptionError: float32 cannot divide by a scale.
     """
     found: list[Stored] = [*stored]
     rest = [*given]
@@ -276,7 +276,7 @@ def _scaled_whole(
 
 
 def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
-    """Raise OptionError of scales given for K or V that are not floats of 8 bits; None is the dtype of a model."""
+    """Raise OptionError if a scale is given for a K or V that cannot have one; None stands for the model's dtype."""
     for name, dtype, scale in zip(SCALES, stored, given, strict=True):
         whole = isinstance(dtype, GroupFormat) and dtype.has_tensor_scale
         if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
@@ -288,9 +288,9 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
 
 
 def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
-    """What K and V are divided by, as a caller's `k_scale` and `v_scale` say; 1 where only the other is given.
+    """What K and V are divided by, from a caller's `k_scale` and `v_scale`; 1 for one if only the other is given.
 
-    Refused of what is not stored in floats of 8 bits, beside scales of rows, and neither one number nor one per head.
+    Scales are refused if rows are not 8-bit floats, or K or V has a scale per row. Each is one number or one per head.
     """
     if all(scale is None for scale in given):
         return None, None
@@ -312,7 +312,7 @@ def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operat
 
 
 def appended(*stored: Stored, divided: bool = False) -> tuple[str, ...]:
-    """The names of what may be appended to a cache whose K and V are stored as this, or as these."""
+    """The names of the dtypes that may be appended to a cache whose K and V are stored as this, or as these."""
     found = []
     for dtype in stored:
         row = format_of(dtype)

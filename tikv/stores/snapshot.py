@@ -1,4 +1,4 @@
-"""What `KVCacheStore.snapshot` gives, and `restore` takes."""
+"""What `KVCacheStore.snapshot` returns and `restore` takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Snapshot(runtime.NotCopied):
 
     def __init__(self, live: runtime.Runtime, captured: Any, num_layers: int, length: int) -> None:
         self.runtime = live
-        self.captured = captured  # as the store's `LayerStorage.capture` gave it
+        self.captured = captured  # what the store's `LayerStorage.capture` returned
         self._num_layers, self._length = num_layers, length
 
     def __copy__(self) -> Snapshot:

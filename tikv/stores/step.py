@@ -1,4 +1,4 @@
-"""The decode step of a store as one graph: append, move the positions on, attend."""
+"""The decode step of a store as one graph: append, advance the positions, attend."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def compile_step(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Step:
-    """A decode step of a store as one graph: append the new tokens, move the positions on, attend to all.
+    """A decode step of a store as one graph: append the new tokens, advance the positions, attend to all tokens.
 
-    Positions live in device memory, one per sequence, and the step itself advances them: on CUDA it may be captured in
-    a CUDA graph and replayed, after which `KVCacheStore.advance` tells the store how many tokens the replays appended.
+    Positions are in device memory, one per sequence, and the step itself advances them. On CUDA it may be captured in
+    a CUDA graph and replayed; afterwards tell `KVCacheStore.advance` how many tokens the replays appended.
 
     Args:
         store: a `KVCacheStore`, of any dtype, with windows and sinks or without.
-        layers: one layer's index; None for all layers at once, whose arrays are stacked on a leading axis. That is
-            for callers who have the arrays of all layers before any attends: a drafted or replayed step, a bench.
+        layers: one layer's index; None for all layers at once, whose arrays are stacked on a leading axis. None is for
+            callers who have the arrays of all layers before any layer attends, as in a drafted or replayed step.
         layout: of k, v and q, "token_major" or "head_major".
         attend: False for a step that only writes.
         scale, softcap, return_lse: as in `KVCacheStore.attend`.
         backend: as in `GraphBuilder.compile`.
 
     Raises:
-        PositionError, DTypeError: no such layer, or one was compacted.
-        OptionError: no such layout or backend; a store of another kind, or one whose tokens only the host can count,
-            as of groups along tokens.
+        PositionError, DTypeError: the layer does not exist, or a layer was compacted.
+        OptionError: the layout or the backend does not exist; the store is of another kind, or only the host can count
+            its tokens, as with groups along tokens.
         StaleRuntimeError: the store's runtime is gone, now or at a run.
 
-    Exactness: the bits of `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
-    Cost: the launches of both, and one that moves the positions on.
+    Exactness: the same bits as `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
+    Cost: the launches of both, and one that advances the positions.
 
     Examples:
         >>> import numpy as np, tikv
@@ -93,7 +93,7 @@ class Step(runtime.NotCopied):
     Attributes:
         store: the store.
         graph: the `Graph` that runs.
-        positions: (batch,) int64 on the device: where each sequence's next token goes.
+        positions: (batch,) int64 on the device: the position of each sequence's next token.
     """
 
     instead = "Call compile_step for each store."
@@ -108,17 +108,17 @@ class Step(runtime.NotCopied):
         self._layout = layout
         self._options = options
         self._backend = choose_backend(backend, store.runtime, "compile_step")
-        with store.lock:  # before the runtime's, as every call of a store takes them
+        with store.lock:  # taken before the runtime's lock, in the order of all calls of a store
             self._build()
 
     def _build(self) -> None:
-        """The graph for the store's memory as it is now."""
+        """Make the graph for the store's current memory."""
         store = self.store
         self._batch = store.batch_size
         self._memory_version = store.memory_version
-        self._length = store.layer_length(self._layers[0])  # where the positions on the device are
+        self._length = store.layer_length(self._layers[0])  # the value of the positions on the device
         positions = to_device(np.full(self._batch, self._length, np.int64), store.runtime)
-        # What attention reads behind the write is known on the host, except where a replay has moved on without it.
+        # The lengths that attention reads after the write: the host knows them, unless replays advanced without it.
         self._lens = np.zeros(self._batch, np.int64)
         lens = positions.restrided(positions.shape, positions.strides)
         lens.owner = KnownOnHost(positions.owner, None if store.runtime.is_cuda else self._lens)
@@ -127,8 +127,8 @@ class Step(runtime.NotCopied):
         self.graph = Graph(self._calls(), store.runtime, self._backend)
 
     def _calls(self) -> tuple[GraphCall, ...]:
-        """Append, move the positions on, and attend with each layer."""
-        # Not `self`, which keeps its graph: memory goes when the step goes, not when the garbage collector comes round.
+        """The calls that append, advance the positions, and attend in each layer."""
+        # The calls must not refer to `self`, which refers to the graph: without a cycle, memory is freed with the step.
         store, stacked, asked, layers = self.store, self._stacked, self._options, self._layers
         layout, token_axis = self._layout, self._token_axis
 
@@ -162,13 +162,13 @@ class Step(runtime.NotCopied):
                 writes.
 
         Returns:
-            What `KVCacheStore.attend` returns, in a list for all layers; None when the step only writes. The memory
-            is the step's own: the next run writes it again.
+            What `KVCacheStore.attend` returns, in a list for all layers; None when the step only writes. The step owns
+            the memory, and the next run overwrites it.
 
         Raises:
             CapacityError: a layer without a window has no room. Nothing is written.
-            PositionError: the layers of the step are of different lengths.
-            OptionError: q is missing, or there is one too many.
+            PositionError: the layers of the step have different lengths.
+            OptionError: q is missing, or is given to a step that only writes.
             ShapeError, DTypeError, StaleRuntimeError: as `KVCacheStore.append` and `KVCacheStore.attend`.
             ArchError: a CUDA graph is being captured, and no `prepare` or run came before it.
         """
@@ -181,7 +181,7 @@ class Step(runtime.NotCopied):
         return found
 
     def prepare(self, k: Any, v: Any, q: Any = None) -> None:
-        """Do all that `run` does but launch and count: what a CUDA graph needs before it captures a run.
+        """Do all that `run` does except launch and count; a CUDA graph needs this before it captures a run.
 
         Raises:
             As `run`.
@@ -242,7 +242,7 @@ class Step(runtime.NotCopied):
 
 
 def _refusing(found: Any, inputs: tuple[Any, ...], followed: bool) -> Any:
-    """`refuse_backward` of a step's results, which are seen anew: later runs may write them without gradients."""
+    """`refuse_backward` for a step's results, detached first: later runs may write to them without gradients."""
     if isinstance(found, (list, tuple)):
         return type(found)([_refusing(a, inputs, followed) for a in found])
     return refuse_backward(found.detach() if hasattr(found, "detach") else found, *inputs, followed=followed)

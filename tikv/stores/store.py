@@ -1,7 +1,7 @@
 """KVCacheStore: the keys and values of all layers of a model, and how many tokens each layer holds.
 
-Here are the public calls, the store's lock, and what a store says of itself. Where tokens lie, how they get there and
-how attention reads them is a `LayerStorage`, of which `layers` has one for each way to store them.
+This module has the public calls, the store's lock, and what a store reports about itself. A `LayerStorage` decides
+where tokens are kept, how they get there and how attention reads them; `layers` has one for each way to store them.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ class KVCacheStore(runtime.DeepCopied):
             "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
             groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
             ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns, or
-            as ``v_dtype`` says. Sinks stay as they came, and of a window whole groups leave. `trim` and `compact` drop
-            new tokens or whole groups; there is no `commit`, nor are there appends at positions on the device.
+            as ``v_dtype`` says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop
+            new tokens or whole groups; `commit` and appends at positions on the device are refused.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
-            divided by them before they are stored, and multiplied by them when they are read. None for 1.
+            divided by them before they are stored, and multiplied by them when they are read. None means 1.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
             or a list with one of these for each layer.
         sinks: first tokens that a sliding layer always keeps.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
-        page_summaries: keep the least and the greatest key of each page of so many tokens, for `page_summaries`; None
-            to keep none. Layers with a window keep none. Not with groups along tokens, and not with float64.
-        place: "device", or "host" for a cache larger than the memory of a GPU: all layers lie in page-locked memory of
+        page_summaries: tokens per page, to keep the least and the greatest key of each page for `page_summaries`; None
+            keeps no summaries. Layers with a window keep none. Groups along tokens and float64 do not allow it.
+        place: "device", or "host" for a cache larger than the memory of a GPU: all layers are in page-locked memory of
             the host, and the GPU has copies of ``resident_layers`` of each window. The next layer is copied while one
-            is used, in the order 0 to ``num_layers - 1`` and then 0 again; other orders are right and slower. New
+            is used, in the order 0 to ``num_layers - 1`` and then 0 again; other orders are correct but slower. New
             tokens go straight to the host. It needs CUDA with the native launcher. Where the device computes in the
             host's memory, on CPU and Metal, it is a plain store: ``store.place`` is "device", and the repr says why.
             A captured graph cannot use it: ``positions=``, `positions_on_device`, `advance`, steps, ``seq_lens=``,
             `keys`, `values` and `scales` are refused.
-        resident_layers: see ``place``; 2 let one layer be copied while another is used. More are copied less often.
+        resident_layers: see ``place``; with 2, one layer is copied while another is used. With more, layers are copied
+            less often.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -97,11 +98,11 @@ class KVCacheStore(runtime.DeepCopied):
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8.
-    Cost: an append takes one launch for any length. Reading `length` never waits for the device. Layers lie in as few
-    blocks of memory as launches can address, nearly always one; `append_all` takes one launch for each block. If
+    Cost: an append takes one launch for any length. Reading `length` never waits for the device. Layers are kept in as
+    few blocks of memory as launches can address, nearly always one; `append_all` takes one launch for each block. If
     K and V have different formats, an append or a read takes a launch for each; attention takes one for both.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory lies on the GPU that is torch's current one when the store is made.
+    GPUs: the memory is on the GPU that is torch's current one when the store is made.
     Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
     are refused. `snapshot` copies what the store holds, and `save` takes it to another process.
 
@@ -157,11 +158,11 @@ class KVCacheStore(runtime.DeepCopied):
         self.v_dtype: DType | GroupFormat = rows.v.dtype
         self.scale_dtype = rows.scale_dtype
         self._config, self._storage = config, storage
-        self._followed = False  # by torch's autograd, tokens that were appended
+        self._followed = False  # whether torch's autograd follows tokens that were appended
 
     @classmethod
     def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
-        """A store whose layers lie in a storage that is there."""
+        """A store over a storage that exists already."""
         store = cls.__new__(cls)
         store._hold(config, storage)
         return store
@@ -172,7 +173,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def batch_size(self) -> int:
-        """Sequences now."""
+        """The current number of sequences."""
         return self._storage.batch_size
 
     @property
@@ -195,7 +196,7 @@ class KVCacheStore(runtime.DeepCopied):
         return self._lens("KVCacheStore.seq_lens", "Read `length`.")
 
     def _lens(self, operation: str, remedy: str) -> np.ndarray[Any, Any]:
-        """`length` for each sequence, if it fits."""
+        """`length` for each sequence, if it fits int32."""
         if self.length >= 2**31:
             raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
         return np.full(self.batch_size, self.length, np.int32)
@@ -212,27 +213,27 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def device(self) -> str:
-        """Where the store's calls are computed: "cpu", "cuda:0" and further, "vulkan" or "metal"."""
+        """Where the store's calls are computed: "cpu", "cuda:0" or another index, "vulkan" or "metal"."""
         return self.runtime.device
 
     @property
     def place(self) -> str:
-        """Where the layers lie: "host" if they lie apart from where the device computes, else "device"."""
+        """Where the layers are kept: "host" if that is not the memory in which the device computes, else "device"."""
         return self._storage.place
 
     @property
     def resident_layers(self) -> int:
-        """How many layers the device has memory for: all of them but where `place` is "host"."""
+        """How many layers the device has memory for: all of them, unless `place` is "host"."""
         return self._storage.resident_layers
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of the device's memory: `nbytes`, or those of the copies where `place` is "host"."""
+        """Bytes of the device's memory: `nbytes`, or those of the copies if `place` is "host"."""
         return self._storage.resident_nbytes
 
     @property
     def memory_version(self) -> int:
-        """How often memory was made: a CUDA graph that was captured before it rose must be captured again."""
+        """How often memory was allocated. When it rises, CUDA graphs captured before must be captured again."""
         return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
@@ -266,9 +267,9 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def quantised(self, layer: int) -> int:
-        """How many of a layer's oldest tokens, behind its sinks, became codes, in a store with groups along tokens.
+        """How many of a layer's oldest tokens, after its sinks, became codes, in a store with groups along tokens.
 
-        After a compaction: of the tokens that it left, and those that came since.
+        After a compaction, it counts among the tokens that were left and those appended since.
 
         Raises:
             OptionError: the store has no groups along tokens.
@@ -278,7 +279,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     def _index(self, layer: int, operation: str) -> int:
         live = self.runtime
-        if live.front.prog is not live.program:  # asked here too, on every append's way
+        if live.front.prog is not live.program:  # checked here first: every append comes by
             runtime.require_alive(live, operation)
         if type(layer) is not int or not 0 <= layer < self.num_layers:
             layer = checks.integer(layer, "layer", operation, high=self.num_layers - 1)
@@ -320,15 +321,15 @@ class KVCacheStore(runtime.DeepCopied):
     def page_summaries(self, layer: int) -> tuple[CacheArray, CacheArray]:
         """The least and the greatest key of each page of a layer, as `tikv.summarize_pages` gives them of its tokens.
 
-        For `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n`` of those
-        that the layer holds is in page ``n // page``. Every call that changes a layer keeps them right.
+        Pass them to `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n``
+        of those that the layer holds is in page ``n // page``. Every call that changes a layer updates them.
 
         Returns:
-            (least, greatest), each (batch_size, num_kv_heads, ceil(capacity / page), head_dim), where they lie, not a
-            copy; of the keys' dtype, or float32 for formats with scales. Pages behind the last token are not cleared.
+            (least, greatest), each (batch_size, num_kv_heads, ceil(capacity / page), head_dim), in place, not a copy;
+            of the keys' dtype, or float32 for formats with scales. Pages after the last token are not cleared.
 
         Raises:
-            OptionError: the store keeps none, or the layer has a window.
+            OptionError: the store keeps no summaries, or the layer has a window.
 
         Examples:
             >>> import numpy as np, tikv
@@ -394,13 +395,13 @@ class KVCacheStore(runtime.DeepCopied):
             k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
                 may be left out when it is 1.
             layout: "token_major" or "head_major".
-            positions: as in `append`, for all layers; one launch where the batch is 1 and all layers have one window.
+            positions: as in `append`, for all layers; one launch if the batch is 1 and all layers have the same window.
 
         Raises:
             As `append`. Nothing is written to any layer.
 
         Cost: as the class says. It takes a launch for each layer if layers have different lengths, or if k or v has no
-        single stride through all sequences of all layers, as when the batch is its outer axis.
+        single stride through all sequences of all layers, for example because the batch is its outer axis.
         """
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
@@ -417,8 +418,8 @@ class KVCacheStore(runtime.DeepCopied):
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all equal to `length`: positions for launches that a graph captures.
 
-        Pass them to `append` in the captured step, add the step's tokens to them there, and replay. Then call `advance`
-        to tell the store. Call the array's ``torch()`` once, before the capture.
+        In the captured step, pass them to `append` and add the number of the step's tokens to them; then replay it, and
+        call `advance` to tell the store. Call the array's ``torch()`` once, before the capture.
 
         Raises:
             PositionError: `length` does not fit int32.
@@ -442,7 +443,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def advance(self, tokens: int) -> None:
-        """Count ``tokens`` more in every layer: those that appends with ``positions`` have written after `length`.
+        """Count ``tokens`` more tokens in every layer, which appends with ``positions`` have written after `length`.
 
         Raises:
             CapacityError: a layer without a window has no room for them; the appends skipped them.
@@ -458,10 +459,10 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def check_step(self, operation: str, layers: Sequence[int], tokens: int) -> list[int]:
-        """For a `Step`: check that these layers, of one length, take so many tokens; what each was trimmed to.
+        """For a `Step`: check that these layers of one length have room for `tokens`; return what each was trimmed to.
 
         Raises:
-            CapacityError, PositionError: they do not.
+            CapacityError, PositionError: they have no room, or their lengths differ.
         """
         self._storage.require_positions(operation, "Call append() and attend().")
         return check_step([self._storage.counts[i] for i in layers], tokens, operation)
@@ -518,21 +519,21 @@ class KVCacheStore(runtime.DeepCopied):
         Args:
             layer: its index.
             q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or (batch, Hq, D) for one query each;
-                float32, float16 or bfloat16. num_kv_heads divides Hq. If the batch is 1 its axis may be left out: three
-                axes are then (T, Hq, D) or head-major (Hq, T, D), and two are (Hq, D). An array that fits only the
-                other layout is refused.
+                float32, float16 or bfloat16. Hq is a multiple of num_kv_heads. If the batch is 1, its axis may be left
+                out: three axes are then (T, Hq, D) or head-major (Hq, T, D), and two are (Hq, D). An array that fits
+                only the other layout is refused.
             layout: of q and of the result: "token_major", as in `append` and `extend`, or "head_major".
-            out: array for the result, with its shape and q's dtype.
+            out: an array for the result, with its shape and q's dtype.
             scale, return_lse, impl, softcap, sink_logits, alibi_slopes, mask, parents: as in
                 `tikv.decode_attention`.
-            seq_lens: (batch,) int32 or int64: tokens of each sequence, instead of `length`. The launch reads them, on
-                the device. Use them with `append` at ``positions``.
+            seq_lens: (batch,) int32 or int64: the number of tokens of each sequence, instead of `length`. The launch
+                reads them on the device. Use them with `append` at ``positions``.
             missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
             return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
             mass_queries: count the mass of this many of the last queries; None for all.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
-                They count the layer's tokens from its first; after a compaction, from the first that it left.
+                They count from the layer's first token; after a compaction, from the first token that it left.
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
@@ -541,11 +542,11 @@ class KVCacheStore(runtime.DeepCopied):
             ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is not a token; a
-                layer without tokens in a store whose other layers have some, without ``return_lse``. With it, and where
-                no layer has tokens, the result is 0 and -inf, which other results can be merged with.
-            OptionError: mass with ``seq_lens``, by which the host does not know what is held; ``indices`` where keys
-                are quantised over groups of tokens.
+            PositionError: there are more queries than tokens; ``missing`` is "raise" and a token is missed; an index on
+                the host is not a token; or, without ``return_lse``, the layer has no tokens and other layers have some.
+                With it, and if no layer has tokens, the result is 0 and -inf, which other results can be merged with.
+            OptionError: mass is asked for with ``seq_lens``, so that the host does not know what is held; or
+                ``indices`` are given for keys that are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
 
         Examples:
@@ -593,11 +594,11 @@ class KVCacheStore(runtime.DeepCopied):
         Args:
             layer: its index.
             q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or without the batch axis when it is 1;
-                float32, float16 or bfloat16. num_kv_heads divides Hq.
+                float32, float16 or bfloat16. Hq is a multiple of num_kv_heads.
             k, v: the T new tokens, as in `append`, in the same layout.
             layout: "token_major" or "head_major".
-            scale, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.decode_attention`; a mask or a tree of
-                at most 256 tokens.
+            scale, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.decode_attention`; a mask or a tree
+                has at most 256 tokens.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
             return_mass, mass_queries: as in `attend`, for the tokens that the layer holds after the call.
@@ -610,10 +611,10 @@ class KVCacheStore(runtime.DeepCopied):
             As `append` and `attend`. Nothing is written. If Ctrl-C or a lack of memory stops it after its checks, the
             layer is as before; or, if new tokens have overwritten older ones, the error says how many.
 
-        Exactness: attention over the tokens as they are stored: rounded to the store's dtype, or int8. Float32
-            arithmetic, one rounding at the end. What is appended has the bits that `append` writes.
+        Exactness: attention reads the tokens as they are stored: rounded to the store's dtype, or int8. Arithmetic is
+            in float32, with one rounding at the end. What is appended has the bits that `append` writes.
         Cost: as `append` and then `attend`, 256 queries at a time. Where a prompt overwrites a sliding layer's tokens,
-            the layer and the new tokens are read by a launch each and a third one merges; new tokens that the store
+            the layer and the new tokens are read by one launch each and a third one merges; new tokens that the store
             converts are written twice. The cache is never copied.
 
         Examples:
@@ -635,7 +636,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._followed |= is_followed(k, v)
         return refuse_backward(found, q, k, v, followed=self._followed)
 
-    # --- what lets go of tokens
+    # --- dropping tokens
 
     @changing
     def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
@@ -645,9 +646,9 @@ class KVCacheStore(runtime.DeepCopied):
         `held` their number. New tokens take the free slots first. After that a sliding layer overwrites its oldest
         tokens again; the first tokens that it holds are its sinks.
 
-        With groups along tokens the tokens of a group share scales, so that each head keeps all or none of those that
-        it holds of a group. Any of the newest tokens may be kept, those behind the first `quantised` and the sinks.
-        All heads keep as many groups, and as many of the newest tokens. While groups are kept, all sinks are.
+        With groups along tokens, the tokens of a group share scales, so each head keeps all or none of those that it
+        holds of a group. Of the newest tokens, those after the sinks and the first `quantised`, any may be kept. All
+        heads keep equally many groups and equally many of the newest tokens. If groups are kept, all sinks must be.
 
         Args:
             layer: its index.
@@ -659,16 +660,16 @@ class KVCacheStore(runtime.DeepCopied):
                 it is `length`.
 
         Raises:
-            PositionError: an index falls, repeats or is not held; with groups along tokens, a part of a group would be
+            PositionError: an index falls, repeats or is not held; with groups along tokens, part of a group would be
                 kept, or groups without all sinks. Nothing is written.
             ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
-                keys; with groups along tokens ``rope`` is always refused, since codes would be quantised a second
+                keys; with groups along tokens, ``rope`` is always refused, since codes would be quantised a second
                 time, and so are heads that would keep different numbers of tokens or groups.
 
         Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
         Cost: rows that move are read and written once, in one launch; a sliding layer that has wrapped twice takes two
             for each array, and so do groups along tokens. The host reads and checks ``keep``. The store keeps its
-            memory. If heads keep different numbers of tokens, each append takes one launch more.
+            memory. If heads keep different numbers of tokens, each later append takes one more launch.
 
         Examples:
             >>> import numpy as np, tikv
@@ -685,11 +686,11 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
-        """`compact` every layer, in one launch if layers keep equally many tokens and lie in one block of memory.
+        """`compact` every layer, in one launch if layers keep equally many tokens and share one block of memory.
 
         Args:
             keep: an entry for each layer, as `compact` takes it.
-            rope: as in `compact`; a launch more for each layer.
+            rope: as in `compact`; it takes one more launch for each layer.
 
         Raises:
             As `compact`. Nothing is written to any layer.
@@ -706,8 +707,8 @@ class KVCacheStore(runtime.DeepCopied):
         Tokens that a window has overwritten do not come back. A ring that has wrapped can drop as many tokens as it
         holds. Until it is full again, queries see only the tokens that are left, fewer than their window. If a model
         must see its whole window, restore a `snapshot` instead, or use `TikvCache`, whose ``crop`` refuses to go back
-        so far. A store cannot go back beyond the newest token that `compact` dropped. With groups along tokens, tokens
-        that are codes are dropped in whole groups.
+        that far. A store cannot go back beyond the newest token that `compact` dropped. With groups along tokens,
+        tokens that are codes are dropped in whole groups.
 
         Raises:
             PositionError: ``n`` is more than `length`, or goes back beyond what a ring holds or a compaction left.
@@ -740,14 +741,14 @@ class KVCacheStore(runtime.DeepCopied):
             drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
 
         Raises:
-            PositionError: an index falls, repeats or leaves the draft; layers of different lengths, or a layer whose
-                heads `compact` left with different ones; a sliding layer whose drafted tokens have overwritten older
-                ones, unless all are kept. Nothing is changed.
+            PositionError: an index falls, repeats or is outside the draft; layers have different lengths, or `compact`
+                left the heads of one with different lengths; the drafted tokens have overwritten older ones of a
+                sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
 
-        Exactness: the bits of a store that had only the path appended.
-        Cost: one launch; on layers of different windows one for each stretch of equal ones. A path of the first
-            drafted tokens takes none.
+        Exactness: the same bits as in a store to which only the path was appended.
+        Cost: one launch; if layers have different windows, one for each run of layers with equal windows. A path of
+            the first drafted tokens takes none.
 
         Examples:
             >>> import numpy as np, tikv
@@ -766,13 +767,13 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def reorder(self, index: Any) -> None:
-        """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
+        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, in place, as beam search does.
 
         Args:
             index: (batch_size,) integers in [0, batch_size).
 
         Raises:
-            ShapeError, PositionError: the index has another length or leaves the batch.
+            ShapeError, PositionError: the index has another length, or an entry is outside the batch.
 
         Cost: the filled slots of the sequences that change, read and written twice.
         """
@@ -788,11 +789,11 @@ class KVCacheStore(runtime.DeepCopied):
             index: integers in [0, batch_size).
 
         Raises:
-            ShapeError, PositionError: the index is empty or leaves the batch.
+            ShapeError, PositionError: the index is empty, or an entry is outside the batch.
             CapacityError: a layer would be larger than a launch can address. Nothing is changed.
 
-        Cost: the filled slots kept, read and written twice; memory is allocated anew, and arrays handed out before keep
-        the old.
+        Cost: the filled slots kept, read and written twice. New memory is allocated; arrays that were handed out before
+        still refer to the old.
         """
         operation = "KVCacheStore.select"
         runtime.require_alive(self.runtime, operation)
@@ -817,7 +818,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def snapshot(self) -> Snapshot:
-        """Copy what the store holds, to return to it with `restore`; on the device, filled slots only."""
+        """Copy what the store holds, to return to it with `restore`: the filled slots, in the device's memory."""
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
 
@@ -825,13 +826,13 @@ class KVCacheStore(runtime.DeepCopied):
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
-        A snapshot of another store is taken too, if that one has the same layers, heads, widths, windows, sinks and
-        dtypes. Its capacity may be another: this store keeps its own, which has to hold the snapshot's tokens.
+        A snapshot of another store is accepted too, if that store has the same layers, heads, widths, windows, sinks
+        and dtypes. Its capacity may differ: this store keeps its own, which must have room for the snapshot's tokens.
 
         Raises:
-            OptionError, ShapeError: it is not a snapshot, or one of a store of another form.
-            CapacityError: a layer has too little room for its tokens, or one of its batch would be larger than a launch
-                can address. Nothing is changed.
+            OptionError, ShapeError: it is not a snapshot, or its store had another form.
+            CapacityError: a layer has too little room for the snapshot's tokens, or would be larger than a launch can
+                address with the snapshot's batch. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.
         """
         operation = "KVCacheStore.restore"
@@ -846,13 +847,13 @@ class KVCacheStore(runtime.DeepCopied):
         """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
 
         Args:
-            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
-                link is, and the link stays. What killed saves left in its folder is removed.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
+                link, the file that it links to is replaced. What killed saves left in that folder is removed.
 
         Raises:
-            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+            CacheFileError: the path has another ending, or the system refuses to write. An old file is unchanged.
 
-        Exactness: every bit. Cost: the filled slots, once to the host and once to the disk.
+        Exactness: every bit is kept. Cost: the filled slots are copied once to the host and once to the disk.
 
         Examples:
             >>> import tempfile, numpy as np, tikv
@@ -873,13 +874,13 @@ class KVCacheStore(runtime.DeepCopied):
         """A new store with the form, counts and contents of a saved one, on the arch that runs now.
 
         Args:
-            path: of a file that `save` wrote, wherever the layers lay.
-            place, resident_layers: as of the class.
+            path: a file that `save` wrote, whatever the ``place`` of its store was.
+            place, resident_layers: as in the class.
 
         Raises:
             CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote; its counts or shapes
-                contradict its tensors, however right its checksums are; or this machine has too little memory for its
-                capacity, and then it is a CapacityError too.
+                contradict its tensors, even if its checksums are right; or this machine has too little memory for its
+                capacity, in which case the error is a CapacityError too.
             DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
@@ -900,32 +901,32 @@ class KVCacheStore(runtime.DeepCopied):
         """Take over what `host_layers` gave: (length, oldest valid position) and filled slots of each layer.
 
         Raises:
-            ShapeError: an array is not of this store's form. Nothing is changed.
+            ShapeError: an array does not have this store's form. Nothing is changed.
         """
         self._storage.take_over(operation, counts, arrays)
 
     # --- pictures and words
 
     def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
-        """Draw which position lies in which slot; a notebook shows a store so.
+        """Draw which position is in which slot; a notebook shows a store this way.
 
-        A wheel for each ring, a strip for each layer without a window, one drawing for all layers in the same state.
-        Where `compact` left holes the positions are the true ones, and heads that keep different tokens are drawn one
-        by one, those of the first sequence.
+        The picture has a wheel for each ring and a strip for each layer without a window; layers in the same state
+        share one drawing. If `compact` left holes, the positions are the true ones, and heads that keep different
+        tokens are drawn separately, for the first sequence only.
 
         Args:
             path: ends in ``.svg``; None writes no file.
             mass: the attention mass (batch, H, held) of each layer by its index, or of layer 0 alone, as `attend` gives
-                it: tokens are coloured by it, the most of a head the darkest.
+                it. It colours the tokens: the greatest mass of a head is the darkest.
 
         Returns:
             The SVG text, as `tikv.PagedKVCacheStore.draw` gives it.
 
         Raises:
-            OptionError, CacheFileError: another ending, or the system refuses.
-            ShapeError: the mass is of another number of tokens than the layer holds.
+            OptionError, CacheFileError: the path has another ending, or the system refuses to write.
+            ShapeError: the mass has another number of tokens than the layer holds.
 
-        Cost: none on the device, but for reading the mass.
+        Cost: none on the device, except to read the mass.
         """
         by_layer = mass if isinstance(mass, dict) else {} if mass is None else {0: mass}
         with self.lock:
@@ -933,7 +934,7 @@ class KVCacheStore(runtime.DeepCopied):
             return picture.save(found, path, "KVCacheStore.draw")
 
     def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
-        """The mass of a layer on the host, which is (batch, H, held), or ShapeError."""
+        """A layer's mass, (batch, H, held), copied to the host; or ShapeError."""
         operation = "KVCacheStore.draw"
         found = self._counts(layer, operation)
         self._storage.check_drawn_mass(operation)
@@ -962,11 +963,11 @@ class KVCacheStore(runtime.DeepCopied):
         return self.length
 
     def __bool__(self) -> bool:
-        """True, also of an empty store: ``store or make()`` keeps it."""
+        """True, even if the store is empty, so that ``store or make()`` keeps it."""
         return True
 
     def _tokens_in_words(self) -> str:
-        """How many tokens there are, for a `repr`: by layer, where layers differ."""
+        """How many tokens there are, for a `repr`: by layer, if layers differ."""
         counts = self._storage.counts
         lengths = sorted({layer.end for layer in counts})
         found = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
@@ -988,7 +989,7 @@ class KVCacheStore(runtime.DeepCopied):
         )
 
     def _place_in_words(self) -> str:
-        """Where the layers lie, if that was asked for."""
+        """Where the layers are kept, if the caller asked for a place."""
         if self.place == "host":
             return f" on the host, {self.resident_layers} of them on the device too"
         plain = "" if self._config.place == "device" else why_plain(self.runtime, "KVCacheStore")
