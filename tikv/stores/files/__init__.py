@@ -1,8 +1,8 @@
-"""Caches in files: safetensors with metadata, written by `replacing` and read by `tensor_file`; no pickle anywhere.
+"""Caches in files: safetensors with metadata, written by `replacing` and read by `tensor_file`; pickle is never used.
 
-A file carries checksums of every tensor, with its dtype and shape, and of its metadata, so that damage anywhere is seen
-and not loaded. A checksum proves no good will: a file's author writes its checksums too. So metadata is compared
-with the tensors that are there before a tensor is read or memory is taken.
+A file has checksums of every tensor, with its dtype and shape, and of its metadata, so that damage is noticed and not
+loaded. Checksums do not protect against a malicious file, whose author writes them too. So the metadata are compared
+with the tensors in the file before a tensor is read or memory is allocated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Array = np.ndarray[Any, Any]
 Meta: TypeAlias = dict[str, Any]
 Check: TypeAlias = Callable[[Meta, dict[str, Entry]], None]
 VERSION = 1
-MOST_SHOWN = 300  # characters of what is wrong with a file
+MOST_SHOWN = 300  # characters of a file's own words in a message
 target_of = replacing.target_of
 
 
 class CacheFileCapacityError(CacheFileError, CapacityError):
-    """A file that asks for more memory than there is: a lie, or a store for a larger machine."""
+    """A file asks for more memory than there is: it is false, or holds a store of a larger machine."""
 
 
 def write(
@@ -51,9 +51,9 @@ def write(
 def write_tensors(
     path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str], operation: str
 ) -> None:
-    """Save named arrays and strings; an old file of that name is replaced in one step or stays as it was.
+    """Save named arrays and strings; an old file of that name is replaced in one step or is unchanged.
 
-    CacheFileError of another ending, of a description too long to be read again, and where the system refuses.
+    CacheFileError: the path has another ending, the description is too long to be read again, or the system refuses.
     """
     save = extras.need("safetensors.numpy", operation).save
     target_of(path, operation)
@@ -67,8 +67,8 @@ def read(
 ) -> tuple[dict[str, Array], Meta]:
     """The arrays and metadata of a file that `write` made for the same kind of cache, checked, or CacheFileError.
 
-    `check` is given the metadata and what the file says of its tensors before any of them is read; it raises what
-    `understanding` knows where they contradict each other.
+    `check` is called with the metadata and the description of the tensors before any tensor is read. If these
+    contradict each other, it raises an error that `understanding` converts.
     """
     shown = repr(str(path))
     with tensor_file.opened(path, operation) as file:
@@ -111,19 +111,19 @@ def read(
 
 
 def kind_of(path: str | os.PathLike[str], operation: str) -> str:
-    """The kind of cache that a file says it holds; nothing of it is checked."""
+    """The kind of cache that a file says it holds; this checks nothing in the file."""
     with tensor_file.opened(path, operation) as file:
         return file.metadata.get("tikv") or ""
 
 
 @contextlib.contextmanager
 def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
-    """Around what makes sense of a file's metadata, which is as saved: what it contradicts is no fault of the caller.
+    """A context for interpreting a file's metadata, in which errors are blamed on the file and not on the caller.
 
     Raises:
-        CacheFileError: for a missing or impossible fact.
-        CacheFileCapacityError: for a store that this machine has no room for.
-        DTypeError: as it is, since a store of this form may be possible elsewhere.
+        CacheFileError: a fact is missing or impossible.
+        CacheFileCapacityError: this machine has no room for the store.
+        DTypeError: unconverted, since another machine may support a store of this form.
     """
     try:
         yield
@@ -134,7 +134,7 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
     except (CacheFileError, DTypeError):
         raise
     except (MemoryError, RuntimeError) as error:
-        of_memory = "memory" in str(error).lower() and not isinstance(error, TikvError)  # as Taichi and torch say it
+        of_memory = "memory" in str(error).lower() and not isinstance(error, TikvError)  # Taichi's and torch's word
         if not of_memory and not isinstance(error, MemoryError):
             raise
         raise CacheFileCapacityError(
@@ -148,7 +148,7 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
 
 
 def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) -> None:
-    """Raise CacheFileCapacityError where a file describes a store larger than all memory of this machine."""
+    """Raise CacheFileCapacityError if a file describes a store larger than this machine's whole memory."""
     arch = runtime.current().arch
     limit = runtime.memory_bytes(arch)
     if limit is not None and nbytes > limit:
@@ -158,18 +158,18 @@ def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) ->
         )
 
 
-# --- metadata, which is of any type and size until it is looked at
+# --- metadata, which may have any type and size until it is checked
 
 
 def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
-    """A fact, which is an integer of [low, high], or ValueError; true and 1.0 are not integers here."""
+    """The value, which must be an integer in [low, high], or ValueError; true and 1.0 are not integers here."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {reprlib.repr(value)} and must be an integer from {low} to {high}")
     return value
 
 
 def listed(value: Any, name: str, count: int | None = None) -> list[Any]:
-    """A fact, which is a list of so many entries, or ValueError."""
+    """The value, which must be a list, of `count` entries if that is given, or ValueError."""
     if type(value) is not list or (count is not None and len(value) != count):
         wanted = "a list" if count is None else f"a list of {count}"
         raise ValueError(f"{name} is {reprlib.repr(value)} and must be {wanted}")
@@ -177,12 +177,12 @@ def listed(value: Any, name: str, count: int | None = None) -> list[Any]:
 
 
 def integers(value: Any, name: str, each: str, count: int | None = None, *, high: int = NUMBERS) -> list[int]:
-    """A fact, which is a list of so many integers of [0, high], or ValueError."""
+    """The value, which must be a list of integers in [0, high], `count` of them if that is given, or ValueError."""
     return [integer(n, each, high=high) for n in listed(value, name, count)]
 
 
 def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """A layer's arrays by the form of its store: the name of each, the width of its rows, its dtype; or ValueError."""
+    """The arrays of a layer in a store of this form: each one's name, row shape and dtype; or ValueError."""
     names, scale_name = (form["dtype"], form.get("v_dtype", form["dtype"])), form.get("scale_dtype", "float16")
     stored: list[DType | GroupFormat] = []
     for name in names:
@@ -204,7 +204,7 @@ def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
 
 
 def require_entry(entries: dict[str, Entry], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise ValueError where the file has no tensor of that name, shape and dtype."""
+    """Raise ValueError if the file has no tensor of that name, shape and dtype."""
     entry = entries.get(name)
     if entry is None:
         raise ValueError(f"there is no tensor {name}")
@@ -213,13 +213,13 @@ def require_entry(entries: dict[str, Entry], name: str, shape: tuple[int, ...], 
 
 
 def words(text: Any) -> str:
-    """A file's own words as a message has them: not too many, and none that a terminal would obey."""
+    """A file's own words for a message: shortened, and without characters that control a terminal."""
     shown = "".join(c if c.isprintable() else "?" for c in str(text)[: MOST_SHOWN + 1])
     return shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN - 3]}..."
 
 
 def _checksum(tensor: Array) -> int:
-    """CRC-32 of the bytes, which differs for another dtype or shape too."""
+    """CRC-32 of the dtype, the shape and the bytes."""
     start = _checksum_of_text(f"{tensor.dtype.name}{tensor.shape}")
     return zlib.crc32(tensor.reshape(-1).view(np.uint8).data, start) if tensor.size else start
 

@@ -1,4 +1,4 @@
-"""A contiguous store in a file: its form and counts, which have to agree with the tensors that are there."""
+"""A contiguous store in a file: its form and counts, which must agree with the file's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIND = "KVCacheStore"
 def write(
     path: str | os.PathLike[str], form: dict[str, Any], layers: Sequence[tuple[Layer, Sequence[Any]]], operation: str
 ) -> None:
-    """Save the form of a store, and of each layer its counts, what compactions left, and its filled slots."""
+    """Save the form of a store, and each layer's counts, what compactions left in it, and its filled slots."""
     meta: dict[str, Any] = {"form": form, "counts": [[layer.length, layer.valid_from] for layer, _ in layers]}
     tensors = {
         f"layers.{layer.index}.{name}": a
@@ -34,7 +34,7 @@ def write(
 def read(
     path: str | os.PathLike[str], operation: str
 ) -> tuple[dict[str, Any], list[list[int]], list[History | None], list[list[np.ndarray[Any, Any]]]]:
-    """The arguments of a saved store; of each layer (length, oldest valid position), its history, and filled slots."""
+    """The arguments of a saved store, and each layer's (length, oldest valid position), history and filled slots."""
     tensors, meta = files.read(path, KIND, operation, _check)
     form, arrays = meta["form"], files.storage(meta["form"])
     told = histories.told(meta, form["num_layers"])
@@ -47,7 +47,7 @@ def read(
 
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    """Raise KeyError, TypeError or ValueError if the metadata are impossible or do not fit the tensors."""
     form = meta["form"]
     files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
@@ -59,10 +59,10 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
 
 
 def layers_of(form: dict[str, Any], counts: Any, left: Sequence[Any] = ()) -> list[Layer]:
-    """The layers of a file's form with its counts (length, oldest valid position), and without memory.
+    """Layers of a file's form with its counts (length, oldest valid position), and without memory.
 
-    KeyError, TypeError or ValueError where they cannot be. Heads of a layer that has a history may have wrapped each
-    by itself.
+    KeyError, TypeError or ValueError if they are impossible. In a layer that has a history, each head may have wrapped
+    at its own time.
     """
     capacity, sinks = files.integer(form["capacity"], "capacity", low=1), files.integer(form.get("sinks", 0), "sinks")
     number, window = form["num_layers"], form.get("window")

@@ -1,4 +1,4 @@
-"""What compactions left of the layers of a contiguous store, in a file: counts among the facts, the rest as tensors."""
+"""What compactions left in the layers of a contiguous store, in a file: counts as metadata, the rest as tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tikv.stores.files.tensor_file import Entry
 from tikv.stores.history import History
 from tikv.stores.layers.counts import Layer
 
-NAMES = ("numbers", "positions")  # int64, of a layer that was compacted
+NAMES = ("numbers", "positions")  # int64 tensors of each compacted layer
 
 
 def written(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, Host]]:
-    """The facts and the tensors of a file with these layers; none where no layer was compacted."""
+    """The metadata and the tensors of a file with these layers; both are empty if no layer was compacted."""
     histories = {layer.index: layer.history for layer in layers}
     if not any(histories.values()):
         return {}, {}
@@ -26,12 +26,12 @@ def written(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, Host]]:
 
 
 def told(meta: Mapping[str, Any], num_layers: int) -> list[Any]:
-    """Of each layer None, or [tokens left, tokens appended until then, the position that came next]."""
+    """For each layer None, or [tokens left, tokens appended until then, the position that came next]."""
     return files.listed(meta.get("kept", [None] * num_layers), "kept", num_layers)
 
 
 def check(numbers: Any, layer: Layer, lead: tuple[int, int], entries: dict[str, Entry]) -> None:
-    """Raise TypeError or ValueError where a layer (batch, heads, ...) cannot have kept so much, or lacks tensors."""
+    """Raise TypeError or ValueError if a layer of `lead`, (batch, heads), cannot have kept this, or lacks tensors."""
     if numbers is None:
         return
     tokens, _, _ = files.integers(numbers, "what a layer kept", "a count", 3)
@@ -42,7 +42,7 @@ def check(numbers: Any, layer: Layer, lead: tuple[int, int], entries: dict[str, 
 
 
 def read(index: int, numbers: Any, tensors: Mapping[str, Any]) -> History | None:
-    """What a compaction left of a layer; ValueError where it could not have."""
+    """What a compaction left in a layer; ValueError if that is impossible."""
     if numbers is None:
         return None
     found, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in NAMES)

@@ -1,7 +1,7 @@
-"""Sequences of a paged store in files: each block once, as layout NHD has it, and who holds it.
+"""Sequences of a paged store in files: each block once, in layout NHD, and which sequences hold it.
 
-A file is of no layout, so that a pool of another one can read it. It carries the token ids of full blocks, from which
-the digests that prefixes are found by are computed again, and the salts of its sequences.
+A pool of any layout can read a file. It has the token ids of full blocks, from which the digests that find prefixes are
+computed again, and the salts of its sequences.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tikv.stores.pools.sequences import SequenceState
 from tikv.stores.row_format import ROWS
 
 KIND = "PagedKVCacheStore"
-POSITIONS = "positions"  # where the tokens stand that compactions left, of all sequences and layers
-TOKEN_IDS = "token_ids"  # the known tokens of all sequences, one after the other
-MOST_BLOCKS = 2**22  # of a pool that is made because a file says so: 67 million tokens in blocks of 16
+POSITIONS = "positions"  # the positions of the tokens that compactions left, for all sequences and layers
+TOKEN_IDS = "token_ids"  # the known token ids of all sequences, one sequence after the other
+MOST_BLOCKS = 2**22  # the most that a file may ask for: 67 million tokens in blocks of 16
 Path: TypeAlias = str | os.PathLike[str]
 
 
@@ -52,15 +52,15 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
         else:
             tables.append(list(range(count, count + sequences.blocks_for(state.held))))
             count += len(tables[-1])
-    filled = np.zeros((sequences.num_layers, count), np.int64)  # slots of each block
+    filled = np.zeros((sequences.num_layers, count), np.int64)  # how many slots of each block are filled
     for state, table in zip(states, tables, strict=True):
-        behind = np.array(pages.written(state))[:, None] - sequences.block_size * np.arange(len(table))
-        filled[:, table] = np.maximum(filled[:, table], behind)
+        in_block = np.array(pages.written(state))[:, None] - sequences.block_size * np.arange(len(table))
+        filled[:, table] = np.maximum(filled[:, table], in_block)
     tensors = {}
     for layer, found in enumerate(zip(*map(pools.to_rows, parts), strict=True)):
         for name, pieces in zip(pools.config.names(), zip(*found, strict=True), strict=True):
             tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
-            slots = np.arange(0, sequences.block_size, sequences.block_size // array.shape[1])  # of tokens or of groups
+            slots = np.arange(0, sequences.block_size, sequences.block_size // array.shape[1])  # of tokens or groups
             array[slots >= filled[layer, :, None]] = 0
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
     if len(ids_known):
@@ -88,7 +88,7 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
 
 
 class SavedSequences:
-    """The sequences of a file that `write` made, whose tensors and metadata agree; or CacheFileError."""
+    """The sequences in a file that `write` made; or CacheFileError if its tensors and metadata disagree."""
 
     def __init__(self, path: Path, operation: str) -> None:
         self.path, self.operation = path, operation
@@ -96,7 +96,7 @@ class SavedSequences:
         self.meta["form"] = _form_of(self.meta)
 
     def arguments(self, num_blocks: int | None) -> dict[str, Any]:
-        """The arguments that make a store for them: as saved, or with so many blocks; or a refusal."""
+        """The arguments of a store for them: as saved, or with `num_blocks` blocks; or an error if that is too few."""
         form: dict[str, Any] = self.meta["form"]
         if num_blocks is not None:
             return form | {"num_blocks": checks.integer(num_blocks, "num_blocks", self.operation, low=1)}
@@ -116,10 +116,10 @@ class SavedSequences:
         return form
 
     def add_to(self, pages: Pages, share_prefixes: bool, salt: bytes) -> list[int]:
-        """Add them to those there are, under the next numbers; all of them or none.
+        """Add them to the existing sequences, under the next numbers; all of them or none.
 
-        Their prefixes are found, if at all, under this salt or else their own, where no block of the pool is found.
-        ShapeError or DTypeError where the file has another form than the pools.
+        With `share_prefixes`, `add` finds their prefixes under this salt or else their own, unless it finds a block of
+        the pool. ShapeError or DTypeError if the file's form differs from that of the pools.
         """
         with files.understanding(self.path, self.operation):
             theirs, ours = in_full(self.meta["form"]), in_full(pages.pools.arguments())
@@ -133,16 +133,16 @@ class SavedSequences:
         return self._restore(pages, None, share_prefixes, salt)
 
     def fill(self, pages: Pages, share_prefixes: bool) -> None:
-        """Let a new store have them, under their numbers."""
+        """Put them into a new store, under their saved numbers."""
         numbers = [saved["seq"] for saved in self.meta["sequences"]]
         self._restore(pages, numbers, share_prefixes)
         pages.sequences.next = max([self.meta["next"], *(number + 1 for number in numbers)])
 
     def _restore(self, pages: Pages, numbers: list[int] | None, share_prefixes: bool, salt: bytes = b"") -> list[int]:
-        """Make them under these numbers; all of them or none, where the file contradicts itself or blocks are too few.
+        """Make them under these numbers; if the file contradicts itself or blocks are too few, raise and make none.
 
-        Digests are computed from the token ids that the file carries; what it says of digests is not looked at. Without
-        numbers they come to a pool that has others, where a prefix that is found already goes on to be found.
+        Digests are computed from the file's token ids; any digests in the file are ignored. Without `numbers`, the pool
+        has other sequences already, and prefixes that `add` finds among them are still found there.
         """
         tensors, sequences, pools = self.tensors, pages.sequences, pages.pools
         known, first = tensors.get(TOKEN_IDS, np.empty(0, np.int64)), 0
@@ -152,7 +152,7 @@ class SavedSequences:
             for sequence in self.meta["sequences"]:
                 state = SequenceState(list(sequence["blocks"]), list(sequence["lengths"]))
                 state.left = [_left(told, standing) for told in sequence.get("left", state.left)]
-                count = sequence.get("token_ids", 0)  # none in files of before there were any
+                count = sequence.get("token_ids", 0)  # older files have none
                 if share_prefixes:
                     state.salt = salt or bytes.fromhex(sequence.get("salt", ""))
                     state.token_ids, state.digests = sequences.known(known[first : first + count], state.salt)
@@ -186,13 +186,13 @@ class SavedSequences:
         return numbers
 
     def _blocks(self, pools: LayerPools, chosen: list[int]) -> Any:
-        """These blocks of the file, as `LayerPools.read_blocks` gives some."""
+        """These blocks of the file, in the form that `LayerPools.read_blocks` returns."""
         names, layers = pools.config.names(), range(len(pools.layers))
         return pools.from_rows([[self.tensors[f"layers.{i}.{name}"][chosen] for name in names] for i in layers])
 
 
 def _left(told: Any, standing: Iterator[int]) -> History | None:
-    """What a compaction left of a layer, by the numbers of the file and the next of the positions; or ValueError."""
+    """What a compaction left in a layer, from the file's numbers and the next of its positions; or ValueError."""
     if told is None:
         return None
     count, dropped, shift = told
@@ -203,7 +203,7 @@ def _left(told: Any, standing: Iterator[int]) -> History | None:
 
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    """Raise KeyError, TypeError or ValueError if the metadata are impossible or do not fit the tensors."""
     form = _form_of(meta)
     layers = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     size, heads = (files.integer(form[name], name, low=1) for name in ("block_size", "num_kv_heads"))
@@ -224,7 +224,7 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
     sequences = files.listed(meta["sequences"], "sequences")
     known, standing, new = 0, 0, [0] * layers
     numbers: set[int] = set()
-    alone: set[int] = set()  # blocks of those that are swapped out
+    alone: set[int] = set()  # blocks of swapped-out sequences
     used: set[int] = set()
     for sequence in sequences:
         number = files.integer(sequence["seq"], "the number of a sequence")
@@ -250,13 +250,13 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
 
 
 def _form_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """A file's form, with the `Quant` of groups along tokens, if they are, in place of its facts; or an error."""
+    """A file's form, with a `Quant` in place of the facts about groups along tokens, if there are any; or an error."""
     form: dict[str, Any] = meta["form"]
     return form | {"dtype": Quant(**form["dtype"])} if type(form["dtype"]) is dict else form
 
 
 def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
-    """How a pool of groups along tokens keeps rows; None of another pool's form; or an error."""
+    """How a pool with groups along tokens keeps rows; None for the form of another pool; or an error."""
     if not isinstance(form["dtype"], Quant):
         return None
     given = {name: x for name, x in form.items() if name != "num_layers"}
@@ -270,7 +270,7 @@ def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
 
 
 def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Quant) -> list[int]:
-    """Of each layer how many of a sequence's tokens are not codes; raises as `_check`."""
+    """How many of a sequence's tokens are not codes, for each layer; raises as `_check`."""
     found = []
     coded = files.integers(sequence["coded"], "coded", "tokens that are codes", layers)
     for layer, (length, codes) in enumerate(zip(sequence["lengths"], coded, strict=True)):
@@ -281,8 +281,8 @@ def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Quant) ->
 
 
 def _positions_of(sequence: dict[str, Any], number: int, layers: int) -> int:
-    """How many positions a file has of a sequence's layers that were compacted; raises as `_check`."""
-    if "left" not in sequence:  # in files of before there was any
+    """How many positions a file has for a sequence's compacted layers; raises as `_check`."""
+    if "left" not in sequence:  # in older files
         return 0
     found = 0
     for layer, told in enumerate(files.listed(sequence["left"], "left", layers)):
@@ -295,7 +295,7 @@ def _positions_of(sequence: dict[str, Any], number: int, layers: int) -> int:
 
 
 def _blocks(sequence: dict[str, Any], number: int, layers: int, size: int, count: int) -> set[int]:
-    """The blocks of a sequence that says of itself what can be; raises as `_check`."""
+    """The blocks of a sequence, whose facts are checked; raises as `_check`."""
     blocks = files.integers(sequence["blocks"], "blocks", "a block", high=count - 1)
     lengths = files.integers(sequence["lengths"], "lengths", "a length", layers)
     if len({*blocks}) != len(blocks):

@@ -1,8 +1,8 @@
-"""A file replaced in one step: written beside the target under a short name, synced, renamed.
+"""Replacing a file in one step: it is written beside the target under a short name, synced and renamed.
 
-Whoever writes holds a lock on what it writes (flock), which the system opens when the process ends, however it ends. So
-a file of such a name whose lock can be taken is what a killed save left behind, and the next save into the folder
-removes it.
+A save holds a lock (flock) on the file that it writes, and the system releases the lock when the process ends, however
+it ends. So if the lock of such a file can be taken, a killed save left it, and the next save into the folder removes
+it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tikv.errors import CacheFileError
 
 try:
     import fcntl
-except ImportError:  # Windows, where a file that is open can be neither removed nor renamed, which is a lock too
+except ImportError:  # on Windows an open file can be neither removed nor renamed, which serves as a lock
     fcntl = None  # type: ignore[assignment]
 _LOCKS = fcntl is not None
 
 SUFFIX = ".safetensors"
 _TEMPORARY = re.compile(r"\.tikv-[0-9a-f]{16}\.tmp")  # short: the target's name may be as long as the system allows
-_ABANDONED = 86400  # seconds after which a file is left behind where the file system has no locks
+_ABANDONED = 86400  # seconds after which a file counts as left by a killed save, if the file system has no locks
 
 
 def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX) -> Path:
-    """The file to write, behind a link if `path` is one, known to be possible before anything is done for it.
+    """The file to write, which is the one linked to if `path` is a link; checked before any other work is done.
 
     Raises:
-        CacheFileError: that is not a path, its name does not end in `suffix`, its folder is not there, or what is there
-            is not a file.
+        CacheFileError: it is not a path, its name does not end in `suffix`, its folder does not exist, or something
+            other than a file is there.
     """
     try:
         target = Path(path)
@@ -48,7 +48,7 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
         if not target.parent.is_dir():
             raise CacheFileError(f"{operation}: there is no folder {str(target.parent)!r}. Make it, or name another.")
         mode = _mode_of(target)
-    except (OSError, ValueError) as error:  # a name that is too long, a circle of links, a zero byte
+    except (OSError, ValueError) as error:  # such as a name that is too long, a cycle of links, a zero byte
         if isinstance(error, CacheFileError):
             raise
         raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}. Give another name.") from None
@@ -58,10 +58,10 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
 
 
 def replace(path: str | os.PathLike[str], data: bytes, operation: str, suffix: str = SUFFIX) -> None:
-    """Let a file hold these bytes: in one step, or it stays as it was.
+    """Write these bytes to a file in one step; after an error, an old file is unchanged.
 
-    A file that was there keeps its mode, and a link stays a link; a new file has the mode that the umask gives. Files
-    that killed saves left in the folder are removed.
+    An old file's mode is kept, and a link stays a link; a new file has the mode that the umask gives. Files that killed
+    saves left in the folder are removed.
 
     Raises:
         CacheFileError: as `target_of`, or the system refuses to write.
@@ -79,10 +79,10 @@ def replace(path: str | os.PathLike[str], data: bytes, operation: str, suffix: s
 
 def _write(target: Path, data: bytes) -> None:
     mode = _mode_of(target)
-    for _ in range(100):  # another process, which cleared the folder, may have taken the file before it was locked
+    for _ in range(100):  # another process that clears the folder may have removed the file before it was locked
         temporary = target.with_name(f".tikv-{secrets.token_hex(8)}.tmp")
         try:
-            # Not readable by more than the old file, not even for a moment.
+            # At no moment is it readable by more users than the old file.
             with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, _bits(mode))) as file:
                 if not _lock(file):
                     continue
@@ -104,7 +104,7 @@ def _write(target: Path, data: bytes) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """What a file is and who may do what with it; None if it does not exist."""
+    """A file's type and permissions; None if it does not exist."""
     try:
         return os.stat(target).st_mode
     except FileNotFoundError:
@@ -116,20 +116,20 @@ def _bits(mode: int | None) -> int:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a new file; false if it was removed before."""
+    """Lock a new file; False if it was removed before."""
     if not _LOCKS:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks here
+    except OSError:  # this file system has no locks
         return True
     return os.fstat(file.fileno()).st_nlink > 0
 
 
 def _clear(folder: Path) -> None:
-    """Remove what killed saves left in a folder, whatever their target was; never what is being written."""
+    """Remove what killed saves left in a folder, whatever their targets were, but no file that is being written."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         for entry in found:
             if _TEMPORARY.fullmatch(entry.name):
@@ -139,7 +139,7 @@ def _clear(folder: Path) -> None:
 
 def _remove_if_abandoned(path: str) -> None:
     if not _LOCKS:
-        os.unlink(path)  # refused while it is open
+        os.unlink(path)  # Windows refuses while it is open
         return
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -159,7 +159,7 @@ def _remove_if_abandoned(path: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename last a power cut, where a folder can be opened."""
+    """Make the rename survive a power cut, on systems where a folder can be opened."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

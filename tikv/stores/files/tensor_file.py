@@ -1,7 +1,7 @@
-"""A safetensors file read with care: nothing is believed that the file's size and plain limits do not bear out.
+"""A safetensors file from an untrusted source: its claims are checked against the file's size and fixed limits.
 
-The library's reader takes a name, waits without end at a pipe, reads 100 MB of description, and knows dtypes by a table
-that fails with a KeyError. Here the description is checked before anything is read, and tensors are read one by one.
+The library's reader takes a name, waits forever at a pipe, reads a description of 100 MB, and fails with a KeyError at
+an unknown dtype. Here the description is checked before anything else is read, and tensors are read one by one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 from tikv.errors import CacheFileError, TikvError
 
 Array = np.ndarray[Any, Any]
-HEADER_BYTES = 2**23  # of a description: far more than any store's, and read in a second
-HEADER_PARTS = 700_000  # lists, objects, names and commas of it: what JSON takes time for, and much more than its text
+HEADER_BYTES = 2**23  # the longest description: far longer than any store's, and read in a second
+HEADER_PARTS = 700_000  # its most lists, objects, names and commas: they, not its text, take JSON's time
 MOST_AXES = 32
-NUMBERS = 2**62  # no count of tokens or bytes is larger
+NUMBERS = 2**62  # larger than any count of tokens or bytes
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -49,7 +49,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file says of a tensor: its dtype's name there, its shape, and which of the file's bytes it is."""
+    """The description of a tensor in a file: the file's name for its dtype, its shape, and its range of bytes."""
 
     stored: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it in the file."""
+        """The number of its bytes in the file."""
         return self.end - self.begin
 
 
@@ -74,8 +74,8 @@ class TensorFile:
     """An open file whose description has been checked.
 
     Attributes:
-        metadata: its strings.
-        entries: its tensors by name.
+        metadata: the file's strings.
+        entries: the descriptions of its tensors, by name.
     """
 
     def __init__(self, file: IO[bytes], metadata: dict[str, str], entries: dict[str, Entry]) -> None:
@@ -84,7 +84,7 @@ class TensorFile:
         self.entries = entries
 
     def read(self, name: str) -> Array:
-        """One tensor; ValueError where its dtype is unknown or the file has become shorter."""
+        """One tensor; ValueError if its dtype is unknown or the file has become shorter."""
         entry = self.entries[name]
         dtype = entry.dtype
         data = np.empty(entry.nbytes, np.uint8)
@@ -100,10 +100,10 @@ class TensorFile:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]:
-    """A safetensors file, open to be read.
+    """A context with a safetensors file open for reading.
 
     Raises:
-        CacheFileError: it is missing, no plain file, truncated, or no safetensors; or, within, a tensor cannot be read.
+        CacheFileError: it is missing, not a plain file, truncated or not safetensors; or a tensor in it cannot be read.
     """
     try:
         name = os.fspath(path)
@@ -129,7 +129,7 @@ def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]
 
 
 def parsed(text: str) -> Any:
-    """JSON of a size that a description may have, without the numbers that JSON does not have; or ValueError."""
+    """Parse JSON of at most a description's size, without numbers such as NaN that JSON lacks; or ValueError."""
     parts = sum(text.count(mark) for mark in "[{:,")
     if len(text) > HEADER_BYTES or parts > HEADER_PARTS:
         raise ValueError(f"JSON of {len(text)} characters and {parts} parts; at most {HEADER_PARTS} parts are read")
@@ -140,7 +140,7 @@ def parsed(text: str) -> Any:
 
 
 def require_described(data: bytes, operation: str) -> None:
-    """Raise CacheFileError where the description of a file about to be written is larger than `opened` allows."""
+    """Raise CacheFileError if the description of a file about to be written is larger than `opened` allows."""
     header = data[8 : 8 + int.from_bytes(data[:8], "little")]
     parts = sum(header.count(mark) for mark in (b"[", b"{", b":", b","))
     if len(header) > HEADER_BYTES or parts > HEADER_PARTS:
@@ -151,7 +151,7 @@ def require_described(data: bytes, operation: str) -> None:
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Open without waiting for another side, as a pipe would."""
+    """Open a file without waiting, even if it is a pipe that nobody writes to."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -160,7 +160,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _described(file: IO[bytes], size: int) -> TensorFile:
-    """What a file of that many bytes says is in it; ValueError if it is not safetensors, or says what cannot be."""
+    """The description of a file of `size` bytes; ValueError if it is not safetensors, or its claims are impossible."""
     length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
     first = 8 + length
     if size < 8 or first > size:
@@ -176,7 +176,7 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
     entries = {name: _entry(name, said, first) for name, said in header.items()}
     end = first
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != end:  # a gap; or bytes that are two tensors', which would take more memory than the file has
+        if entry.begin != end:  # a gap, or an overlap, which could ask for more memory than the file has bytes
             raise ValueError(f"the bytes of {reprlib.repr(name)} do not begin where those before it end")
         end = entry.end
     if end != size:
@@ -185,7 +185,7 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
 
 
 def _entry(name: str, said: Any, first: int) -> Entry:
-    """What the description says of a tensor, or ValueError where that cannot be."""
+    """The description of one tensor, or ValueError if it is impossible."""
     found = said if type(said) is dict else {}
     stored, shape, span = found.get("dtype"), found.get("shape"), found.get("data_offsets")
     if (
@@ -201,7 +201,7 @@ def _entry(name: str, said: Any, first: int) -> Entry:
             f"what it says of {reprlib.repr(name)} is not a dtype, a shape and a place: {reprlib.repr(said)}"
         )
     entry = Entry(stored, tuple(shape), first + span[0], first + span[1])
-    # Of a dtype that is unknown here the size of an element is, too.
+    # The size of an element is unknown if the dtype is.
     if stored in DTYPES and math.prod(shape) * DTYPES[stored].itemsize != entry.nbytes:
         raise ValueError(f"{reprlib.repr(name)} of {stored} {shape} has {entry.nbytes} bytes, which does not fit")
     return entry

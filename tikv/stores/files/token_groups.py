@@ -1,4 +1,4 @@
-"""A store of groups along tokens in a file: its newest tokens as rows, its codes, and counts that agree with both."""
+"""A store with groups along tokens in a file: its newest tokens as rows, its codes, and counts that agree with both."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NOT_PLACED: Mapping[str, Any] = {}
 
 
 class SavedLayer(NamedTuple):
-    """What a file has of a layer.
+    """A layer as a file has it.
 
     Attributes:
-        counts: of all its tokens; it has no memory.
-        oldest: position of the oldest of the newest tokens' slots that was not overwritten.
-        coded: tokens behind the sinks that became codes.
+        counts: the counts of all its tokens, without memory.
+        oldest: the oldest position that was not overwritten in the slots of the newest tokens.
+        coded: how many tokens after the sinks became codes.
         arrays: K and V of the newest tokens, then the arrays of codes.
     """
 
@@ -44,7 +44,7 @@ def write(
     layers: Sequence[SavedLayer],
     operation: str,
 ) -> None:
-    """Save the form of a store, and of each layer its counts and arrays; as `files.write`."""
+    """Save the form of a store, and each layer's counts and arrays, as `files.write` does."""
     said = form.said
     arguments = {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
     arguments |= {"head_dim": said.k.width, "head_dim_v": said.v.width, "scale_dtype": said.scale_dtype.name}
@@ -67,7 +67,7 @@ def write(
 def read(
     path: str | os.PathLike[str], live: runtime.Runtime, operation: str, placed: Mapping[str, Any]
 ) -> tuple[StoreConfig, list[SavedLayer]]:
-    """The configuration of a saved store, `placed` as asked, and what each layer has."""
+    """The configuration of a saved store, placed as `placed` asks, and its layers."""
     tensors, meta = files.read(path, KIND, operation, functools.partial(_check, live))
     with files.understanding(path, operation):
         config, form = _form_of(meta, live, placed)
@@ -96,12 +96,12 @@ def _form_of(
 
 
 def _slots(config: StoreConfig, form: TokenGroupForm) -> int:
-    """Slots of a layer's newest tokens."""
+    """How many slots a layer has for its newest tokens."""
     return config.sinks + form.quant.residual + form.quant.group
 
 
 def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> list[SavedLayer]:
-    """The counts of a file's layers, without arrays; ValueError where they cannot be."""
+    """The counts of a file's layers, without arrays; ValueError if they are impossible."""
     group, slots, found = form.quant.group, _slots(config, form), []
     counted = files.listed(meta["counts"], "counts", config.num_layers)
     since = files.integers(meta.get("oldest", [0] * config.num_layers), "oldest", "a position", config.num_layers)
@@ -128,7 +128,7 @@ def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> 
 
 
 def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    """Raise KeyError, TypeError or ValueError if the metadata are impossible or do not fit the tensors."""
     files.integer(meta["form"]["num_layers"], "num_layers", low=1, high=len(entries))
     config, form = _form_of(meta, live)
     lead = config.batch_size, config.num_kv_heads
