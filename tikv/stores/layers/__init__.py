@@ -1,10 +1,10 @@
-"""Where the layers of a `KVCacheStore` lie: `storage` says what each way to store them does, `STORAGES` lists them.
+"""How the layers of a `KVCacheStore` are stored: `storage` has the interface of all ways, `STORAGES` lists them.
 
-`contiguous` serves all dtypes but groups along tokens, which `token_groups` serves; `coded_arrays` says how their codes
-lie, in a pool as in a store. `memory` and `counts` are what a layer of slots is, `append`, `attend`, `extend`,
-`compaction` and `drafts` what is done with it, `summaries` what is known of pages of its keys; `growing` is one such
-layer with room that changes. `host` has any of these storages in the host's memory, and `residents` knows which of its
-layers the device has.
+`contiguous` serves all dtypes except groups along tokens, which `token_groups` serves; `coded_arrays` defines how codes
+are laid out, in a pool as in a store. `memory` and `counts` define a layer of slots; `append`, `attend`, `extend`,
+`compaction` and `drafts` are the operations on it; `summaries` has the page summaries of its keys. `growing` is one
+such layer with room that changes. `host` keeps any of these storages in the host's memory, and `residents` knows which
+of its layers the device has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import LayerStorage, StoreConfig
 from tikv.stores.layers.token_groups import TokenGroupLayers
 
-STORAGES: list[type[LayerStorage]] = [TokenGroupLayers, ContiguousLayers]  # the first that serves a dtype has it
+STORAGES: list[type[LayerStorage]] = [TokenGroupLayers, ContiguousLayers]  # the first that serves a dtype is used
 
 
 def new_storage(live: Runtime, config: StoreConfig) -> LayerStorage:
@@ -34,7 +34,7 @@ def new_storage(live: Runtime, config: StoreConfig) -> LayerStorage:
 def loaded_storage(
     kind: str, path: Any, live: Runtime, operation: str, placed: dict[str, Any]
 ) -> tuple[StoreConfig, LayerStorage]:
-    """The configuration and the storage of a store in a file of this kind, `placed` as its arguments say."""
+    """The configuration and the storage of a store in a file of this kind, placed as `placed` asks."""
     found = next((storage for storage in STORAGES if storage.file_kind == kind), ContiguousLayers)  # which refuses it
     if lies_apart(live, placed["place"]):
         config, storage = found.load(path, live, operation, **placed)
@@ -45,9 +45,9 @@ def loaded_storage(
 
 
 def lies_apart(live: Runtime, place: str) -> bool:
-    """Whether layers at this place lie elsewhere than where the device computes.
+    """Whether layers at this place are outside the memory in which the device computes.
 
     Raises:
-        ArchError: they would, and this device has no way to them.
+        ArchError: they would be, and this device cannot reach them.
     """
     return place == "host" and not why_plain(live, "KVCacheStore")

@@ -1,7 +1,7 @@
 """Appends to contiguous layers: one layer or all of them, at the position that the host counts or one in device memory.
 
 An `AppendPlan` is found again by the forms of the new rows, see `ops.plan`. Writes and reads of the layers' memory are
-bound to addresses, so the plans are forgotten when it is made anew.
+bound to addresses, so the plans are forgotten when that memory is allocated again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class AppendPlan(Plan):
     """A checked append of rows of one form to layers of one length.
 
     Attributes:
-        layers: what it writes.
-        tokens: how many it adds.
-        room: tokens that all of the layers can hold.
-        absolute: rings of different lengths are written at once, so that the position is not reduced.
-        counted: the host counts the position; else the launch reads it.
+        layers: the layers that it writes to.
+        tokens: how many tokens it adds to each.
+        room: how many tokens all of the layers can hold.
+        absolute: True if rings of different lengths are written at once, so that the position is not reduced.
+        counted: True if the host counts the position; else the launch reads it.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class AppendPlan(Plan):
     ) -> None:
         names = NAMES if positions is not None else ROWS
         super().__init__(memory.runtime, operation, names, [False] * len(names))
-        # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
+        # The plan must not refer to `memory`, which refers to its plans: a cycle would delay freeing the memory.
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.rows = memory.rows
         self.lock = memory.lock
-        self.page = memory.page if memory.rows.k.is_numbers else None  # of which the launch keeps summaries
+        self.page = memory.page if memory.rows.k.is_numbers else None  # the launch updates their summaries
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
@@ -65,21 +65,21 @@ class AppendPlan(Plan):
         self.token_axis, self.head_axis = axes
         self.tokens = rows[0].shape[1 + self.token_axis]
         self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)
-        # Forms of K and V as (layers, batch, ., ., width), and as they were given, without a hold on them.
+        # The forms of K and V as (layers, batch, ., ., width) and as given, without references to the arrays.
         self._forms = [(a.shape, a.strides) for a in rows]
         self._given = [a.without_owner() for a in rows]
         self.alignments = [a.ptr % ALIGNMENT for a in rows]
-        # Between which addresses a source may start that shares memory with K or V of the layers.
+        # The range in which the address of rows must be for them to share memory with K or V of the layers.
         first, last = layers[0], layers[-1]
         k_end, v_end = last.k.ptr + last.k.span, last.v.ptr + last.v.span
         self._near = min(first.k.ptr, first.v.ptr) - max(a.span for a in rows), max(k_end, v_end)
 
     def append(self, rows: Views) -> None:
-        """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
+        """Write rows of the checked form after the tokens that the layers hold, and count them.
 
-        The store's lock is held. After the first run this is `entries_at`, `run` and the counts in one function, for a
-        decode loop waits for it once per layer: `benches/stores/bench_append.py`. It raises CapacityError where a layer
-        without a window has no room, ShapeError where rows share memory with the layers.
+        The caller holds the store's lock. After the first run this does `entries_at`, `run` and the counts in one
+        function, since a decode loop waits for it once per layer: `benches/stores/bench_append.py`. It raises
+        CapacityError if a layer without a window has no room, ShapeError if rows share memory with the layers.
         """
         layers = self.layers
         first = layers[0]
@@ -98,7 +98,7 @@ class AppendPlan(Plan):
                     self._move_to(rows.pointers)
                 launch_again(position)
             after = length + self.tokens
-            for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
+            for layer in layers:  # as `Layer.grow`, inlined: many calls would take as long as the launch
                 layer.length = after
                 layer.newest = self.tokens
                 if layer.ring and after - layer.ring > layer.valid_from:
@@ -109,20 +109,20 @@ class AppendPlan(Plan):
 
     @uninterrupted
     def _finish(self, rows: Views, length: int) -> None:
-        """Do again, as a whole, what Ctrl-C broke off, unless nothing was launched: a ring has lost older tokens by it.
+        """Repeat an append that Ctrl-C interrupted, unless nothing was launched: a ring may have lost older tokens.
 
-        The same rows go to the same slots, and counts become the same, however much of it was done.
+        The same rows go to the same slots and the counts become the same, however much of it was done before.
         """
-        staged = not self.live.is_cpu and any(a.is_staged for a in rows)  # which bind anew in each run
+        staged = not self.live.is_cpu and any(a.is_staged for a in rows)  # these are bound again in each run
         if self.launches is None and not staged:
-            return  # it was broken off while kernels were made
+            return  # it was interrupted while kernels were compiled
         self.run(rows, self.entries_at(length))
         for layer in self.layers:
             layer.length = length
             layer.grow(self.tokens)
 
     def entries_at(self, length: int) -> Entries:
-        """The entries of a launch that writes behind so many tokens, which is checked."""
+        """The entries of a launch that writes after `length` tokens, which is checked."""
         if length + self.tokens > self.room:
             checks.fits_linear(length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
         first = self.layers[0]
@@ -131,11 +131,11 @@ class AppendPlan(Plan):
         return {"dst_position": length}
 
     def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[None, Entries]:
-        """Check that the layers have room, where the host counts."""
+        """Check that the layers have room, if the host counts the position."""
         return None, self.entries_at(self.layers[0].length) if self.counted else NO_ENTRIES
 
     def in_step(self) -> bool:
-        """Whether one position serves all layers: they are equally long, and it fits 32 bits where it must."""
+        """Whether one position serves all layers: they have the same length, and it fits 32 bits where it must."""
         lengths = [layer.length for layer in self.layers]
         if lengths.count(lengths[0]) < len(lengths):
             return False
@@ -152,7 +152,7 @@ class AppendPlan(Plan):
             self._move_to(pointers)
 
     def _move_to(self, pointers: tuple[int, ...]) -> None:
-        """`Plan._move` to addresses: what rows share with the layers is looked at where they are near."""
+        """`Plan._move` to addresses. If they are near the layers, it checks that the rows share no memory with them."""
         start, end = self._near
         for pointer in pointers:
             if start < pointer < end:
@@ -166,7 +166,7 @@ class AppendPlan(Plan):
         self.pointers = pointers
 
     def move_to(self, pointers: tuple[int, ...]) -> bool:
-        """Let the launch read K and V of this form at these addresses; False where they are aligned otherwise."""
+        """Let the launch read K and V of this form at these addresses; False if their alignment differs."""
         (k, v), (of_k, of_v) = pointers, self.alignments
         if k % ALIGNMENT != of_k or v % ALIGNMENT != of_v:
             return False
@@ -174,7 +174,7 @@ class AppendPlan(Plan):
         return True
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
-        """The launch over K and V, and over positions that it reads; as that of a like layer, where there was one."""
+        """The launch over K, V and any positions that it reads; a copy of one for a layer of the same form, if any."""
         layer = self.layers[0]
         lone = self.counted and len(self.layers) == 1 and layer.summaries is None and layer.divisors == (None, None)
         if not lone or 0 in [a.ptr for a in (*given, layer.k)] or launch.is_recording():
@@ -198,7 +198,7 @@ class AppendPlan(Plan):
                 Rows(a, token=a.shape[3], format=format)
                 for a, format in zip((first.k, first.v), self.rows.formats, strict=True)
             ]
-            # The table says where the heads of each layer begin, as it does of rows.
+            # The table has the first row of each layer's heads, and so the first scale too.
             scales = [None if a is None else a._replace(sequence=0, head=0) if a.token else a for a in scales]
         else:
             linear = Placement("ring" if first.ring else "linear")
@@ -215,17 +215,17 @@ class AppendPlan(Plan):
         return self._bind(src, dst, params | {"heads": heads, "groups": len(self.layers) * batch, "dst_place": place})
 
     def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any], head: int = 0) -> list[Launch]:
-        """The launches of such rows; `head` is the first, of all sequences, if each is one by itself."""
+        """The launches for these rows; `head` is the number of the first head if each head is its own sequence."""
         widths, tokens, first = self.rows.widths, self.tokens, self.layers[0]
         if self.page is not None and first.summaries is not None:
             dst = [dst[0]._replace(pages=written_pages(self.page, first, params["heads"], head)), *dst[1:]]
         return bind_copies(self.live, self.operation, src=src, dst=dst, widths=widths, tokens=tokens, **params)
 
     def _rows_of_layers(self) -> list[Rows]:
-        """Where K and V of the layers lie, which all have as many slots."""
+        """Where K and V of the layers are in memory; all of the layers have equally many slots."""
         first, last = self.layers[0], self.layers[-1].v
         ends = [(first.k, 0), (first.v, 0)]
-        if first.k.owner is first.v.owner:  # one array to the launch
+        if first.k.owner is first.v.owner:  # the launch sees one array
             size = first.k.dtype.itemsize
             both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
             ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
@@ -236,7 +236,7 @@ class AppendPlan(Plan):
         return found
 
     def _layer_table(self) -> ArrayView:
-        """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each."""
+        """(layers * batch, 4) int32 on the device: first row, rows per head, sinks and ring of each sequence."""
         table = np.empty((len(self.layers), self.batch, 4), np.int32)
         row = 0
         for i, layer in enumerate(self.layers):
@@ -248,11 +248,12 @@ class AppendPlan(Plan):
 
 
 class LikeLaunch(NamedTuple):
-    """A launch that was bound for a layer, to be bound for others of its form: only addresses differ.
+    """A launch that was bound for one layer and is copied for others of the same form: only addresses differ.
 
     Attributes:
-        bound: to the layer that came first; it is not launched.
-        places: of each of its arrays, which begins there of the new K, the new V and the layer's own; and its form.
+        bound: the launch that is bound to the first layer; it is not launched.
+        places: for each of its arrays, which of the new K, the new V and the layer's own arrays begins there; and its
+            form.
     """
 
     bound: launch.Bound
@@ -260,7 +261,7 @@ class LikeLaunch(NamedTuple):
 
     @classmethod
     def of(cls, made: Launch, arrays: Sequence[ArrayView]) -> LikeLaunch:
-        """Of a launch over these arrays, each whole or with what lies behind it; K and V may be the same new rows."""
+        """From a launch over these arrays, each whole or with what follows it; K and V may be the same new rows."""
         which = [next(i for i, b in enumerate(arrays) if a is b or (i > 1 and a.ptr == b.ptr)) for a in made.arrays]
         return cls(made.bound, [(i, a.without_owner()) for i, a in zip(which, made.arrays, strict=True)])
 
@@ -271,7 +272,7 @@ class LikeLaunch(NamedTuple):
 
 
 class UnevenAppendPlan(AppendPlan):
-    """An append to one layer whose heads hold different numbers of tokens: each head's rows go behind its own last."""
+    """An append to one layer whose heads hold different numbers of tokens: rows go after each head's last token."""
 
     def __init__(
         self, memory: LayerMemory, operation: str, layer: Layer, rows: Sequence[ArrayView], axes: tuple[int, int]
@@ -281,7 +282,7 @@ class UnevenAppendPlan(AppendPlan):
 
     @uninterrupted
     def append(self, rows: Views) -> None:
-        """Write rows behind the tokens of each head, and count them."""
+        """Write rows after the tokens of each head, and count them."""
         layer = self.layers[0]
         if layer.length + self.tokens > self.room:
             checks.fits_linear(layer.length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
@@ -292,7 +293,7 @@ class UnevenAppendPlan(AppendPlan):
         layer.newest = self.tokens
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
-        """A launch; one per sequence where one stride does not lead through all heads of the batch."""
+        """One launch, or one per sequence if no single stride leads through all heads of the batch."""
         layer, heads = self.layers[0], self.heads
         assert layer.head_lengths is not None
         strides = [form[1] for form in self._forms]
@@ -321,7 +322,7 @@ class UnevenAppendPlan(AppendPlan):
 
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
-    """Raise ShapeError where new K and V share an element with what they are appended to."""
+    """Raise ShapeError if new K or V shares an element with the layers that it is appended to."""
     for layer in layers:
         for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
             for name, a in zip(ROWS, rows, strict=False):
@@ -329,7 +330,7 @@ def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayV
 
 
 class Appends:
-    """The appends to the layers of a memory: checked, kept and run."""
+    """The appends to the layers of one memory: it checks them, keeps their plans and runs them."""
 
     def __init__(self, memory: LayerMemory) -> None:
         self.memory = memory
@@ -338,9 +339,9 @@ class Appends:
     def append_first(
         self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
     ) -> None:
-        """Check new arrays, append them, and keep the plan under `key` where one plan serves all layers.
+        """Check new arrays, append them, and keep the plan under `key` if one plan serves all layers.
 
-        `stacked`: the arrays have a leading axis of layers.
+        `stacked` says that the arrays have a leading axis of layers.
         """
         rows, axes, tokens = self.checked_for_room(operation, layers, given, layout, stacked)
         if tokens == 0:
@@ -351,17 +352,17 @@ class Appends:
         together = together and all(layer.head_lengths is None for layer in layers)
         mixed = together and len({(layer.slots, layer.ring) for layer in layers}) > 1
         if mixed and (layers[0].length + tokens >= 2**31 or self.memory.page is not None):
-            # One 32-bit position cannot serve rings of different lengths any more, and rings keep no summaries.
+            # One 32-bit position can no longer serve rings of different lengths; and rings keep no summaries.
             together = mixed = False
         parts = self.memory.blocks if together else [[layer] for layer in layers]
-        first = [part[0].index if stacked else 0 for part in parts]  # of neighbouring layers
+        first = [part[0].index if stacked else 0 for part in parts]  # neighbouring layers
         sources = [
             [a.restrided((len(part), *a.shape[1:]), a.strides, at * a.strides[0]) for a in rows]
             for part, at in zip(parts, first, strict=True)
         ]
         plans = []
         for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
-            found = None if even else self.plans.get((key, i))  # which no plan for all layers makes needless
+            found = None if even else self.plans.get((key, i))  # needed even if a plan for all layers exists
             if found is None and part[0].head_lengths is not None:
                 found = UnevenAppendPlan(self.memory, operation, part[0], source, axes)
             elif found is None:
@@ -394,11 +395,11 @@ class Appends:
             plan.append(rows)
 
     def require_positions(self, operation: str) -> None:
-        """Appends at positions on the device are possible, or OptionError."""
+        """Raise OptionError unless appends at positions on the device are possible."""
         return None
 
     def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
-        """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
+        """Append at positions that the launch reads, the third of the arrays; the host's counts do not change."""
         self.require_positions(operation)
         key = ("at", layers[0].index, stacked, given.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
@@ -429,14 +430,14 @@ class Appends:
         )
 
     def _lie_evenly(self, rows: Sequence[ArrayView]) -> bool:
-        """Whether one stride leads from each sequence to the next and from the last of a layer to the next layer's."""
+        """Whether one stride leads from each sequence to the next, across layers too."""
         batch = self.memory.batch_size
         return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
 
     def checked_for_room(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int], int]:
-        """All that can be refused of an append: `checked`, and how many tokens there are, for which there is room.
+        """Make all checks of an append: `checked`, and that there is room. Returns also the number of tokens.
 
         Raises:
             CapacityError, PositionError: a layer is full. Others as `checked`.
@@ -450,10 +451,10 @@ class Appends:
     def checked(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int]]:
-        """New K and V, which fit the layers and share no memory with them, or are refused.
+        """Check that new K and V fit the layers and share no memory with them.
 
         Returns:
-            Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
+            Both as (layers, batch, ., ., width), and which of the axes after the first are tokens and heads.
         """
         axes = (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
         memory = self.memory
@@ -466,7 +467,7 @@ class Appends:
         return [self._rows(a, stacked) for a in given], axes
 
     def _check(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
-        """New K and V have the axes, the dtype and the extents of what is appended to the layers, or are refused."""
+        """Raise unless new K and V have the axes, dtypes and extents that the layers take."""
         memory, (k, v) = self.memory, given
         token_axis, head_axis = (1, 2) if layout == "token_major" else (2, 1)
         named = (("k", k), ("v", v))
@@ -504,7 +505,7 @@ class Appends:
 
     @staticmethod
     def _rows(a: ArrayView, stacked: bool) -> ArrayView:
-        """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
+        """The array as (layers, batch, ., ., width), whichever of the leading axes the caller left out."""
         at = 1 if stacked else 0
         if a.ndim == at + 3:
             a = a.restrided((*a.shape[:at], 1, *a.shape[at:]), (*a.strides[:at], 0, *a.strides[at:]))
@@ -512,25 +513,25 @@ class Appends:
 
 
 class SummarizedAppends(Appends):
-    """Appends to layers that keep summaries of pages of keys with scales: these are found behind the write."""
+    """Appends to layers that keep page summaries of keys with scales: summaries are computed after the write."""
 
     @uninterrupted
     def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
-        """As `Appends.append`, and summaries of the pages that were written."""
+        """As `Appends.append`; it then updates the summaries of the pages that were written."""
         first = int(layer.lengths.min())
         super().append(operation, layer, rows, layout)
         summarize(operation, self.memory, [layer], first)
 
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
-        """As `Appends.append_all`, and summaries of the pages that were written."""
+        """As `Appends.append_all`; it then updates the summaries of the pages that were written."""
         before = [int(layer.lengths.min()) for layer in self.memory.layers]
         super().append_all(operation, rows, layout)
         for layer, first in zip(self.memory.layers, before, strict=True):
             summarize(operation, self.memory, [layer], first)
 
     def require_positions(self, operation: str) -> None:
-        """Refused: the host does not know which pages are written."""
+        """Raise OptionError, since the host does not know which pages are written."""
         raise OptionError(
             f"{operation}: positions are on the device, and the store keeps summaries of pages, which for keys kept as "
             f"{self.memory.rows.k.dtype} need launches that the host counts. Append without positions, or make the "

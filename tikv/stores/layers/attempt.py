@@ -1,4 +1,4 @@
-"""`attempt`: a call that appends and then attends, broken off in the middle."""
+"""`attempt`: what happens to layers if a call that appends and then attends is interrupted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from tikv.stores.layers.counts import Layer
 
 @contextmanager
 def attempt(operation: str, layers: Sequence[Layer], lost: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Around an `extend`: where it is broken off, layers count as before, and new tokens are as if never written.
+    """A context for `extend`: if it is interrupted, the layers' counts return to what they were before.
 
-    Where they took the slots of older ones that cannot be: then a layer holds them, and the error says how many.
+    That is impossible if new tokens have overwritten older ones: then a layer holds the new ones, and the error says
+    how many.
 
     Args:
         operation: for messages.
-        layers: what the call appends to, that which a caller sees first.
-        lost: whether what was written took the place of tokens that the layers held before; None to tell by counts.
+        layers: the layers that the call appends to, the one that a caller sees first.
+        lost: whether what was written overwrote tokens that the layers held before; None to tell by counts.
     """
     before = [(layer.held, layer.length, layer.valid_from, layer.newest) for layer in layers]
     try:

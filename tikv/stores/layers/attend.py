@@ -22,7 +22,7 @@ NO_VIEWS: Mapping[str, ArrayView] = {}
 
 
 def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
-    """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
+    """Queries, a layer's memory and what is added to the scores, by the names of attention's parameters."""
     return {"q": q, **layer.attended, **terms}
 
 
@@ -44,7 +44,7 @@ def cache_plan(
     formats: Formats = (None, None),
     sharded: tuple[int, int] = (0, 0),
 ) -> AttentionPlan:
-    """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache.
+    """The plan of attention over `sinks` and the newest `span` tokens, 0 for all, in `ring` slots or a plain cache.
 
     `sharded` is as in `AttentionOptions`.
     """
@@ -60,9 +60,9 @@ def cache_plan(
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
-    """Raise PositionError where the first of these several queries sees a key whose slot a newer token has taken.
+    """Raise PositionError if the first of several queries sees a key that a newer token has overwritten.
 
-    Or where only the device knows how many tokens there are.
+    It is also raised if only the device knows how many tokens there are.
     """
     if layer.ring and on_device:
         raise PositionError(
@@ -90,7 +90,7 @@ def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[Arra
 
 
 def results_of(out: Any, lse: Any, mass: Any) -> Any:
-    """What was asked for: the result alone, or with what else is not None."""
+    """What the caller asked for: the result alone, or a tuple with those of the others that are not None."""
     if lse is None and mass is None:
         return handed_over(out)
     return tuple([handed_over(a) for a in (out, lse, mass) if a is not None])
@@ -108,8 +108,8 @@ def weigh(
 ) -> Any:
     """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
 
-    Of chosen tokens (batch, heads, T, K), in the order of `indices`. `q` are (batch, Hq, D) or (batch, Hq, T, D), `lse`
-    the log-sum-exps of their scores over their own tokens too; the mass is a new array of the kind of `like`.
+    With chosen tokens it is (batch, heads, T, K), in the order of `indices`. `q` are (batch, Hq, D) or (batch, Hq, T,
+    D), and `lse` the log-sum-exps of all their scores; the mass is a new array of the same kind as `like`.
     """
     length, arrays = layer.length, layer_arrays(layer, q)
     if layer.head_lengths is not None:

@@ -1,6 +1,7 @@
 """The older tokens of a layer as codes, quantised from the rows that a ring still has.
 
-Of a window the slots of groups go round: a group is overwritten as a whole, once none of its tokens is seen.
+In a layer with a window, groups have slots in a ring: a group is overwritten as a whole once none of its tokens is
+seen.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from tikv.stores.limits import BLOCK_BYTES
 
 
 class ChannelCodes:
-    """The codes of one layer's tokens behind its sinks, in memory of their own.
+    """The codes of one layer's tokens after its sinks, in their own memory.
 
     Args:
         live: the runtime.
-        form: how they are kept.
-        batch: sequences.
-        room: tokens that there is memory for, whole groups.
-        rings: whether the slots of groups go round.
-        scratch: memory between launches, which layers share.
-        on_host: the memory is the host's.
+        form: how codes are kept.
+        batch: the number of sequences.
+        room: how many tokens there is memory for, in whole groups.
+        rings: whether the slots of groups are a ring.
+        scratch: memory for results between launches, which layers share.
+        on_host: whether the memory is the host's.
 
     Attributes:
-        tokens: how many became codes, those included that were overwritten since.
-        dropped: how many of the first were let go of, whole groups, where slots do not go round.
+        tokens: how many tokens became codes, including those that were overwritten since.
+        dropped: how many of the first tokens were dropped, in whole groups, if the slots are not a ring.
 
     Raises:
         CapacityError: an array is larger than a launch on this arch can address.
@@ -68,12 +69,12 @@ class ChannelCodes:
 
     @property
     def first(self) -> int:
-        """Of the tokens that became codes, how many were overwritten or let go of."""
+        """How many of the tokens that became codes were overwritten or dropped."""
         return max(0, self.tokens - self.room) if self.rings else self.dropped
 
     @property
     def slots(self) -> int:
-        """Slots of tokens that were ever written, from the first on."""
+        """How many tokens' slots were ever written, from the first on."""
         return min(self.tokens - self.dropped, self.room)
 
     def encode(self, operation: str, layer: Layer) -> None:
@@ -86,9 +87,9 @@ class ChannelCodes:
         self.tokens += self.group
 
     def decode(self, operation: str, k: ArrayView, v: ArrayView, first: int = 0) -> None:
-        """The numbers that tokens from the given one on stand for, to the start of (batch, H, n, D) float32 arrays."""
+        """Write the numbers of all tokens from `first` on to the start of (batch, H, n, D) float32 arrays."""
         at = first
-        while at < self.tokens:  # as far as slots follow one another
+        while at < self.tokens:  # a launch for each run of consecutive slots
             slot = (at - self.dropped) % self.room
             slots = range(slot, min(self.room, slot + self.tokens - at))
             to = rows_of(k, at - first), rows_of(v, at - first)
@@ -105,8 +106,8 @@ class ChannelCodes:
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes from token `oldest` on, as `CodedArrays.attend`.
 
-        All of them see all of these, or with a `window` the newest so many up to their own token, where the last query
-        stands so many tokens behind the last that is codes.
+        All queries see all of these codes. With a `window`, each sees the newest ones within a number of tokens up to
+        its own; it also says how many tokens after the last code the last query is.
         """
         span, ahead = window or (None, 0)
         ring = self.room if self.rings else 0
@@ -116,14 +117,14 @@ class ChannelCodes:
         return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
 
     def selected(self, sequences: np.ndarray[Any, Any], memory: LayerMemory) -> list[ArrayView]:
-        """What some sequences hold, in new memory, which `hold` then takes."""
+        """Copies of what some sequences hold, in new memory that `hold` then takes."""
         index, made = to_device(sequences, self.runtime), self.like(len(sequences))
         for (a, slots), to in zip(self.filled, made, strict=True):
             memory.move_slots(_of_slots(a), _of_slots(to), slots, index)
         return made
 
     def copied(self, operation: str, groups: Host, memory: LayerMemory) -> list[ArrayView]:
-        """Copies of groups (batch, heads, m), counted as `tokens` are; `hold_only` takes them."""
+        """Copies of the groups (batch, heads, m), numbered as in `tokens`; `hold_only` takes the copies."""
         found = []
         for a, (_, _, tokens) in zip(self.arrays, self.form.arrays().values(), strict=True):
             rows, each = _of_slots(a), self.group // tokens
@@ -133,13 +134,13 @@ class ChannelCodes:
         return found
 
     def hold_only(self, copied: Sequence[ArrayView], groups: int, memory: LayerMemory) -> None:
-        """Hold what `copied` gave of so many groups, of none no arrays, and nothing else."""
+        """Hold only the `groups` groups that `copied` returned; with 0 groups there are no arrays."""
         for a, found in zip(self.arrays, copied, strict=groups > 0):
             memory.move_slots(found, _of_slots(a), found.shape[2])
         self.tokens, self.dropped = groups * self.group, 0
 
     def moved(self, room: int, drop: int, memory: LayerMemory) -> list[ArrayView]:
-        """What is held without the `drop` oldest tokens, whole groups, in new memory for `room`; `hold` takes it."""
+        """Copies without the `drop` oldest tokens, whole groups, in new memory for `room` tokens; `hold` takes them."""
         made = self.like(self.batch, room)
         for (a, slots), (_, _, tokens), to in zip(self.filled, self.form.arrays().values(), made, strict=True):
             rows, gone = _of_slots(a), drop // tokens
@@ -147,7 +148,7 @@ class ChannelCodes:
         return made
 
     def like(self, batch: int, room: int | None = None) -> list[ArrayView]:
-        """New memory for so many sequences, and tokens; None: for as many.
+        """New memory for `batch` sequences and `room` tokens, or as many tokens as now with None.
 
         Raises:
             CapacityError: an array is larger than a launch on this arch can address.
@@ -166,7 +167,7 @@ class ChannelCodes:
         return made
 
     def hold(self, arrays: list[ArrayView]) -> None:
-        """Let these, which `like` made, be the memory."""
+        """Use these arrays, which `like` made, as the memory."""
         before = self.arrays[0].shape[0] if self.arrays else 0
         self.arrays, self._coded = arrays, CodedArrays(self.form, *arrays)
         self.batch, self.room = arrays[0].shape[0], arrays[0].shape[2] * self.group
@@ -175,7 +176,7 @@ class ChannelCodes:
 
     @property
     def filled(self) -> list[tuple[ArrayView, int]]:
-        """`arrays`, and how many of the third axis were ever written."""
+        """`arrays`, each with how many entries of its third axis were ever written."""
         tokens = [tokens for _, _, tokens in self.form.arrays().values()]
         return [(a, self.slots // n) for a, n in zip(self.arrays, tokens, strict=True)]
 
@@ -184,7 +185,7 @@ class ChannelCodes:
         return [read_host(a, self.runtime)[:, :, :n] for a, n in self.filled]
 
     def take_over(self, tokens: int, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Hold what `copy_to_host` of such codes gave."""
+        """Hold what `copy_to_host` returned for codes of the same form."""
         for to, given in zip(self.arrays, arrays, strict=True):
             host = np.zeros(to.shape, to.dtype.numpy)
             host[:, :, : given.shape[2]] = given

@@ -1,6 +1,6 @@
 """Codes of groups of tokens: keys by channel over a group, values by token or as numbers; written, read, attended over.
 
-A group is quantised once, from rows that are still there, and never written again.
+A group is quantised once, while its rows are still stored, and never written again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MOST_SCRATCH = 8
 
 
 class ScoreMemory:
-    """Float32 memory of what one launch leaves for the next, by its purpose and shape.
+    """Float32 memory that passes results from one launch to the next, by purpose and shape.
 
-    So a decode loop finds it where it was, and its launches need not be told of another.
+    In a decode loop it is always the same memory, so launches need not be bound to other addresses.
     """
 
     def __init__(self, live: runtime.Runtime) -> None:
@@ -34,22 +34,22 @@ class ScoreMemory:
         self._arrays: BoundedCache[tuple[str, tuple[int, ...]], ArrayView] = BoundedCache(MOST_SCRATCH)
 
     def array(self, purpose: str, shape: tuple[int, ...]) -> ArrayView:
-        """Memory of this shape, whatever is in it."""
+        """Memory of this shape, with any contents."""
         found = self._arrays.get((purpose, shape))
         if found is None:
             found = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self.runtime))
         return found
 
     def partial(self, purpose: str, shape: tuple[int, ...]) -> Results:
-        """Where attention leaves a result of this shape, and its log-sum-exps, to be merged with another."""
+        """Memory for a result of attention of this shape and its log-sum-exps, to be merged with another."""
         out, lse = self.array(purpose, shape), self.array(f"sums {purpose}", shape[:-1])
         return Results(out, True, lse, is_partial=True, is_new=True)
 
 
 class CodedArrays(NamedTuple):
-    """Where codes lie: arrays (n, heads, groups or tokens, ...) as `CodeForm.arrays` has them.
+    """The arrays of codes, (n, heads, groups or tokens, ...), see `CodeForm.arrays`.
 
-    n counts the sequences of a layer, or the blocks of a pool, of which one at a time is written or read.
+    n counts the sequences of a layer, or the blocks of a pool; blocks are written and read one at a time.
     """
 
     form: CodeForm
@@ -59,7 +59,7 @@ class CodedArrays(NamedTuple):
     v_numbers: ArrayView | None = None
 
     def keys(self, token: int = 0, block: int = 0) -> Rows:
-        """The keys from the group of a token on: a channel a row, each head a sequence of its own."""
+        """The keys from the group of a token on: each channel is a row, and each head is its own sequence."""
         group, codes, numbers = token // self.form.keys.group, self.k.strides, self.k_numbers.strides
         first = block * numbers[0] + group * numbers[2]
         scale = Scale(self.k_numbers, sequence=numbers[1], token=numbers[3], first=first)
@@ -86,7 +86,7 @@ class CodedArrays(NamedTuple):
         return rows._replace(sequence=0, block=rows.sequence, scale=scale)
 
     def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
-        """Keys (sequences * heads, groups * width, group): a row for each channel of a group, and as rows of tokens."""
+        """Keys (sequences * heads, groups * width, group), with a row per channel of a group, and as rows of tokens."""
         group, head, heads = self.form.keys.group, a.strides[0], self.form.heads
         tokens = Rows(a, sequence=heads * head, head=head, block=self.form.width * group, token=1, inner=(1, group))
         return Rows(a, sequence=head, token=group), tokens
@@ -106,9 +106,9 @@ class CodedArrays(NamedTuple):
         block: int = 0,
         **placed: Any,
     ) -> None:
-        """Quantise a group of rows of K and V, which lie as `placed` says, in three launches.
+        """Quantise a group of rows of K and V, whose places are in `placed`, in three launches.
 
-        `turned` is memory for its keys by channel, of all sequences that the rows are of.
+        `turned` is memory for the group's keys by channel, for all sequences that the rows belong to.
         """
         form, pairs, group = self.form, turned.shape[0], self.form.keys.group
         by_channel, by_token = self._by_channel(turned)
@@ -126,7 +126,7 @@ class CodedArrays(NamedTuple):
         sequences: int,
         block: int = 0,
     ) -> None:
-        """Copy the numbers that these tokens, up to the end of a group, stand for, in three launches."""
+        """Decode these tokens, which go up to the end of a group, in three launches."""
         form, group = self.form, self.form.keys.group
         skip = tokens.start % group
         turned = self.turned(sequences, (skip + len(tokens)) // group, dtypes.float32, live)
@@ -151,15 +151,15 @@ class CodedArrays(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps.
 
-        K's and V's codes are read in place, in two launches, or three where the keys are split.
+        K's and V's codes are read in place, in two launches, or three if the keys are split over several.
 
         Args:
-            operation, q, scores: of the call.
-            groups: the most that a sequence has.
-            values: where V's codes lie.
+            operation, q, scores: those of the call.
+            groups: the most groups that a sequence has.
+            values: the places of V's codes.
             scratch: memory for the scores and the results.
-            tokens: which are attended over.
-            paged: of a pool the block tables, "table", and how many tokens of each sequence are codes, "lens".
+            tokens: the tokens that are attended over.
+            paged: for a pool, the block tables, "table", and how many tokens of each sequence are codes, "lens".
         """
         heads = self.form.heads
         lead = q.shape[0], heads, q.shape[1] // heads * q.shape[2]

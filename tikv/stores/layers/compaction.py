@@ -1,4 +1,4 @@
-"""Compaction of contiguous layers, and what heads of different lengths hold, read."""
+"""Compaction of contiguous layers, and reading layers whose heads have different lengths."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tikv.stores.layers.memory import LayerMemory, copy_rows, width_of
 
 
 class _Choice(NamedTuple):
-    """What a layer shall keep: slots in order, (B, H, n) with -1 behind a head's last, and what they then are."""
+    """What a layer shall keep: slots in order, (B, H, n) with -1 after a head's last, and the history that results."""
 
     slots: Host
-    in_order: bool  # the slots are those of a layer that has not wrapped: a move to the front is safe
+    in_order: bool  # the layer has not wrapped, so rows can be moved to the front in place
     left: History
 
 
@@ -34,13 +34,13 @@ def compact_layers(
     rope: Rope | None,
     one_length: bool = False,
 ) -> None:
-    """Keep some of the tokens that layers hold, drop the others, and close the gaps; or refuse one and write nothing.
+    """Keep some of the tokens that layers hold, drop the others, and close the gaps; or raise and write nothing.
 
     Args:
-        operation, memory, layers: of which call; layers in order.
-        keeps: for each what a caller keeps, as `KVCacheStore.compact`.
-        rope: by which keys are turned to their new index; None to leave them.
-        one_length: all heads must keep as many.
+        operation, memory, layers: those of the call; layers in order.
+        keeps: what the caller keeps of each layer, as in `KVCacheStore.compact`.
+        rope: the rotation of keys to their new indices; None to leave them.
+        one_length: whether all heads must keep equally many tokens.
     """
     if rope is not None:
         if memory.rows.k.format is not None:
@@ -66,7 +66,7 @@ def compact_layers(
 
 
 def _turn(operation: str, memory: LayerMemory, layer: Layer, left: History, rope: Rope) -> History:
-    """Turn the keys that were kept, which lie in front, to positions from 0 on."""
+    """Rotate the kept keys, which are in the first slots, to positions from 0 on."""
     index = np.where(left.positions < 0, -1, np.arange(left.tokens))
     if left.tokens:
         k, scale = (
@@ -79,13 +79,13 @@ def _turn(operation: str, memory: LayerMemory, layer: Layer, left: History, rope
 
 
 def _scales_of_keys(layer: Layer) -> ArrayView | None:
-    """The scales of int8 keys, (batch, heads, slots), which are the first of a row's beside values in groups."""
+    """The scales of int8 keys, (batch, heads, slots); if values are groups, the first scale of each row."""
     scale = layer.k_scale
     return None if scale is None else scale.restrided(scale.shape[:3], scale.strides[:3])
 
 
 def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Choice:
-    """Check what a caller keeps of a layer."""
+    """Check what a caller keeps of a layer, and find its slots."""
     held = layer.held_rows()
     index = kept_of(operation, memory, held, keep)
     in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(held.slots.shape[-1]))).all())
@@ -93,7 +93,7 @@ def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Ch
 
 
 def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> Host:
-    """What a caller keeps of the rows that a layer holds, as indices (B, H, n); -1 behind a head's last."""
+    """What a caller keeps of the rows that a layer holds, as indices (B, H, n); -1 after a head's last."""
     lead, most = (memory.batch_size, memory.num_kv_heads), held.slots.shape[-1]
     counts = held.counts if held.slots.shape[:2] == lead else most
     index = host_kept_indices(keep, HeadRows(*lead, most, counts), memory.runtime, operation)
@@ -101,13 +101,13 @@ def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> H
 
 
 def left_of(layer: Layer, held: HeldRows, index: Host) -> History:
-    """What is left of a layer that held these rows, where those of indices (B, H, n) are kept."""
+    """What is left of a layer that held these rows, if those at indices (B, H, n) are kept."""
     counts = counts_of(index).astype(np.int64)
     return History(counts, _chosen(held.numbers, index), _chosen(held.positions, index), layer.end, layer.next_position)
 
 
 def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: str) -> None:
-    """Raise ShapeError where the heads of a layer would keep these different numbers of something."""
+    """Raise ShapeError if the heads of a layer would keep different numbers of something."""
     if counts.size and counts.min() < counts.max():
         raise ShapeError(
             f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} {what}, "
@@ -116,7 +116,7 @@ def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: 
 
 
 def _chosen(a: Host, index: Host) -> Host:
-    """Of each head the entries of (B, H, m) or (1, 1, m) at indices (B, H, n); -1 behind its last."""
+    """The entries of (B, H, m) or (1, 1, m) at each head's indices (B, H, n); -1 after a head's last."""
     lead, most = index.shape[:-1], a.shape[-1]
     if most == 0:
         return index.astype(np.int64)
@@ -127,7 +127,7 @@ def _chosen(a: Host, index: Host) -> Host:
 def _movable_together(
     memory: LayerMemory, layers: Sequence[Layer], choices: Sequence[_Choice]
 ) -> list[list[tuple[Layer, _Choice]]]:
-    """The layers that one launch moves: neighbours in memory, of one form, that keep as many."""
+    """The groups of layers that one launch can move: adjacent in memory, of one form, with equally many kept tokens."""
     block_of = {layer.index: i for i, block in enumerate(memory.blocks) for layer in block}
 
     def form(pair: tuple[Layer, _Choice]) -> Any:
@@ -138,7 +138,7 @@ def _movable_together(
 
 
 def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots: Host) -> None:
-    """Move the rows of a ring that has wrapped, of which the front may hold newer ones: out and back."""
+    """Move the rows of a ring that has wrapped through a copy, since its first slots may hold newer rows to keep."""
     if slots.size == 0:
         return
     for a in layer.arrays:
@@ -146,7 +146,7 @@ def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots:
 
 
 def copied_slots(operation: str, memory: LayerMemory, a: ArrayView, slots: Host) -> ArrayView:
-    """A copy of the rows of (batch, heads, slots[, width]) that lie in slots (B, H, n), of which there are some."""
+    """A copy of the rows of (batch, heads, slots[, width]) that are in slots (B, H, n), where n is not 0."""
     to = new_array((*slots.shape, *a.shape[3:]), a.dtype, memory.runtime)
     index = to_device(slots.astype(np.int32), memory.runtime)
     _gather_by_head(operation, memory, a.shape[2], index, [_rows_by_head(a)], [to], [width_of(a)])
@@ -162,7 +162,7 @@ def _gather_by_head(
     to: Sequence[ArrayView],
     widths: Sequence[int],
 ) -> None:
-    """Copy the rows of `limit` slots that `index` (batch, H, n) names, for each head its own, one behind the other."""
+    """Copy each head's rows at its own indices (batch, H, n) among `limit` slots, one after the other."""
     n, dst = index.shape[-1], [_rows_by_head(a) for a in to]
     copy_rows(
         memory.runtime, operation, src, dst, widths, (memory.batch_size * memory.num_kv_heads, 1, n),
@@ -171,12 +171,12 @@ def _gather_by_head(
 
 
 def _rows_by_head(a: ArrayView) -> Rows:
-    """The rows of a contiguous (batch, heads, slots[, width]) array, each head a sequence of its own."""
+    """The rows of a contiguous (batch, heads, slots[, width]) array, where each head is its own sequence."""
     return Rows(a, sequence=a.strides[1], token=a.strides[2])
 
 
 def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[CacheArray, CacheArray]:
-    """What each head of a layer holds, in temporal order, with zeros behind a head's last, as `LayerMemory.tokens`."""
+    """What each head of a layer holds, in temporal order, with zeros after a head's last, as `LayerMemory.tokens`."""
     live, slots = memory.runtime, layer.held_rows().slots
     out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows.both]
     if slots.size:
@@ -184,12 +184,12 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
         rows = zip((layer.k, layer.v), memory.rows.formats, layer.scales_by_head(memory.rows.numbers), strict=True)
         src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
         _gather_by_head(operation, memory, layer.slots, index, src, out, memory.rows.widths)
-        live.synchronize()  # the index is this call's own
+        live.synchronize()  # the launch reads an index that only this call keeps alive
     return CacheArray(out[0], live), CacheArray(out[1], live)
 
 
 def split_by_layer(keep: Any, layers: int, operation: str) -> list[Any]:
-    """What is kept of each layer, of an array or list with one entry for each; ShapeError of another number."""
+    """What is kept of each layer, from an array or list with one entry per layer; ShapeError for another number."""
     count = len(keep) if hasattr(keep, "__len__") else 0
     if count != layers:
         raise ShapeError(f"{operation}: keep has {count} entries for num_layers={layers}. Give one per layer.")
