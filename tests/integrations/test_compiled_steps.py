@@ -291,7 +291,7 @@ def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypa
     model.set_attn_implementation("tikv")
     want = generate(model, TikvCache(config, max_cache_len=40), inputs(arch, 11), 12, disable_compile=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    whole._say_once.cache_clear()
+    whole._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -59,7 +59,7 @@ def hosted(arch, config, late=True, **options):
     """A cache on the host; on CPU one whose copies are made by NumPy."""
     cache = TikvCache(config, **options, place="host")
     if arch == "cpu":
-        cache._shelf.transfer = functools.partial(CopiedByNumPy, late=late)
+        cache._places.transfer = functools.partial(CopiedByNumPy, late=late)
     return cache
 
 
@@ -136,8 +136,8 @@ def test_copies_and_files(arch, tmp_path):
     first, other = on(model, prompts(9)), hosted(arch, model.config, dtype="int8", max_cache_len=40)
     generate(model, other, first, 4)
     twin = copy.deepcopy(other)
-    assert twin._shelf is not other._shelf
-    assert {layer._shelf for layer in twin.layers} == {twin._shelf}
+    assert twin._places is not other._places
+    assert {layer._places for layer in twin.layers} == {twin._places}
     assert_same_bits(other, twin)
     path = tmp_path / "text.safetensors"
     other.save(path)
@@ -146,7 +146,7 @@ def test_copies_and_files(arch, tmp_path):
     assert_same_bits(other, back)
     again = TikvCache.load(path, model.config, place="host", resident_layers=3)
     assert again.place == ("host" if arch == "cuda" else "device")
-    assert again._shelf.resident_layers == 3
+    assert again._places.resident_layers == 3
     ids = torch.full((1, 3), 5, device=model.device)
     with torch.no_grad():
         found = [model(ids, **given(cache)).logits for cache in (twin, back, again, other)]

@@ -1,4 +1,4 @@
-"""Drop-in caches for model libraries. Each module imports its library, and is imported where it is first named."""
+"""Drop-in caches for model libraries. Each module imports its library, and is itself imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The operations as torch custom operators, `torch.ops.tikv.*`, which `torch.compile` keeps in its graph as they are.
 
-Call the functions here in code that is compiled; in eager code those of `tikv` do the same with less around them. Each
-operator has a fake implementation, so shapes are known while tracing, and says which arguments it writes. No gradients
-flow: to go back through attention raises `tikv.OptionError`, and what is written to a cache leaves none there.
+Call the functions here in compiled code; in eager code the functions of `tikv` do the same with less overhead. Each
+operator has a fake implementation, so that shapes are known while tracing, and declares which arguments it writes to.
+Gradients do not flow: backward through attention raises `tikv.OptionError`, and writes to a cache carry no gradient.
 """
 
 from typing import Any, Optional
@@ -20,8 +20,8 @@ except ImportError as error:
 from tikv.errors import OptionError
 from tikv.ops import attention, copy, paged, ragged
 
-# torch reads these signatures: torch 2.4 takes no text, hence no `from __future__ import annotations` here, and no
-# `... | None`.
+# torch reads these signatures. torch 2.4 does not take annotations as strings, so this module does without
+# `from __future__ import annotations` and `... | None`.
 
 
 @torch.library.custom_op("tikv::copy_kv", mutates_args=("k_cache", "v_cache"))  # type: ignore[untyped-decorator]
@@ -162,7 +162,7 @@ _paged_decode_attention.register_autograd(_refuse_backward)
 
 
 def _attended(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """What attention returns, without its contents."""
+    """Empty tensors of the shapes and dtypes that attention returns."""
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 

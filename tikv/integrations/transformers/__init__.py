@@ -7,7 +7,7 @@ model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= befo
 from tikv import extras
 
 try:
-    import torch  # without it transformers is there, and fails when it is used
+    import torch  # without torch, transformers can be imported, but fails when it is used
     import transformers
 
     extras.require_version(torch)

@@ -1,4 +1,4 @@
-"""Attention for transformers models under the name "tikv", and the mask that it gets; importing this registers both."""
+"""Attention for transformers models under the name "tikv", and its mask; importing this module registers both."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ def attend(
 ) -> tuple[Any, Any]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
-    So does one in a step that `torch.compile` traces, of a `TikvCache` whose memory is made once, and the prompt of a
-    model with learned sinks, where no mask is needed. Queries for which the model chose keys read the rows of these
-    alone, see `chosen_keys`. Torch's `scaled_dot_product_attention` takes other prompts, padded batches, training and
-    what else is traced; with a soft cap or sinks plain torch does. Under ``tikv.init(invariant=True)`` prompts which
-    need no mask are read here, all of them. What else a model says by keyword is honoured as `KEYWORDS` lists it; what
-    is not known there goes to the model's own function, as under the name "eager".
+    So does a token in a step that `torch.compile` traces, if the memory of its `TikvCache` is allocated once, and the
+    prompt of a model with learned sinks, if it needs no mask. Queries for which the model chose keys read only the rows
+    of these, see `chosen_keys`. Torch's `scaled_dot_product_attention` serves other prompts, padded batches, training
+    and other traced code; with a soft cap or sinks, plain torch operations do. Under ``tikv.init(invariant=True)`` all
+    prompts that need no mask are served by this library's kernels. `KEYWORDS` lists how the other keywords are
+    honoured; unknown ones go to the model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
         query: (batch, heads, T, head_dim).
         key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
-        attention_mask: bool, True where a key is seen, or numbers to add to the scores; of a shape that broadcasts to
-            (batch, heads, T, n). None: all keys are seen or, of several queries in a causal module, those up to a query
-            itself, where the queries are the newest.
-        dropout, softcap: as the model says. In the order of transformers' own functions, whose wrappers give the
-            dropout by its place.
-        scaling: of the scores; None for ``1 / sqrt(head_dim)``.
-        **kwargs: of them ``s_aux``, (heads,), are the logits of learned sinks.
+        attention_mask: bool, True where a key is seen, or numbers to add to the scores; it broadcasts to (batch, heads,
+            T, n). With None, all keys are seen; but if a causal module has several queries, they are the newest tokens,
+            and each sees the keys up to itself.
+        dropout, softcap: those of the model. Their order is that of transformers' own functions, whose wrappers pass
+            the dropout by position.
+        scaling: the factor of the scores; None for ``1 / sqrt(head_dim)``.
+        **kwargs: other keywords; ``s_aux``, (heads,), are the logits of learned sinks.
 
     Returns:
         ((batch, T, heads, head_dim_v), the weights if ``output_attentions`` asks for them, else None).
 
     Raises:
-        OptionError: the model declares that it has no attention but its own, or says what only its own function would
-            know, and has none.
-        DTypeError: a mask of integers.
+        OptionError: the model declares that only its own attention serves it, or passes a keyword that only its own
+            function would know, and has no such function.
+        DTypeError: the mask has integers.
     """
     kind: Any = type(module)
     keywords.check_declared(kind)
@@ -71,15 +71,15 @@ def attend(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     graded = (query, key, value) if sinks is None else (query, key, value, sinks)
     trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
-    # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
+    # kvpress masks keys of single heads, but only in the functions that were registered when it was imported.
     masked_outside = module.__dict__.get("masked_key_indices") is not None
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
     traced = _is_traced()
     if attention_mask is not None:
         if not traced and getattr(attention_mask, "tikv_of_slots", False):
-            attention_mask = None  # a step that is not compiled is given no slot but those that it sees
+            attention_mask = None  # a step that is not compiled gets only the slots that it sees
         elif attention_mask.shape[-1] > held:
-            attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
+            attention_mask = attention_mask[..., :held]  # the slots that a step reads if it is not compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
     ours = served and (tokens == 1 or sinks is not None or _is_invariant()) and not said
     if traced:
@@ -92,7 +92,7 @@ def attend(
             logits = None if sinks is None else sinks.detach().float()
             return counted.attend(query, scaling, softcap, logits, starts).transpose(1, 2), None
         if counted is not None and attention_mask is not None and attention_mask.shape[-1] < held:
-            # Of several tokens, made before the step for what is stored; behind that no slot is written.
+            # The mask of several tokens was made before the step, for what was stored then.
             missing, hidden = (
                 held - attention_mask.shape[-1],
                 0 if attention_mask.dtype is torch.bool else float("-inf"),
@@ -146,7 +146,7 @@ def _plain(
     softcap: float | None,
     sinks: Any,
 ) -> Any:
-    """Attention with a soft cap and sinks, step by step; what a mask of bools hides does not count, NaN or not."""
+    """Attention with a soft cap and sinks in torch operations; keys that a bool mask hides do not count, even NaN."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -154,22 +154,22 @@ def _plain(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.dtype is torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
-        value = value.masked_fill(~mask.any(-2).unsqueeze(-1), 0)  # of keys that no query sees
+        value = value.masked_fill(~mask.any(-2).unsqueeze(-1), 0)  # values of keys that no query sees
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see nothing; one with a NaN is not among them
+    blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see no key; a NaN does not count
     weights = weights.masked_fill(blind, 0)[..., : key.shape[2]]
     return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
 def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
-    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window.
+    """The mask that torch's attention would get; None too if a single query sees every key, as with a window.
 
-    It is made where torch's attention would do without and have the first keys seen by several queries: those of a
-    prompt in memory with room for more. `attend` takes the queries for the newest.
+    It is also made for several queries of a prompt in memory with room for more: without a mask, torch's attention
+    would let them see the first keys, while `attend` assumes that queries are the newest.
     """
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     tokens = shim.query_length(kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"])
@@ -177,10 +177,10 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     if isinstance(offset, (steps.SlotsOffset, torch.Tensor)):
         return _mask_of_slots(made, tokens, **kwargs)
     if tokens > 1 and _is_invariant() and _is_end(tokens, **kwargs):
-        return None  # of several queries that are the newest, `attend` knows what each sees
+        return None  # `attend` knows what each of several newest queries sees
     may_skip = kwargs.get("allow_is_causal_skip", True)
     if isinstance(offset, steps.KnownOffset) and (tokens == 1 or shim.MASKS_PROMPTS_OF_COMPILED) and not may_skip:
-        # The caller skips no mask of a cache whose steps may be compiled; here it is known where that is right.
+        # The caller never skips the mask for a cache whose steps may be compiled; here it is known when it may.
         kwargs["allow_is_causal_skip"] = may_skip = _is_plain(kwargs["mask_function"])
     if may_skip and tokens not in (1, kwargs["kv_length"]):
         kwargs["allow_is_causal_skip"] = False
@@ -191,7 +191,7 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
 
 
 def _is_invariant() -> bool:
-    """Whether `tikv.init` was told that rows shall have the same bits whatever the batch; not while traced."""
+    """Whether `tikv.init` was told that rows shall have the same bits whatever the batch; False while traced."""
     live = None if _is_traced() else runtime.running()
     return live is not None and live.invariant
 
@@ -199,7 +199,7 @@ def _is_invariant() -> bool:
 def _is_end(
     tokens: int, *, kv_length: int, kv_offset: int, mask_function: Any, attention_mask: Any = None, **kwargs: Any
 ) -> bool:
-    """Whether a mask would say no more of so many queries than that they are the newest and see what is not newer."""
+    """Whether a mask would only say that these queries are the newest and see all keys up to themselves."""
     if mask_function is not causal_mask_function or kv_offset != 0:
         return False
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -209,7 +209,7 @@ def _is_end(
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a function of masks says what is causal, or in a window, and nothing else."""
+    """Whether a mask function expresses only causality or a window."""
     if function is causal_mask_function:
         return True
     cells = getattr(function, "__closure__", None) or ()
@@ -229,11 +229,10 @@ def _mask_of_slots(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The mask for all slots of a layer whose steps are compiled, by the position that stands in each.
+    """The mask for all slots of a layer whose steps are compiled, from the position in each slot.
 
-    Where one token sees all that is written it is marked: attention goes by what is stored then, unless a model has
-    made other keys of all slots, which need the mask. A caller that skips no mask says nothing on the host, see
-    `mask_for_attend`.
+    If one token sees all that is written, the mask is marked: attention then reads what is stored and ignores the mask,
+    unless a model has made other keys of all slots, which need it. See `mask_for_attend` about skipped masks.
     """
     traced, padding = _is_traced(), attention_mask
     if not traced:
@@ -249,7 +248,7 @@ def _mask_of_slots(
     where = where.to(device)
     if tokens == 1 and padding is None and allow_is_causal_skip:
         batch = kwargs["batch_size"]
-        # In one piece, since `generate` copies others, and the mark is lost.
+        # Contiguous, since `generate` copies other masks, and the mark would be lost.
         mask = (where <= newest).expand(batch, 1, 1, kv_length).contiguous()
         mask.tikv_of_slots = True
         return mask
@@ -267,18 +266,18 @@ def _mask_of_slots(
     if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not counted.ring:
         starts = _starts(padding[:, : kv_offset.end]) if _is_plain(mask_function) else None
         if starts is not None:
-            mask.tikv_starts = starts.to(device)  # by which attention reads what is stored behind the padding alone
+            mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding
     if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:
-        return mask  # of padding also where none is left in a window, for which torch would compile once more
+        return mask  # kept even if a window has no padding left: torch would compile again
     if bool((mask | (where > newest)).all()):
         mask.tikv_of_slots = True
     return mask
 
 
 def _starts(padding: Any) -> Any:
-    """(batch,) where each sequence begins, if its padding stands on the left and nowhere else; None elsewhere.
+    """(batch,) the first token of each sequence, if all padding is on the left; else None.
 
-    `padding` is (batch, n) of all tokens so far, True where one is seen.
+    `padding` is (batch, n) for all tokens so far, True where a token is seen.
     """
     starts = padding.int().argmax(1)
     behind = torch.arange(padding.shape[1], device=padding.device) >= starts[:, None]

@@ -1,4 +1,4 @@
-"""`TikvCache`: which layers a model needs, what is refused, and what all layers do together."""
+"""`TikvCache`: it chooses a model's layers, refuses what it cannot serve, and does what concerns all layers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
 from tikv.integrations.transformers.streaming import StreamingLayer
-from tikv.stores.layers.hosted import Shelf
+from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
 
-_is_traced = torch.compiler.is_dynamo_compiling  # found once: each layer asks with each token
+_is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer calls it for each token
 
 
 def _integer(value: Any, name: str, low: int, instead: str) -> int:
@@ -44,10 +44,10 @@ def _integer(value: Any, name: str, low: int, instead: str) -> int:
 
 
 def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.LayerKind]) -> tuple[int | None, int]:
-    """The window, None for none, and the sinks of layers that attend in full.
+    """The window, or None without one, and the sinks of full-attention layers.
 
     Raises:
-        OptionError: they are not such numbers; there is a limit too, or no layer that attends in full.
+        OptionError: they are not valid numbers, max_cache_len is given too, or no layer has full attention.
     """
     sinks = _integer(sinks, "sinks", 0, "none")
     if window is None:
@@ -82,10 +82,10 @@ _OTHER_LAYERS = {
 
 
 def _served(config: Any, text: Any) -> list[shim.LayerKind]:
-    """What each layer of a model caches, when all of them can be served.
+    """What each layer of a model caches, if all of them can be served.
 
     Raises:
-        OptionError: one cannot, or none of them attends.
+        OptionError: a layer cannot be served, or no layer has attention.
     """
     name = type(config).__name__
     kind: Any = type(text)
@@ -116,10 +116,10 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
 
 
 def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed: bool) -> None:
-    """Refuse groups along tokens where a layer is of a kind that does not keep them.
+    """Check that all layers can keep groups along tokens.
 
     Raises:
-        OptionError: by the name of what it is.
+        OptionError: a layer cannot; the message names its kind.
     """
     why = ""
     if window is not None:
@@ -137,11 +137,11 @@ def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed:
         raise OptionError(f"{OPERATION}: dtype=Quant(axis='tokens') is not supported: {why}. Use axis='head_dim'.")
 
 
-def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window: Any, crossed: bool) -> Shelf | None:
-    """Where layers in the host's memory have their copies; None where all layers lie on the device.
+def _places(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window: Any, crossed: bool) -> Places | None:
+    """The device's places for copies of layers in the host's memory; None if all layers are on the device.
 
     Raises:
-        OptionError: an unknown place; or the host's, of a cache or a layer that has to be on the device.
+        OptionError: the place is unknown; or it is "host" and the cache or a layer must be on the device.
     """
     if place not in PLACES:
         raise OptionError(f"{OPERATION}: unknown place {place!r}. Use one of {', '.join(map(repr, PLACES))}.")
@@ -162,11 +162,11 @@ def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window
                 why = why or f"layer {i} keeps {beside} in addition to keys and values"
     if why:
         raise OptionError(f"{OPERATION}: place='host' is not possible: {why}. Use place='device'.")
-    return Shelf(len(kinds), count)
+    return Places(len(kinds), count)
 
 
 def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage, text: Any, crossed: bool) -> Any:
-    """The layer of a cache for what a layer of the model caches; `crossed`: its decoder may have an encoder."""
+    """The cache's layer for a layer of the model; `crossed` says that its decoder may have an encoder."""
     if kind.kind == "none":
         return shim.layer_without_keys()
     if storage.quant is not None and kind.kind != "state":
@@ -178,7 +178,7 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
         return made(index, kind.window, limit, storage, text)
     if kind.state is None:
         return IndexedLayer(index, kind.window, limit, storage, text)
-    from tikv.integrations.transformers import states  # of classes that old versions have not
+    from tikv.integrations.transformers import states  # needs classes that old versions lack
 
     if kind.kind == "state":
         return states.StateLayer(index, **kind.state)
@@ -188,7 +188,7 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
 def _streaming_layer(
     index: int, kind: shim.LayerKind, window: int, sinks: int, storage: Storage, text: Any, crossed: bool
 ) -> Any:
-    """The layer of a cache with a window, for one that attends in full; `crossed` as in `_layer`."""
+    """The layer of a cache with a window for a full-attention layer; `crossed` is as in `_layer`."""
     if kind.state is None:
         return (StreamingOrCross if crossed else StreamingLayer)(index, window, sinks, storage, text)
     from tikv.integrations.transformers import states
@@ -197,7 +197,7 @@ def _streaming_layer(
 
 
 def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
-    """What keeps steps of a cache that makes its memory once from being compiled; nothing if all is served."""
+    """Why steps of a cache whose memory is allocated once cannot be compiled; empty if they can."""
     if crossed:
         return "its decoder may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
@@ -211,7 +211,7 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
@@ -220,53 +220,55 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     Args:
         config: the model's configuration. It says which layers are full, sliding or chunked, and which share keys.
-        max_cache_len: tokens that a sequence may have; memory for them is allocated once. None: memory grows by an
+        max_cache_len: tokens that a sequence may have; memory for them is allocated once. With None, memory grows by an
             eighth as needed, one layer after another. If all layers slide, a sequence may continue beyond it, as with
             transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
             are fewer.
-        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
+        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
-            "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. What is stored narrower is widened for each
-            read. Of `tikv.Quant(axis="tokens", residual=)` keys are quantised by channel, once they are older than the
-            newest ``residual``; `crop` returns to those, or to a multiple of the group. Such steps are not compiled.
+            "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. Narrower dtypes are widened for each read. With
+            `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` are quantised by
+            channel; `crop` can go back to those newest tokens, or to a multiple of the group. Such steps are not
+            compiled.
         v_dtype: what values are stored in, if that differs from keys; as ``dtype``.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
             `tikv.KVCacheStore`.
-        window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
-            without end in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
-            "sdpa", "eager" or "tikv" for them.
-        sinks: first tokens that stay visible in spite of the window; 4 do for most models.
-        place: "device", or "host" for a cache larger than the memory of a GPU: layers that attend in full lie in
-            page-locked memory of the host, and the GPU has copies of ``resident_layers``, the next one on its way while
-            one is used. Layers that slide stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
-            Steps are not compiled. On CPU and Metal the cache is as any other, and the repr of its layers says so. Not
-            offered with ``window=``, for encoder-decoders, and where layers keep more than keys and values.
+        window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
+            continue endlessly in the memory of that many tokens. With None, it sees all tokens. Prompts may be longer;
+            attention must be "sdpa", "eager" or "tikv" for them.
+        sinks: first tokens that stay visible in spite of the window; 4 are enough for most models.
+        place: "device", or "host" for a cache larger than the memory of a GPU: full-attention layers are in page-locked
+            memory of the host, and the GPU has copies of ``resident_layers``; the next layer is copied while one is
+            used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied. Steps are
+            not compiled. On CPU and Metal this makes no difference, and the repr of the layers says so. It is not
+            supported with ``window=``, for encoder-decoders, or if layers keep more than keys and values.
         resident_layers: see ``place``.
-        offloading, offload_only_non_sliding: as transformers' caches take them; the first has to be False.
+        offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
 
     Raises:
-        OptionError: a layer holds something else than keys, values and a state, or none attends, or the model has a
-            cache of its own kind; a window beside max_cache_len, or in a model of which no layer attends in full.
-        DTypeError: nothing is stored in that dtype. Whether it fits the model's is told with the first tokens.
+        OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
+            its own kind of cache; or a window is given with max_cache_len or for a model without full attention.
+        DTypeError: nothing can be stored in that dtype. Whether it fits the model's is checked with the first tokens.
 
-    A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
-    to the front rarely, and can be taken back. A layer streamed by ``window`` overwrites its oldest token with each new
-    one; keys keep their true positions. Of a longer prompt each layer lets go when the next layer's tokens come, but
-    for what a `crop` of 64 tokens needs: no more than one layer has all of it.
+    A sliding layer has room for its window, for a quarter of it or 128 tokens, and for 64 more, so that its tokens are
+    rarely moved to the front and can be dropped again. A layer streamed by ``window`` overwrites its oldest token with
+    each new one; keys keep their true positions. After a longer prompt, a layer drops all but its window and what a
+    `crop` of 64 tokens needs when the next layer's tokens arrive: only one layer at a time has the whole prompt.
 
-    Gradients do not flow through the cache: `backward` raises. Those of queries are right whatever becomes of the
-    cache: where gradients are on, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
+    Gradients do not flow through the cache: `backward` raises. Gradients of queries are right whatever happens to the
+    cache: if gradients are enabled, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
 
-    `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
-    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph. With
-    another attention than "tikv" so do groups of codes, a layer streamed by ``window``, and a decoded token with
-    ``dynamic=False``.
+    `torch.compile` keeps `update` in its graph, with ``fullgraph=True`` too, while the memory has room: give
+    ``max_cache_len``, and run the prompt before compiling or call `early_initialization`. Allocating memory breaks the
+    graph. With an attention other than "tikv", groups of codes, a layer streamed by ``window``, and a decoded token
+    with ``dynamic=False`` break it too.
 
-    States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so.
+    States, alone or beside keys and values, are transformers' own, and can be taken back only if transformers can.
 
-    Of the configuration of an encoder-decoder it is an `EncoderDecoderCache` as well, whose second cache grows with the
-    encoder's tokens, which all queries see; two of them in an `EncoderDecoderCache` of transformers' do the same. But
-    T5Gemma makes the second of two anew, without ``dtype`` and other options: give it one, which keeps them.
+    For the configuration of an encoder-decoder it is an `EncoderDecoderCache` as well, whose second cache grows with
+    the encoder's tokens, which all queries see. Two `TikvCache` in transformers' own `EncoderDecoderCache` work too.
+    But T5Gemma replaces the second of two by a new one, without ``dtype`` and other options: give it a single one,
+    which keeps them.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -282,7 +284,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     """
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
-        """Transformers asks by class whether a cache is one of an encoder-decoder."""
+        """Choose the class: transformers recognises an encoder-decoder's cache by its class."""
         both = getattr(config, "is_encoder_decoder", False) and not issubclass(cls, _OfEncoderDecoder)
         kind: Any = cls
         return object.__new__(_of_encoder_decoder(kind) if both else kind)  # type: ignore[no-any-return]
@@ -311,7 +313,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 "values in the host's memory."
             )
         text = shim.decoder_of(config)
-        # Of an encoder-decoder, what tells the layers may be a copy, which no change of the attention reaches.
+        # For an encoder-decoder, `text` may be a copy, in which later changes of the attention do not show.
         named = config if type(text) is type(config) else text
         if named._attn_implementation == ATTENTION:
             check_configured(named)
@@ -334,20 +336,20 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
         if storage.quant is not None:
             _check_groups(kinds, window, place, crossed)
-        shelf = self._shelf = _shelf(place, resident_layers, kinds, window, crossed)
+        places = self._places = _places(place, resident_layers, kinds, window, crossed)
         layers = [
             _streaming_layer(i, kind, streamed, sinks, storage, named, crossed)
             if streamed is not None and kind.kind == "full"
             else _layer(i, kind, limit, storage, named, crossed)
-            if shelf is None or kind.kind != "full"
-            else HostLayer(i, kind.window, limit, storage, named, shelf)
+            if places is None or kind.kind != "full"
+            else HostLayer(i, kind.window, limit, storage, named, places)
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = "layers are in host memory" if shelf else _why_not_compiled(layers, text, crossed)
+            self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
@@ -359,15 +361,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` compiles steps by itself on a GPU; with memory made once it says why not, once."""
+        """Whether `generate` compiles steps by itself on a GPU; if memory is allocated once, warn once why not."""
         if _is_traced():
-            return False  # asked there for masks alone, which are as those of other caches
+            return False  # traced code asks only to make masks, which are like those of other caches
         why = self._why_not_compiled
-        config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # of all of them
+        config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
         if not why and (config is None or shim.attention_of(config) != ATTENTION):
             why = f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
         if why and (self._limit is not None or self._made["window"] is not None) and torch.cuda.is_available():
-            _say_once(f"{OPERATION}: steps are not compiled, because {why}.")
+            _warn_once(f"{OPERATION}: steps are not compiled, because {why}.")
         return not why
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -393,8 +395,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """(number of keys that a layer's `update` will return for these new tokens, position of the first of them).
 
         Raises:
-            ShapeError: there is no new token, or the attention mask is of a shorter text than cached and new tokens.
-            PositionError: the new tokens are said to stand where the cache holds others.
+            ShapeError: there is no new token, or the attention mask is shorter than the cached and new tokens.
+            PositionError: the given positions of the new tokens are those of tokens that the cache holds.
         """
         tokens = shim.query_length(queries)
         if tokens == 0:
@@ -409,7 +411,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
 
     def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
-        """Refuse new tokens of a text that is not the one which the cache holds the beginning of, where that shows."""
+        """Raise if the mask or the positions show that new tokens do not continue the text in the cache."""
         held = self.get_seq_length(layer_idx)
         if not held:
             return
@@ -430,11 +432,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def max_cache_len(self) -> int:
-        """As given; -1 for None."""
+        """The given number; -1 for None."""
         return -1 if self._limit is None else self._limit
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """Tokens that a layer, or the layer with the most room, holds at most; -1: any number."""
+        """The most tokens that a layer, or the layer with the most room, can hold; -1 means any number."""
         lengths = [getattr(layer, "get_max_length", lambda: -1)() for layer in self.layers]
         if layer_idx is not None:
             return int(lengths[layer_idx]) if layer_idx < len(lengths) else -1
@@ -443,7 +445,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     get_max_length = get_max_cache_shape
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens of all layers, or of none where one of them raises; see `TikvLayer.crop`.
+        """Drop the newest tokens of all layers, or of none if one of them raises; see `TikvLayer.crop`.
 
         Tokens that a window has overwritten do not come back. If the next query would then see fewer tokens than its
         window, the call is refused, unless `activate_past_recording` kept those tokens.
@@ -454,22 +456,22 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """Keep what a later `crop` may return to, until it is called."""
+        """Keep the tokens that a later `crop` may go back to, until it is called."""
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation: keys, values and scales as they are stored, and where each layer is.
+        """Save the conversation: keys, values and scales as they are stored, and each layer's counts.
 
         Args:
-            path: ends in ``.safetensors``. A file of that name is replaced in one step, or stays as it was.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step, or is unchanged.
 
         Raises:
-            CacheFileError: another ending, or the system refuses.
+            CacheFileError: the path has another ending, or the system refuses to write.
             OptionError: a layer keeps a state, or keys of an indexer, which are not saved; or groups along tokens.
 
-        Exactness: every bit. Of the text itself nothing is saved: keep its tokens.
+        Exactness: every bit is kept. The text itself is not saved: keep its tokens.
 
         Examples:
             >>> import tempfile, torch
@@ -571,7 +573,7 @@ class _OfEncoderDecoder:
             self._cross = cache
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvCache.crop`, of the decoder's tokens."""
+        """As `TikvCache.crop`, for the decoder's tokens."""
         self.self_attention_cache.crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -586,18 +588,18 @@ class _OfEncoderDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both caches."""
         return int(self.self_attention_cache.nbytes + self._cross.nbytes)
 
 
 @functools.cache
 def _of_encoder_decoder(kind: Any) -> Any:
-    """The class of caches of encoder-decoders that are a `kind`, and one of transformers' own for such models."""
+    """The class of encoder-decoder caches that inherits from `kind` and from transformers' class for such models."""
     bases = (_OfEncoderDecoder, kind, cache_utils.EncoderDecoderCache)
     return type(kind.__name__, bases, {"_alone": kind, "__doc__": kind.__doc__})
 
 
-# Else `help` and editors would show the arguments of `__new__`, which hands on whatever it is given.
+# Without this, `help` and editors would show the arguments of `__new__`, which takes anything.
 _shown = inspect.signature(TikvCache.__init__)
 TikvCache.__signature__ = _shown.replace(
     parameters=[*_shown.parameters.values()][1:], return_annotation=inspect.Signature.empty

@@ -1,7 +1,7 @@
-"""Attention over the keys that a model chose for each query, of which the rows alone are read.
+"""Attention over the keys that a model chose for each query: only their rows are read.
 
-A model hands its choice to the attention function as numbers of keys (`indices`), as numbers of blocks of keys
-(`block_indices`), or as a mask that hides all others.
+A model passes its choice to the attention function as numbers of keys (`indices`), as numbers of blocks of keys
+(`block_indices`), or as a mask that hides all other keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from tikv.integrations.transformers.stored import attend_in_place
 from tikv.ops.attention.request import AttendRequest
 
 FEW = 32  # queries for which chosen rows are always read; keys and values of all latents cost as much as those of more
-# Of more queries rows are read where the keys are so many times the chosen ones: each query reads its own, without
-# tensor cores or over longer latents. At 8 that takes a twelfth of torch's masked attention on a CPU, for 64 queries.
+# For more queries, chosen rows are read if there are at least this many keys per chosen one: each query reads its own,
+# without tensor cores or over longer latents. At 8 that takes a twelfth of torch's masked attention on a CPU, for 64
+# queries.
 LONGER, LONGER_ON_CPU = 8, 2
 
 _TOLD = {(), ("indices",), ("block_indices",)}
@@ -28,17 +29,16 @@ def chosen_keys(
 ) -> Any:
     """The keys that each query reads, (batch, T, K) or (batch, KV heads, T, K) int32, -1 for none.
 
-    None where the model does not say it so that it can be told for certain, or where they are too many to be read one
-    by one: then the mask says all.
+    None if the model's choice is not certain, or if they are too many to be read one by one: then the mask is used.
 
     Args:
         module, query, key: as in `attend`.
-        mask: bool or additive, that says what is causal too; or None.
-        causal: without a mask, a query sees the keys up to itself.
-        said: the keywords that were given and change scores.
-        keywords: all of them.
+        mask: bool or additive, with causality included; or None.
+        causal: whether, without a mask, a query sees only the keys up to itself.
+        said: the given keywords that change scores.
+        keywords: all given keywords.
     """
-    indexer: Any = getattr(module, "indexer", module)  # None in layers that take the choice of another
+    indexer: Any = getattr(module, "indexer", module)  # None in layers that reuse another layer's choice
     if tuple(said) not in _TOLD or (not said and (indexer is module or mask is None)):
         return None
     keep_latents(type(module))
@@ -71,13 +71,13 @@ def chosen_keys(
             newest = keywords["position_ids"].expand(batch, tokens)[:, None]
         there &= numbers <= newest[..., None]
     numbers = torch.where(there, numbers, -1).int().sort(-1).values
-    again = numbers[..., 1:] == numbers[..., :-1]  # which a mask counts once
+    again = numbers[..., 1:] == numbers[..., :-1]  # a mask would count these once
     numbers[..., 1:].masked_fill_(again, -1)
     return numbers
 
 
 def _seen(mask: Any) -> Any:
-    """Which keys a mask leaves, bool; None where it does more than to hide others."""
+    """Which keys a mask leaves visible, bool; None if it does more than hide keys."""
     if mask.dtype is torch.bool:
         return mask
     seen = mask == 0
@@ -85,7 +85,7 @@ def _seen(mask: Any) -> Any:
 
 
 def _keys_seen(seen: Any, query: Any, key: Any) -> Any:
-    """As numbers, those that a (batch, T, n) mask leaves; None where they are too many, or more than half."""
+    """The numbers of the keys that a (batch, T, n) mask leaves visible; None if too many, or more than half."""
     most = int(seen.sum(-1).amax())
     if 2 * most > key.shape[2] or not _few(query, key, most):
         return None
@@ -96,7 +96,7 @@ def _keys_seen(seen: Any, query: Any, key: Any) -> Any:
 
 
 def _keys_of_blocks(indexer: Any, blocks: Any) -> Any:
-    """The keys in blocks (batch, heads, T, k) of as many as the indexer says; None where it does not."""
+    """The keys in blocks (batch, heads, T, k) of the size that the indexer declares; None if it declares none."""
     size = getattr(indexer, "block_size", None)
     if not isinstance(size, int) or not hasattr(indexer, "build_block_mask"):
         return None
@@ -105,7 +105,7 @@ def _keys_of_blocks(indexer: Any, blocks: Any) -> Any:
 
 
 def _few(query: Any, key: Any, chosen: int) -> bool:
-    """Whether reading so many rows for each query is quicker than attention to all keys under a mask."""
+    """Whether reading this many rows for each query is faster than attention to all keys with a mask."""
     if query.shape[2] <= FEW:
         return True
     longer = LONGER_ON_CPU if query.is_cpu and not made_of_latents(key) else LONGER
@@ -113,7 +113,7 @@ def _few(query: Any, key: Any, chosen: int) -> bool:
 
 
 def attend_chosen(query: Any, key: Any, value: Any, numbers: Any, request: AttendRequest) -> Any:
-    """Attention to chosen keys, as `chosen_keys` gives them: (batch, T, heads, head_dim_v)."""
+    """Attention to the keys that `chosen_keys` returned: (batch, T, heads, head_dim_v)."""
     latents = latents_of(key, value)
     if latents is not None and numbers.ndim == 3:
         return attend_latents(query, latents, numbers, request)

@@ -1,4 +1,4 @@
-"""Layers with a window that may turn out to hold the tokens of an encoder, all of which every query sees."""
+"""Layers with a window that may turn out to hold an encoder's tokens, all of which every query sees."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from tikv.integrations.transformers.streaming import StreamingLayer
 
 
 class _EncoderToo(TikvLayer):
-    """A layer whose role is told from what a model does with it.
+    """A layer that finds out its role from how a model uses it.
 
-    What cross-attention sees is written once, and read by `keys` and `values`: all of it, whatever the window. A
-    decoder's own tokens are written again and again, and read from what `update` returns.
+    An encoder's tokens are written once, and cross-attention reads all of them from `keys` and `values`, whatever the
+    window. A decoder's own tokens are appended repeatedly, and read from what `update` returns.
     """
 
     _written_once = False
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As without an encoder."""
+        """As `TikvLayer.update`."""
         first = self.get_seq_length() == 0
         found = super().update(key_states, value_states, *args, **kwargs)
         self._written_once = first
         return found
 
     def _usual_room(self) -> int | None:
-        return None  # before its second tokens nothing tells whose they are
+        return None  # the role of the layer is unknown until tokens are appended a second time
 
     def _visible(self) -> tuple[Any, Any]:
         if self._written_once and self.store is not None:

@@ -1,7 +1,7 @@
-"""A `TikvCache` in a file: what each layer holds and how far it is, for the model of the same configuration.
+"""A `TikvCache` in a file: each layer's contents and counts, for a model of the same configuration.
 
-The file says what the cache was made with, which fields of the configuration it depends on, and of each layer its form
-and counts. All of it is compared with the configuration given and with the tensors that are there before one is read.
+The file has the cache's arguments, the fields of the configuration that it depends on, and each layer's form and
+counts. All of these are compared with the given configuration and the file's tensors before a tensor is read.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ COUNTS = ("length", "origin", "whole_from", "settled", "oldest")
 
 
 def fields_of(text: Any) -> dict[str, Any]:
-    """The fields of a decoder's configuration that decide what is cached, as JSON has them."""
+    """The fields of a decoder's configuration that decide what is cached, in JSON's types."""
     found = {name: shim.field(text, name) for name in FIELDS}
     return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in found.items()}
 
 
 def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, list[Any]], operation: str) -> None:
-    """Save layers, in parts such as those of a decoder and of its encoder.
+    """Save layers, in parts: those of a decoder, and those with its encoder's tokens.
 
     Raises:
         OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, l
 
 
 def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | None:
-    """What a file says of a layer; None of one that caches nothing."""
+    """A layer's metadata in a file; None for a layer that caches nothing."""
     if isinstance(layer, TikvLayer) and layer._staged:
         layer._refuse_half_set()
     if type(layer).__name__ == "DummyLayer":
@@ -82,7 +82,7 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
     if store is None:
         return {"kind": _kind_of(layer)}
     sizes, more = {"num_kv_heads": layer.num_heads, "batch_size": layer.batch_size}, dict[str, Any]()
-    if isinstance(layer, GroupsLayer):  # its formats are those of the cache
+    if isinstance(layer, GroupsLayer):  # the cache's arguments give its formats
         form, more = dict(zip(("head_dim", "head_dim_v"), store.rows.widths, strict=True)), {"coded": store.quantised}
     else:
         form = store.rows.arguments()
@@ -104,14 +104,14 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
 
 
 def _kind_of(layer: Any) -> str | None:
-    """What a file calls a layer of this kind; None of one that caches nothing. Its tokens may be read to any place."""
+    """The name of a layer's kind in a file; None for a layer that caches nothing. Any place has the same names."""
     if not isinstance(layer, TikvLayer):
         return None
     return "TikvLayer" if isinstance(layer, HostLayer) else type(layer).__name__
 
 
 class Loaded:
-    """A file that is being read, and the empty cache that its tokens are for."""
+    """A file that is being read, and the empty cache that takes its tokens."""
 
     def __init__(self, make: Any, config: Any, fields: dict[str, Any], path: Any, operation: str) -> None:
         self._make, self._config, self._fields = make, config, fields
@@ -123,7 +123,7 @@ class Loaded:
         """The cache.
 
         Raises:
-            CacheFileError: the file is missing, damaged, another, or of another configuration.
+            CacheFileError: the file is missing, damaged, of another kind, or of another configuration.
         """
         tensors, metadata = files.read(self._path, KIND, self._operation, self._check)
         with files.understanding(self._path, self._operation):
@@ -138,7 +138,7 @@ class Loaded:
         return self.cache
 
     def _check(self, metadata: dict[str, Any], entries: dict[str, Entry]) -> None:
-        """Raise CacheFileError, KeyError, TypeError or ValueError where the file is not of this configuration."""
+        """Raise CacheFileError, KeyError, TypeError or ValueError if the file does not fit this configuration."""
         saved = metadata["fields"]
         for name in FIELDS:
             if saved[name] != self._fields[name]:
@@ -175,18 +175,18 @@ class Loaded:
 
 
 def parts_of(cache: Any) -> dict[str, list[Any]]:
-    """The layers of a cache, and of an encoder-decoder's those of the encoder's tokens beside them."""
+    """The layers of a cache, and for an encoder-decoder also those with the encoder's tokens."""
     cross = getattr(cache, "cross_attention_cache", None)
     return {"layers": cache.layers} if cross is None else {"layers": cache.layers, "cross": cross.layers}
 
 
 def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str, Entry]) -> tuple[set[str], int]:
-    """The names of a layer's tensors and the bytes of its memory; raises where they, or its counts, cannot be."""
+    """The names of a layer's tensors and the bytes of its memory; raises if they, or its counts, are impossible."""
     form = said["form"]
     batch, heads = (files.integer(form[key], key, low=1) for key in ("batch_size", "num_kv_heads"))
     capacity = files.integer(said["capacity"], "capacity", low=1)
     counts = {key: files.integer(said[key], key) for key in COUNTS}
-    slots = max(capacity, counts["length"]) if isinstance(layer, GroupsLayer) else capacity  # as `make_room` has it
+    slots = max(capacity, counts["length"]) if isinstance(layer, GroupsLayer) else capacity  # as in `make_room`
     if counts["length"] > slots or counts["settled"] > counts["origin"] + counts["length"]:
         raise ValueError(f"{name} has {counts['length']} tokens in {slots} slots, {counts}")
     if hasattr(layer, "_oldest") and not layer.sinks <= counts["oldest"] < layer.window:
@@ -213,7 +213,7 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
 def _check_groups(
     layer: GroupsLayer, said: dict[str, Any], name: str, entries: dict[str, Entry]
 ) -> tuple[set[str], int]:
-    """`_check_layer` of groups along tokens."""
+    """`_check_layer` for groups along tokens."""
     widths = {key: files.integer(said["form"][key], key, low=1) for key in ("head_dim", "head_dim_v")}
     batch, heads = said["form"]["batch_size"], said["form"]["num_kv_heads"]
     form = layer.form_of("TikvCache.load", heads, said["dtype"], **widths)
@@ -230,7 +230,7 @@ def _check_groups(
 
 
 def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: Any) -> None:
-    """Let an empty layer be as the one that was saved."""
+    """Put a saved layer's contents and counts into an empty layer."""
     place, layer.dtype = torch.device(said["device"] if device is None else device), dtypes.to_torch(said["dtype"])
     with share_memory_with(place):
         layer.store = layer._new_store(capacity=said["capacity"], **said["form"])

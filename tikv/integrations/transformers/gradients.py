@@ -1,4 +1,4 @@
-"""What a cache does with tokens that have a gradient, which it cannot carry on."""
+"""What a cache does with tokens that have a gradient, which it cannot propagate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def has_gradient(key_states: Any, value_states: Any) -> bool:
     return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
 
 
-class Ungraded(torch.autograd.Function):  # type: ignore[misc]
-    """What the cache returns for tokens with a gradient, which it cannot carry on: going back through it raises."""
+class RefuseBackward(torch.autograd.Function):  # type: ignore[misc]
+    """Cached tensors that the cache returns for tokens with a gradient: backward through them raises."""
 
     @staticmethod
     def forward(ctx: Any, cached: Any, new: Any) -> Any:
-        """What is cached, as it is."""
+        """The cached tensor itself, unchanged."""
         return cached.view_as(cached)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Refuse."""
+        """Raise OptionError."""
         raise OptionError(
             "TikvCache: gradients do not flow through the cache, so those of keys and values would be wrong. "
             "Train without a cache (use_cache=False), or call the model under torch.no_grad()."

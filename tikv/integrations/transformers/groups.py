@@ -15,11 +15,10 @@ from tikv.stores.layers.token_group_form import TokenGroupForm
 
 
 class GroupsLayer(TikvLayer):
-    """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``: older keys are codes, the newest as they came.
+    """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``: older keys are codes, the newest are not.
 
-    What several tokens see is what is stored once they were appended, as with any format; a decoded token reads it
-    where it lies, by `attend_stored`, if attention is "tikv". A full and a sliding layer are alike: a window lets go of
-    whole groups.
+    As with any format, several new tokens see what is stored after they were appended. A decoded token reads it in
+    place, by `attend_stored`, if attention is "tikv". Full and sliding layers work alike: a window drops whole groups.
     """
 
     def _new_store(self, **form: Any) -> Any:
@@ -31,16 +30,16 @@ class GroupsLayer(TikvLayer):
 
     @property
     def _v_dtype(self) -> Any:
-        """What values become: None for codes as those of keys."""
+        """The format of values; None for codes like those of keys."""
         return None if self.storage.v is self.storage.k else self.storage.v
 
     def form_of(self, operation: str, num_kv_heads: int, dtype: str, **widths: int) -> TokenGroupForm:
-        """How a layer of these heads and of a model's dtype keeps its rows."""
+        """How a layer with these heads and a model's dtype keeps its rows."""
         rows = {"dtype": self.storage.quant, "v_dtype": self._v_dtype, **widths}
         return TokenGroupForm.checked(operation, runtime_of(), num_kv_heads, rows, dtype)
 
     def _attach(self) -> None:
-        """Take over what follows from the memory and its room; others read none of it."""
+        """Update what follows from the memory and its room; torch reads none of the memory."""
         store: Any = self._store
         usual = self._usual_room()
         self.has_prompt_room = usual is not None and store.capacity > usual
@@ -65,13 +64,13 @@ class GroupsLayer(TikvLayer):
         return k, v
 
     def _stored(self, first: int, end: int) -> Any:
-        return None  # as others read it
+        return None  # only the layer itself can read it
 
     def _slots_from(self, first: int, end: int) -> CacheSlots | None:
         return None
 
     def attend_stored(self, first: int, query: Any, request: AttendRequest) -> Any:
-        """Attention of the newest token's queries over the tokens held from slot `first` on, where they lie."""
+        """Attention of the newest token's queries over the tokens from slot `first` on, in place."""
         store: Any = self.store
         return store.attend(query, request, first)
 
@@ -83,7 +82,7 @@ class GroupsLayer(TikvLayer):
         return target
 
     def compact(self, keep: Any) -> None:
-        """Not offered.
+        """Refuse: a group cannot lose some of its tokens.
 
         Raises:
             OptionError: always.

@@ -13,38 +13,38 @@ from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.slots import CacheSlots
 from tikv.integrations.transformers.storage import OPERATION, Storage
 from tikv.stores.layers.growing import GrowingLayer
-from tikv.stores.layers.hosted import HostedLayer, Shelf
+from tikv.stores.layers.hosted import HostedLayer, Places
 
 
 class HostLayer(TikvLayer):
-    """`TikvLayer` of a cache with ``place="host"``; where the device computes in the host's memory, as any other.
+    """`TikvLayer` of a cache with ``place="host"``; a plain one if the device computes in the host's memory.
 
-    What `update` returns is a view of the copy. As long as somebody has it the copy stays as it is.
+    `update` returns a view of the copy. As long as that view is referenced, the copy does not change.
 
     Args:
         index, window, max_cache_len, dtype, config: as in `TikvLayer`.
-        shelf: where the copies of the cache's layers are.
+        places: where the copies of the cache's layers are.
     """
 
     def __init__(
-        self, index: int, window: int | None, max_cache_len: int | None, dtype: Storage, config: Any, shelf: Shelf
+        self, index: int, window: int | None, max_cache_len: int | None, dtype: Storage, config: Any, places: Places
     ) -> None:
-        self._shelf = shelf
+        self._places = places
         self._content: GrowingLayer | None = None  # the copy that is attached
         super().__init__(index, window, max_cache_len, dtype, config)
 
     @property
     def is_hosted(self) -> bool:
-        """Whether its memory is the host's, and lies apart."""
+        """Whether it is in the host's memory while the device computes elsewhere."""
         return isinstance(self._store, HostedLayer)
 
     def _new_store(self, **form: Any) -> GrowingLayer:
-        if self._shelf.why_plain(runtime_of(), OPERATION):
+        if self._places.why_plain(runtime_of(), OPERATION):
             return GrowingLayer(**form)
-        return HostedLayer(self._shelf, self.index, self._leave, **form)
+        return HostedLayer(self._places, self.index, self._leave, **form)
 
     def _bring(self, ahead: bool = False) -> None:
-        """Attach the copy, which launches that follow may read."""
+        """Attach the copy, which launches from now on may read."""
         store = self._store
         if isinstance(store, HostedLayer) and store.bring(ahead) is not self._content:
             self._attach()
@@ -55,7 +55,7 @@ class HostLayer(TikvLayer):
         self._content = store.bring() if isinstance(store, HostedLayer) else None
 
     def _leave(self) -> None:
-        """Let go of the copy, whose memory another layer gets."""
+        """Detach the copy, whose memory another layer takes."""
         self._recall()
         self._content = self._k = self._v = self._slots = None
         self._scales = []
@@ -84,18 +84,18 @@ class HostLayer(TikvLayer):
         return super()._stored(first, end)
 
     def _blank(self) -> TikvLayer:
-        return HostLayer(self.index, self.sliding_window, self.limit, self.storage, self.config, self._shelf)
+        return HostLayer(self.index, self.sliding_window, self.limit, self.storage, self.config, self._places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
-        own, self._shelf = self._shelf, copy.deepcopy(self._shelf, memo)  # the copies of layers share another
+        own, self._places = self._places, copy.deepcopy(self._places, memo)  # copies of the layers share new ones
         try:
             return super().__deepcopy__(memo)
         finally:
-            self._shelf = own
+            self._places = own
 
     def __repr__(self) -> str:
         found, store = super().__repr__()[:-1], self._store
         if store is None:
             return f"{found}, place='host')"
-        why = self._shelf.why_plain(store.runtime, OPERATION)
+        why = self._places.why_plain(store.runtime, OPERATION)
         return f"{found}, place='host'{f' is plain: {why}' if why else ''})"

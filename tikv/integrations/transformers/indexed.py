@@ -11,10 +11,10 @@ from tikv.integrations.transformers.layer import TikvLayer
 
 
 class IndexerKeys:
-    """What an indexer scores queries against, one row a token, in memory of torch's with room for more.
+    """The keys that an indexer scores queries against, one row per token, in torch's memory with room for more.
 
     Attributes:
-        length: tokens held.
+        length: how many tokens are held.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class IndexerKeys:
 
     @property
     def rows(self) -> Any:
-        """(batch, tokens, width), where they lie; None before the first."""
+        """(batch, tokens, width), in place; None before the first."""
         return None if self._memory is None else self._memory[:, : self.length]
 
     @property
@@ -32,7 +32,7 @@ class IndexerKeys:
         return 0 if self._memory is None else int(self._memory.nbytes)
 
     def append(self, new: Any, room: int) -> Any:
-        """Append (batch, T, width) rows; returns all of them. New memory has room for so many."""
+        """Append (batch, T, width) rows, and return all rows. New memory has room for `room` rows."""
         end = self.length + new.shape[1]
         memory = self._memory
         if memory is None or not self.length or end > memory.shape[1] or new.dtype is not memory.dtype:
@@ -46,13 +46,13 @@ class IndexerKeys:
         held = self.rows if self.length else new[:, :0]
         batch, _, width = new.shape
         dtype = torch.promote_types(held.dtype, new.dtype)
-        with torch.inference_mode(False), torch.no_grad():  # tensors made in that mode cannot be written outside of it
+        with torch.inference_mode(False), torch.no_grad():  # such tensors cannot be written to outside that mode
             memory = torch.empty((batch, room, width), dtype=dtype, device=new.device)
             memory[:, : self.length] = held
         self._memory = memory
 
     def cut(self, length: int) -> None:
-        """Drop the newest rows beyond so many tokens."""
+        """Keep the first `length` rows and drop the others."""
         self.length = min(self.length, length)
 
     def forget(self) -> None:
@@ -60,13 +60,13 @@ class IndexerKeys:
         self._memory, self.length = None, 0
 
     def choose(self, sequences: Any) -> None:
-        """Let sequence b be what sequence ``sequences[b]`` is."""
+        """Let each sequence b have what sequence ``sequences[b]`` has."""
         if self._memory is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._memory = self._memory[sequences.to(self._memory.device)]
 
     def copied(self) -> IndexerKeys:
-        """The same rows in memory of their own."""
+        """A copy of the rows, in its own memory."""
         found = IndexerKeys()
         found.length = self.length
         found._memory = None if self._memory is None else self._memory.clone()
@@ -74,7 +74,7 @@ class IndexerKeys:
 
 
 class IndexedLayer(TikvLayer):
-    """`TikvLayer` with the keys of an indexer, which go wherever keys and values go.
+    """`TikvLayer` with the keys of an indexer, which are dropped, moved and copied as keys and values are.
 
     Args:
         index, window, max_cache_len, dtype, config: as in `TikvLayer`.
@@ -89,28 +89,28 @@ class IndexedLayer(TikvLayer):
         self.indexer_position_ids: Any = None
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `TikvLayer.update`; values may have no width, where keys hold all."""
+        """As `TikvLayer.update`; values may have no width if keys contain everything."""
         if value_states.shape[-1]:
             return super().update(key_states, value_states)
         keys, values = super().update(key_states, key_states[..., :1])
         return keys, values[..., :0]
 
     def update_indexer(self, indexer_key_states: Any) -> Any:
-        """Append keys of the indexer, (batch, tokens, width); returns all of them.
+        """Append keys of the indexer, (batch, tokens, width), and return all of them.
 
-        Models call it before `update` or after it. Rows of tokens that `update` refused are dropped.
+        Models call it before or after `update`. Rows of tokens that `update` refused are dropped.
 
         Raises:
-            CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
+            CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
         """
         self._indexer.cut(self.get_seq_length())
-        if self._indexer.length == self.get_seq_length():  # their keys and values are not here yet
+        if self._indexer.length == self.get_seq_length():  # their keys and values come later
             self._refuse_beyond_limit(indexer_key_states.shape[1])
         room = self._room_for(self._indexer.length + indexer_key_states.shape[1])
         return self._indexer.append(indexer_key_states, room)
 
     def update_index(self, idx_k: Any) -> Any:
-        """`update_indexer` by the name and in the form of MiniMax M3: (batch, 1, tokens, width)."""
+        """`update_indexer` under the name and in the form that MiniMax M3 uses: (batch, 1, tokens, width)."""
         return self.update_indexer(idx_k[:, 0])[:, None]
 
     @property
@@ -125,7 +125,7 @@ class IndexedLayer(TikvLayer):
         self.indexer_position_ids = None
 
     def compact(self, keep: Any) -> None:
-        """Not offered.
+        """Refuse: keys of the indexer cannot be compacted.
 
         Raises:
             OptionError: always.
@@ -136,10 +136,10 @@ class IndexedLayer(TikvLayer):
         )
 
     def _set(self, which: str, tensor: Any) -> None:
-        """As `TikvLayer._set`, of as many tokens as the indexer has keys.
+        """As `TikvLayer._set`, for as many tokens as the indexer has keys.
 
         Raises:
-            OptionError: of another number. Nothing is changed.
+            OptionError: their number differs. Nothing is changed.
         """
         if tensor is None:
             self._indexer.forget()
@@ -180,7 +180,7 @@ class IndexedLayer(TikvLayer):
         return self.batch_size if self.get_seq_length() else 0
 
     def _choose(self, sequences: Any, batch: int) -> None:
-        """Let the indexer's keys follow those of attention, which were of so many sequences."""
+        """Choose the same sequences of the indexer's keys; attention's keys had `batch` sequences before."""
         if not batch:
             return
         self._indexer.choose(sequences)

@@ -1,4 +1,4 @@
-"""What models say to their attention function by keyword, and who honours it."""
+"""The keywords that models pass to their attention function, and which function honours each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MASK = "the mask, of which it becomes a part"
 MODEL = "the model's own function, the one of attention 'eager'"
 NOTHING = "nothing: it changes no score, or only says what the mask says too"
 
-# All keywords of transformers' attention functions, 4.56 to 5.24, and of models' calls of them. What is not here is for
-# the model's own function.
+# All keywords of transformers' attention functions, 4.56 to 5.24, and of models' calls of them. Any other keyword is
+# left to the model's own function.
 KEYWORDS: dict[str, str] = {
     "scaling": ATTEND,
     "dropout": ATTEND,
@@ -32,10 +32,10 @@ KEYWORDS: dict[str, str] = {
     "position_bias": MASK,
     "indices": CHOSEN,  # the keys that an indexer chose for each query, where attention is not named "eager" or "sdpa"
     "block_indices": CHOSEN,  # blocks of them
-    "sinks": MODEL,  # logits of sinks of each query
+    "sinks": MODEL,  # sink logits for each query
     "head_mask": MODEL,
-    "output_attentions": MODEL,  # where it is true
-    "sliding_window": NOTHING,  # as do those below, for kernels that make their masks themselves
+    "output_attentions": MODEL,  # if it is true
+    "sliding_window": NOTHING,  # this and those below are for kernels that make their own masks
     "cu_seq_lens_q": NOTHING,
     "cu_seq_lens_k": NOTHING,
     "max_length_q": NOTHING,
@@ -55,7 +55,7 @@ HEARD = frozenset(name for name, by in KEYWORDS.items() if by in (ATTEND, NOTHIN
 
 
 def said(keywords: Mapping[str, Any]) -> list[str]:
-    """The keywords that are given and change scores, or are not known."""
+    """The given keywords that change scores or are unknown."""
     found = [name for name, given in keywords.items() if given is not None and name not in HEARD]
     if "output_attentions" in found and not keywords["output_attentions"]:
         found.remove("output_attentions")
@@ -67,10 +67,10 @@ _declared: set[Any] = set()  # classes of attention modules and of configuration
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def check_declared(kind: Any) -> None:
-    """The model that this class of attention modules belongs to says that attention can be exchanged.
+    """Check that the model of this class of attention modules declares that its attention can be replaced.
 
     Raises:
-        OptionError: it says so neither of sdpa nor of any other, so that its masks are for its own function alone.
+        OptionError: it declares neither sdpa nor another attention, so that its masks are for its own function only.
     """
     if kind not in _declared:
         _check_models_of(kind.__module__)
@@ -78,7 +78,7 @@ def check_declared(kind: Any) -> None:
 
 
 def check_configured(config: Any) -> None:
-    """The model that a configuration is of, if it was loaded, says that attention can be exchanged.
+    """Check that the model of a configuration, if it was loaded, declares that its attention can be replaced.
 
     Raises:
         OptionError: as `check_declared`.
@@ -108,7 +108,7 @@ _own: dict[Any, Callable[..., Any] | None] = {}
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _find_own_function(kind: Any) -> None:
-    """Have the function in `_own` that modules of this class would call under the name "eager", or None."""
+    """Put into `_own` the function that modules of this class would call under the name "eager", or None."""
     if kind in _own:
         return
     forward = inspect.unwrap(kind.forward)
@@ -120,7 +120,7 @@ def _find_own_function(kind: Any) -> None:
 def by_own_function(
     module: Any, query: Any, key: Any, value: Any, mask: Any, names: Sequence[str], keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """What the model's own function makes of keywords that only it knows, with a mask for it.
+    """The result of the model's own function for keywords that only it knows, called with a mask that it takes.
 
     Raises:
         OptionError: the module has no such function.
@@ -140,13 +140,13 @@ def by_own_function(
 
 
 def causal_mask(query: Any, key: Any) -> Any:
-    """(T, n) bool: the queries are those of the newest keys, and each sees the keys up to its own."""
+    """(T, n) bool: queries belong to the newest keys, and each sees the keys up to its own."""
     shape = query.shape[2], key.shape[2]
     return torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
 
 
 def added(mask: Any, like: Any) -> Any:
-    """A mask that is added to the scores, of the dtype of `like`: as it is, or the least number where bools hide."""
+    """An additive mask with the dtype of `like`; where a bool mask hides keys, it has the least number."""
     if mask.dtype is not torch.bool:
         return mask
     least = torch.finfo(like.dtype).min
@@ -154,17 +154,17 @@ def added(mask: Any, like: Any) -> Any:
 
 
 def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], keywords: Mapping[str, Any]) -> Any:
-    """The mask and what keywords say of the scores, in one.
+    """The mask combined with what keywords add to the scores.
 
     Args:
         module: the attention module.
         query, key: as in `attend`.
-        mask: bool or additive, of up to four axes, that says what is causal too; or None.
-        said: the keywords that were given.
-        keywords: all of them.
+        mask: bool or additive, of up to four axes, with causality included; or None.
+        said: the given keywords that change scores.
+        keywords: all given keywords.
 
     Raises:
-        OptionError: blocks of keys were chosen by a module that does not say of which size.
+        OptionError: blocks of keys were chosen by a module that does not declare their size.
     """
     if "block_indices" in said:
         indexer: Any = getattr(module, "indexer", None)
@@ -196,7 +196,7 @@ def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], ke
 
 
 def _chosen(indices: Any, held: int) -> Any:
-    """(batch, 1, T, held) bool: the keys whose numbers are among `indices`, (batch, T, k); -1 stands for no key."""
+    """(batch, 1, T, held) bool: True for keys whose numbers are in `indices`, (batch, T, k); -1 stands for no key."""
     numbers = indices.long()
     numbers = torch.where((numbers >= 0) & (numbers < held), numbers, held)
     chosen = torch.zeros((*indices.shape[:2], held + 1), dtype=torch.bool, device=indices.device)

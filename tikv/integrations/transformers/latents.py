@@ -1,9 +1,9 @@
-"""Keys and values that a model makes of latents, one short row a token: made of the chosen rows only, or of none.
+"""Keys and values that a model expands from latents, one short row per token: only if they are needed.
 
 DeepSeek's models cache a latent and a rotated key for all heads, and their method `expand_kv` makes the keys and values
-of every head of all tokens there are, before attention is called. Where attention reads few of them, queries are taken
-to the latents instead: a head's key is ``W_k latent``, so its score is ``(W_k^T q) latent``, and the sum of its values
-is W_v times the sum of latents.
+of every head for all tokens before attention is called. If attention reads few of them, queries are projected to the
+latents instead: a head's key is ``W_k latent``, so its score is ``(W_k^T q) latent``, and the sum of its values is W_v
+times the sum of latents.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tikv.integrations.transformers.stored_ops import decode_stored, name_of
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
 from tikv.ops.attention.request import AttendRequest
 
-MOST_NUMBERS = 1 << 24  # of rows that are gathered at once
-_own: dict[Any, Any] = {}  # `expand_kv` of a class, as it was
-_linear: dict[Any, bool] = {}  # whether it is the map that is described above
+MOST_NUMBERS = 1 << 24  # the most numbers in rows that are gathered at once
+_own: dict[Any, Any] = {}  # the original `expand_kv` of each class
+_linear: dict[Any, bool] = {}  # whether it is the linear map that is described above
 
 
 class Expansion:
@@ -31,7 +31,7 @@ class Expansion:
 
     Args:
         module: the attention module.
-        own: its method, as the model has it.
+        own: its original method.
         latents: (batch, 1, n, rank).
         rotated: (batch, 1, n, width).
     """
@@ -43,22 +43,22 @@ class Expansion:
         self._made: Any = None
 
     def numbers(self) -> tuple[Any, Any]:
-        """Both, as the model makes them."""
+        """Keys and values, made by the model's own method."""
         if self._made is None:
             with torch.no_grad():
                 self._made = self._own(self.module, decoded(self.latents), decoded(self.rotated))
         return self._made  # type: ignore[no-any-return]
 
     def stored(self) -> Any:
-        """None: they lie nowhere."""
+        """None, since they are not stored."""
         return None
 
     def attend(self, query: Any, request: AttendRequest) -> Any:
-        """None likewise: others attend to their numbers."""
+        """None, so that attention reads `numbers`."""
         return None
 
     def rows(self, numbers: Any) -> Any:
-        """(batch, M, rank + width) latents and rotated keys of the tokens (batch, M), and no others."""
+        """(batch, M, rank + width) latents and rotated keys, of only the tokens (batch, M)."""
         sequences = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
         stored = stored_pair(self.latents, self.rotated)
         if stored is None:
@@ -77,15 +77,15 @@ class Expansion:
 
 
 def _taken(a: Any, sequences: Any, numbers: Any) -> Any:
-    """(batch, 1, M, ...) rows of (batch, 1, n, ...), whatever the dtype."""
+    """(batch, 1, M, ...) rows of (batch, 1, n, ...), of any dtype."""
     bits = a.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()])
     return bits[:, 0][sequences, numbers].view(a.dtype)[:, None]
 
 
 def keep_latents(kind: Any) -> None:
-    """Have attention modules of this class leave latents as they lie until somebody uses the keys and values.
+    """Make attention modules of this class expand latents only when keys and values are used.
 
-    The method `expand_kv` of the class is wrapped, once: outside of attention "tikv" it does what it did.
+    The class's method `expand_kv` is wrapped, once; it does not change unless attention is "tikv".
     """
     owner = _owner_of(kind)
     if owner is None or owner in _own:
@@ -107,7 +107,7 @@ def keep_latents(kind: Any) -> None:
 
 
 def _owner_of(kind: Any) -> Any:
-    """The class that has the method; None for none."""
+    """The class that defines the method, or None."""
     return next((cls for cls in kind.__mro__ if "expand_kv" in vars(cls)), None)
 
 
@@ -116,7 +116,7 @@ def _heads(module: Any) -> int:
 
 
 def _serves(module: Any, owner: Any, latents: Any, rotated: Any) -> bool:
-    """Whether keys and values are what the weight makes of latents, and nothing stands between."""
+    """Whether keys and values are the weight times the latents, with nothing in between."""
     linear: Any = getattr(module, "kv_b_proj", None)
     if (
         type(linear) is not torch.nn.Linear
@@ -136,7 +136,7 @@ def _serves(module: Any, owner: Any, latents: Any, rotated: Any) -> bool:
 
 
 def _is_linear(module: Any, owner: Any, like: Any) -> bool:
-    """Whether `expand_kv` of three tokens gives what it is taken for here."""
+    """Whether `expand_kv` of three tokens gives what is assumed here."""
     numbers = torch.Generator().manual_seed(0)
     shapes = (2, 1, 3, like.shape[-1]), (2, 1, 3, module.qk_rope_head_dim)
     latents, rotated = (torch.randn(s, generator=numbers).to(like.device, like.dtype) for s in shapes)
@@ -151,19 +151,19 @@ def _is_linear(module: Any, owner: Any, like: Any) -> bool:
 
 
 def _weights(module: Any) -> tuple[Any, Any]:
-    """(heads, width, rank) each: what makes keys of latents, but for their rotated part, and what makes values."""
+    """Weights, (heads, width, rank) each, from latents to keys without their rotated part, and to values."""
     weight = module.kv_b_proj.weight.detach()
     both = weight.view(_heads(module), -1, weight.shape[1])
     return both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :]
 
 
 def made_of_latents(key: Any) -> bool:
-    """Whether keys are not made yet, and may never be."""
+    """Whether keys are still unexpanded latents."""
     return type(key) is StoredTensor and type(key.pair) is Expansion
 
 
 def latents_of(key: Any, value: Any) -> Expansion | None:
-    """The latents that these keys and values are of, if nothing has used or followed them."""
+    """The latents of these keys and values, if nothing has used them and autograd does not follow them."""
     if not made_of_latents(key) or type(value) is not StoredTensor or key.pair is not value.pair:
         return None
     found: Any = key.pair
@@ -171,12 +171,12 @@ def latents_of(key: Any, value: Any) -> Expansion | None:
 
 
 def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: AttendRequest) -> Any:
-    """Attention to chosen tokens, of whose latents alone rows are gathered: (batch, T, heads, head_dim_v).
+    """Attention to chosen tokens, which gathers only their latents: (batch, T, heads, head_dim_v).
 
     Args:
         query: (batch, heads, T, head_dim).
         expansion: the keys and values.
-        numbers: (batch, T, K) of the tokens that each query reads, -1 for none.
+        numbers: (batch, T, K), the tokens that each query reads; -1 stands for none.
         request: the scale of the scores, and the logits of sinks.
     """
     (batch, heads, tokens, width), chosen = query.shape, numbers.shape[-1]
@@ -185,7 +185,7 @@ def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: Atte
     asked = torch.cat((query[..., :plain] @ of_keys, query[..., plain:]), -1).transpose(1, 2)
     if request.scale is None:
         request = request._replace(scale=width**-0.5)
-    numbers = numbers.sort(-1, descending=True).values  # -1 last, where no row counts
+    numbers = numbers.sort(-1, descending=True).values  # -1 is last, where rows are ignored
     counts = (numbers >= 0).sum(-1, dtype=torch.int32)
     several = max(1, MOST_NUMBERS // (batch * chosen * asked.shape[-1]))
     found = []

@@ -1,4 +1,4 @@
-"""One layer of a `TikvCache`: keys and values in place, in memory of this library."""
+"""One layer of a `TikvCache`: keys and values, written in place in this library's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tikv.errors import ArchError, OptionError, PositionError, ShapeError
 from tikv.integrations import torch_ops
 from tikv.integrations.transformers import shim, steps
 from tikv.integrations.transformers.attention import ATTENTION  # registers the attention
-from tikv.integrations.transformers.gradients import Ungraded, has_gradient
+from tikv.integrations.transformers.gradients import RefuseBackward, has_gradient
 from tikv.integrations.transformers.keywords import check_configured
 from tikv.integrations.transformers.room import LayerRoom
 from tikv.integrations.transformers.slots import CacheSlots
@@ -25,10 +25,10 @@ from tikv.integrations.transformers.stored import Pair, decoded, stored_tensors
 
 
 def _find_part() -> Any:
-    """part(tensor, shape, strides, first element): a view of a tensor, by what torch's compiled code makes them with.
+    """part(tensor, shape, strides, first element): a view of a tensor, made by the function that compiled code uses.
 
-    as_strided, which stands in where that is not what it was, takes twice the time, and slices three times. The tensor
-    begins where its storage does.
+    as_strided, the fallback if that function has changed, takes twice the time, and slices three times. The tensor
+    must begin where its storage does.
     """
     base = torch.arange(12, device="cpu").view(2, 6)
     try:
@@ -45,30 +45,30 @@ _part = _find_part()
 
 
 class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer: keys and values in place, in temporal order, in memory of this library.
+    """One layer: keys and values, in place and in temporal order, in this library's memory.
 
     Args:
         index: the layer's number, for messages.
-        window: tokens a query sees, itself included; None for all.
-        max_cache_len: tokens a sequence may have; None for any number.
-        dtype: what is stored, as `TikvCache` says, or a `Storage` of keys, values and scales.
+        window: how many tokens a query sees, itself included; None for all.
+        max_cache_len: how many tokens a sequence may have; None for any number.
+        dtype: what is stored, as in `TikvCache`, or a `Storage` of keys, values and scales.
         config: the model's configuration, which says whether its attention reads what is stored.
     """
 
     is_croppable = True
-    attend_stored: Any = None  # attention of a decoded token, where only the layer can read its memory
+    attend_stored: Any = None  # attention of a decoded token, if only the layer can read its memory
     supports_early_init = True
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
         self._counted: steps.Counted | None = None
         self.store = None
         self._staged: dict[str, Any] = {}
-        self._lent: weakref.ref[Pair] | None = None  # what `update` returned that is not decoded yet
+        self._lent: weakref.ref[Pair] | None = None  # the tensors that `update` returned and nobody has decoded yet
         super().__init__()
         self.index = index
         self.is_sliding = window is not None
         self.sliding_window = window
-        self._goes_on = self.is_sliding  # at the position after the newest, whatever is held
+        self._goes_on = self.is_sliding  # whether positions continue after the newest token, whatever is held
         self.limit = max_cache_len
         self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
@@ -76,13 +76,13 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.record_past = False
         self.has_prompt_room = False  # see `let_go_of_prompt`
         self.is_initialized = False
-        self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
-        self._settled = 0  # no rollback goes behind this position
+        self._past = 0 if window is None else max(0, window - 1)  # how many tokens before the newest a query sees
+        self._settled = 0  # no rollback goes back beyond this position
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
 
     def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
-        """Make the memory for keys and values of these shapes, dtype and device."""
+        """Allocate memory for keys and values of these shapes, dtype and device."""
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
         if shim.attention_of(self.config) == ATTENTION:
@@ -115,12 +115,12 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return int(key_states.shape[2])
 
     def _attach(self) -> None:
-        """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
+        """Update torch's views of the memory and what follows from them; called after each change of memory or room."""
         store = self._store
         assert store is not None
         self._counted = None
-        with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
-            # Launches and the model's own work go to one stream, in the order of their calls: nobody waits.
+        with torch.inference_mode(False):  # traced code outside of it may not write to its tensors
+            # Launches and the model's own work run on one stream in the order of their calls, so nothing waits.
             self._k, self._v = store.keys.torch(wait=False), store.values.torch(wait=False)
             self._scales: list[Any] = [None if a is None else a.torch(wait=False) for a in store.scales]
         self.batch_size, self.num_heads = self._k.shape[:2]
@@ -129,7 +129,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
         self._of_rows = [None if a is None or a.ndim < 3 else (a.shape[3:], a.stride()) for a in self._scales]
         self._as_stored = self._k.dtype is self.dtype is self._v.dtype
-        self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
+        self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots, unconverted
         usual = self._usual_room()
         self.has_prompt_room = usual is not None and store.capacity > usual
         self._slots: CacheSlots | None = CacheSlots(
@@ -142,16 +142,16 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides.
-            *args, **kwargs: what models pass along; not needed.
+            *args, **kwargs: what else models pass; ignored.
 
         Returns:
-            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache where the storage dtype is the
-            model's and gradients are off, else a copy; of one token, where attention is "tikv", tensors that are a copy
-            as soon as something else uses them. `get_mask_sizes` says n beforehand.
+            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache if the storage dtype is the model's
+            and gradients are off, else a copy. For one token and attention "tikv", they are tensors that become a copy
+            as soon as something else uses them. `get_mask_sizes` returns n beforehand.
 
         Raises:
             ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
-            CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
+            CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
         """
         if _is_traced():
             return self._traced_update(key_states, value_states)
@@ -170,14 +170,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 self._count_on_device(key_states.shape[2])
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
-            batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
+            batch, heads = self.batch_size, self.num_heads  # as `_slices`, inlined: each step waits for it
             keys = _part(self._k, (batch, heads, end, self.head_dim), self._k_strides)
             keys.tikv_slots = self._slots
             return keys, _part(self._v, (batch, heads, end, self._v_width), self._v_strides)
-        if _made_alike(key_states, value_states):  # `append_alike` takes no such tokens
+        if _made_alike(key_states, value_states):  # `append_alike` does not take these tokens
             return self.update(*_alike(key_states, value_states))
-        if has_gradient(key_states, value_states):  # nor these
-            return self._ungraded(key_states, value_states)
+        if has_gradient(key_states, value_states):  # nor does it take these
+            return self._without_gradient(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
             self._refit(key_states, value_states, None)
@@ -194,25 +194,25 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._count_on_device(tokens)
         return self._seen(key_states, held + tokens)
 
-    def _ungraded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of tokens with a gradient, which ends here."""
+    def _without_gradient(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` of tokens with a gradient, through which backward then raises."""
         keys, values = self.update(key_states.detach(), value_states.detach())
-        return Ungraded.apply(keys, key_states), Ungraded.apply(values, value_states)
+        return RefuseBackward.apply(keys, key_states), RefuseBackward.apply(values, value_states)
 
     def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
-        """What new tokens see, when their keys are in the slots before `end`."""
+        """The keys and values that new tokens see, after their own were written to the slots before `end`."""
         tokens = key_states.shape[2]
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
         graded = torch.is_grad_enabled()
         if tokens == 1 and not (self._as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
             return self._lend(first, end)
         keys, values = self._read(first, end)
-        if self._as_stored and graded:  # autograd may save them, and is not told of what is rewritten
+        if self._as_stored and graded:  # autograd may save them, and would not notice that they are overwritten
             return keys.clone(), values.clone()
         return keys, values
 
     def _lend(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end, decoded only if something else than `attend` uses them."""
+        """Slots first..end, which are decoded only if something other than `attend` uses them."""
         pair = Pair(self, first, end)
         self._lent = weakref.ref(pair)
         batch, heads, held = self.batch_size, self.num_heads, end - first
@@ -220,14 +220,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return stored_tensors(pair, k_shape, v_shape, self.dtype, self.device)  # type: ignore[no-any-return]
 
     def _recall(self) -> None:
-        """Decode what somebody still has of the last `update`, before the memory changes."""
+        """Decode what the last `update` returned, if it is still referenced, before the memory changes."""
         pair = None if self._lent is None else self._lent()
         self._lent = None
         if pair is not None:
             pair.numbers()
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
+        """`update` while torch traces its caller: a custom operator and views do the same, if there is room."""
         key_states, value_states = _alike(key_states, value_states)
         if self._goes_by_steps():
             found = self._update_by_step(key_states, value_states)
@@ -278,7 +278,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return [a for a in (self._k, self._v, *self._scales) if a is not None and a.ndim > 2]
 
     def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
-        """Take on the form of another model or batch when empty; refuse it when not."""
+        """Take on the form of another model or batch if the layer is empty; else raise."""
         store = self.store
         assert store is not None
         lead = self.batch_size, self.num_heads
@@ -300,7 +300,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         ) from error
 
     def _read(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end in the model's dtype: a view where that is what is stored."""
+        """Slots first..end in the model's dtype: a view if that is the stored dtype."""
         if self._scales != [None, None]:
             assert self.store is not None
             k, v = (a.torch(wait=False) for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
@@ -311,16 +311,16 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
 
     def _is_memory(self, tensor: Any) -> bool:
-        """Whether a tensor lies in the memory of keys or of values."""
+        """Whether a tensor is in the memory of keys or of values."""
         found = tensor.untyped_storage().data_ptr()
         return found in (self._k.untyped_storage().data_ptr(), self._v.untyped_storage().data_ptr())
 
     def _slices(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end where they lie."""
+        """Views of slots first..end."""
         k_width, v_width = self._k.shape[3], self._v.shape[3]
         k_shape = self.batch_size, self.num_heads, end - first, k_width
         v_shape = self.batch_size, self.num_heads, end - first, v_width
-        if not first:  # each argument takes time
+        if not first:  # each argument costs time
             return _part(self._k, k_shape, self._k_strides), _part(self._v, v_shape, self._v_strides)
         return (
             _part(self._k, k_shape, self._k_strides, first * k_width),
@@ -328,11 +328,11 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         )
 
     def _slots_from(self, first: int, end: int) -> CacheSlots | None:
-        """Slots first..end for attention, and more behind them where they are the first; None for those of no use."""
+        """Slots first..end for attention; all slots if `first` is 0. None if attention cannot use them."""
         return CacheSlots(*self._stored(first, end)) if first else self._slots
 
     def _stored(self, first: int, end: int) -> Any:
-        """Slots first..end as they lie there: keys, values, their scales, and the store's formats."""
+        """Slots first..end as they are stored: keys, values, their scales, and the store's formats."""
         assert self.store is not None
         shape = self.batch_size, self.num_heads, end - first
         k_scale, v_scale = (
@@ -342,7 +342,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return *self._slices(first, end), k_scale, v_scale, self.store.rows.formats
 
     def _visible(self) -> tuple[Any, Any]:
-        """What the next token will see beside itself; traced in a compiled step: all slots."""
+        """What the next token will see besides itself; while a step is traced: all slots."""
         if self._counted is not None and self._counted.current and _is_traced():
             return self._counted.read()
         if self.store is None:
@@ -352,7 +352,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Any:
-        """(batch, heads, n, head_dim): the keys that the next token will see beside its own; None before the first."""
+        """(batch, heads, n, head_dim): the keys that the next token will see besides its own; None before the first."""
         return self._staged["keys"] if "keys" in self._staged else self._visible()[0]
 
     @keys.setter
@@ -369,7 +369,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._set("values", values)
 
     def _set(self, which: str, tensor: Any) -> None:
-        """Replace keys or values; those of another length than the present wait for their partner."""
+        """Replace keys or values; if the length changes, the first of both waits for the other."""
         self._recall()
         if tensor is None:
             self.store = None
@@ -387,7 +387,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         new = {which: tensor, other: partner}
         end = self.store.end if self.store is not None and self._goes_on else tensor.shape[2]
         self._staged.clear()
-        # The new ones may be views of the memory they go to.
+        # The new ones may be views of the memory that they are written to.
         keys, values = new["keys"].clone(), new["values"].clone()
         self.lazy_initialization(keys, values)
         assert self.store is not None
@@ -416,14 +416,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         ) if self.for_steps and not _is_traced() else first
 
     def get_max_length(self) -> int:
-        """Tokens that the layer holds at most; -1: any number."""
+        """The most tokens that the layer can hold; -1 means any number."""
         bounds = [n for n in (self.sliding_window, self.limit) if n is not None]
         return min(bounds) if bounds else -1
 
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """Keep what a later `crop` may return to, until it is called."""
+        """Keep the tokens that a later `crop` may go back to, until it is called."""
         self.record_past = True
         self._settled = self.get_seq_length()
 
@@ -438,7 +438,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._recount_on_device()
 
     def compact(self, keep: Any) -> None:
-        """`GrowingLayer.compact` of a full layer, which then has the memory that its tokens need."""
+        """`GrowingLayer.compact` of a full layer, whose memory then shrinks to what its tokens need."""
         if self.store is None or self.is_sliding:
             raise OptionError(f"{self._name}: compact() is of full layers with tokens. Set keys and values instead.")
         self._recall()
@@ -447,18 +447,18 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._attach()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens, in the meaning that the installed transformers gives the argument.
+        """Drop the newest tokens; the argument means what it means in the installed transformers.
 
-        What a window has let go of does not come back. A model's result must not depend on that, so where the next
-        query would see fewer tokens than its window, `crop` refuses; `activate_past_recording` keeps them from then on.
+        Tokens that a window has dropped do not come back. A model's result must not depend on that, so `crop` refuses
+        if the next query would see fewer tokens than its window; `activate_past_recording` keeps them from then on.
         `KVCacheStore.trim` goes back as far as its ring holds tokens, and its queries see those that are left.
 
         Args:
-            tokens_to_remove: negative: drop so many. Positive, before transformers 5.16: keep so many. 0: drop nothing
-                since 5.14, everything before.
+            tokens_to_remove: a negative number drops that many. A positive number, before transformers 5.16, keeps that
+                many. 0 drops nothing since 5.14, and everything before.
 
         Raises:
-            OptionError: a positive number, since transformers 5.16.
+            OptionError: the number is positive, since transformers 5.16.
             PositionError: tokens that the next query sees are no longer held, since the window has moved on. Nothing is
                 changed.
         """
@@ -470,7 +470,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._recount_on_device()
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
-        """The length that `crop` leaves; raises where it cannot."""
+        """The length that `crop` leaves; raises if it is impossible."""
         length = self.get_seq_length()
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
@@ -492,7 +492,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Let sequence b go on from what sequence ``beam_idx[b]`` holds."""
+        """Let each sequence b continue from what sequence ``beam_idx[b]`` holds."""
         if self.get_seq_length():
             assert self.store is not None
             self._recall()
@@ -507,7 +507,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._attach()
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences, in this order; -1 is the last one. A mask of booleans is taken too."""
+        """Keep these sequences, in this order; -1 is the last one. A boolean mask is accepted too."""
         if self.get_seq_length():
             assert self.store is not None
             self._recall()
@@ -535,7 +535,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return found
 
     def _device_of(self, store: Any) -> Any:
-        """Where torch sees the memory of a store."""
+        """The device on which torch sees the memory of a store."""
         return store.keys.torch().device
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -550,14 +550,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 def _made_alike(key_states: Any, value_states: Any) -> bool:
-    """Whether `_alike` changes them: they are of two dtypes, or the numbers of a row do not lie side by side."""
+    """Whether `_alike` changes them: their dtypes differ, or the numbers of a row are not contiguous."""
     if key_states.dtype is not value_states.dtype:
         return True
     return any(a.ndim and a.shape[-1] > 1 and a.stride(-1) != 1 for a in (key_states, value_states))
 
 
 def _alike(key_states: Any, value_states: Any) -> tuple[Any, Any]:
-    """Both in the wider dtype, since under torch.autocast a rotation widens the keys alone, with rows in one piece."""
+    """Both in the wider dtype and with contiguous rows, since under torch.autocast a rotation widens only the keys."""
     if not _made_alike(key_states, value_states):
         return key_states, value_states
     wide = torch.promote_types(key_states.dtype, value_states.dtype)
@@ -573,13 +573,13 @@ def _lengths_are_constants() -> bool:
 
 
 def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`TikvLayer.update` outside of what torch compiles; the reason is what torch says where ``fullgraph=True``."""
+    """`TikvLayer.update` outside of compiled code; with ``fullgraph=True`` torch gives this reason in its error."""
 
     def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         keys, values = layer.update(key_states, value_states)
         if layer.for_steps:
             layer._make_ready()  # the next step stays in the graph
-        layer._recall()  # torch compiles no tensors of ours
+        layer._recall()  # torch cannot compile `StoredTensor`s
         return decoded(keys), decoded(values)
 
     found: Any = torch.compiler.disable(update)

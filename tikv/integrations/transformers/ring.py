@@ -34,7 +34,7 @@ class RingLayer(TikvLayer):
         if layers._made_alike(key_states, value_states):
             return self._overwrite(*layers._alike(key_states, value_states))
         if has_gradient(key_states, value_states):
-            return self._ungraded(key_states, value_states)
+            return self._without_gradient(key_states, value_states)
         self._recall()
         store: Any = self.store
         slot, end = self._oldest, store.end

@@ -1,4 +1,4 @@
-"""A `GrowingLayer` in the host's memory, read by a copy on the device, for which layers share a few places."""
+"""A `GrowingLayer` in the host's memory, read through a copy on the device; layers share a few places for copies."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tikv.stores.layers.growing import AppendAlike, GrowingLayer
 from tikv.stores.layers.residents import Frame, Residents, Transfer, refuse_capture, transfer_of, why_plain
 
 
-class Shelf:
-    """The places on each device that layers of a cache share.
+class Places:
+    """The places for copies on each device, which the layers of a cache share.
 
     Args:
-        count: layers of the cache, which are used in this order.
-        resident_layers: how many of them a device has a copy of.
-        transfer: makes what copies to a place, on whatever device; None where only a GPU has places.
+        count: the number of the cache's layers, which are used in order.
+        resident_layers: how many of them have a copy on a device.
+        transfer: makes the object that copies to a place, on any device; None if only GPUs have places.
     """
 
     def __init__(
         self, count: int, resident_layers: int, transfer: Callable[[runtime.Runtime], Transfer] | None = None
     ) -> None:
         self.count, self.resident_layers, self.transfer = count, resident_layers, transfer
-        # Not held by this, which each of them holds: they would go no sooner than the garbage collector comes round.
+        # Weak references, since each layer refers to this: a cycle would delay freeing the layers.
         self._layers: weakref.WeakValueDictionary[int, HostedLayer] = weakref.WeakValueDictionary()
         self._residents: dict[runtime.Runtime, Residents[Place]] = {}
 
     def why_plain(self, live: runtime.Runtime, operation: str) -> str:
-        """As `residents.why_plain`; nothing where copies are made anyway."""
+        """As `residents.why_plain`; empty if copies are made anyway."""
         return "" if self.transfer else why_plain(live, operation)
 
     def add(self, layer: HostedLayer) -> None:
-        """Have a layer, in the place of another of its number."""
+        """Add a layer, instead of any other with its number."""
         for some in self._residents.values():
             some.drop(layer.number)
         self._layers[layer.number] = layer
@@ -48,11 +48,11 @@ class Shelf:
             found.frames.append(Place((self.transfer or transfer_of)(live)))
 
     def of(self, layer: HostedLayer) -> Residents[Place]:
-        """The layers that are on its device."""
+        """The resident layers of its device."""
         return self._residents[layer.runtime]
 
     def bring(self, layer: HostedLayer, ahead: bool = False) -> Place:
-        """The place of a layer, on whose way it is at least; `ahead`: as is the one that is used next."""
+        """The place of a layer, to which it is at least being copied; with `ahead`, the next layer is copied too."""
         some = self.of(layer)
         found = some.bring(layer.number, self._fetch)
         if ahead:
@@ -63,9 +63,9 @@ class Shelf:
     def _fetch(self, number: int, place: Place) -> None:
         place.take(self._layers[number])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shelf:
-        """One for the copies of the layers, which come to it as they are made."""
-        found = Shelf(self.count, self.resident_layers, self.transfer)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Places:
+        """New places for the copies of the layers, which are added when they are made."""
+        found = Places(self.count, self.resident_layers, self.transfer)
         memo[id(self)] = found
         return found
 
@@ -117,18 +117,18 @@ class HostedLayer(GrowingLayer):
     """A `GrowingLayer` whose memory is the host's. What it gives to read is on the device, as long as it is there.
 
     Args:
-        shelf, number: where its copy lies, and which of the layers it is.
+        places, number: where its copy lies, and which of the layers it is.
         on_leave: called before its copy goes: nobody reads `keys`, `values` and `scales` that were given before.
         **form: as of `GrowingLayer`.
     """
 
     on_host = True
 
-    def __init__(self, shelf: Shelf, number: int, on_leave: Callable[[], None], **form: Any) -> None:
+    def __init__(self, places: Places, number: int, on_leave: Callable[[], None], **form: Any) -> None:
         super().__init__(**form)
         self.number, self._on_leave = number, weakref.WeakMethod(on_leave)
-        self._shelf = shelf
-        shelf.add(self)
+        self._places = places
+        places.add(self)
 
     # --- its copy
 
@@ -158,7 +158,7 @@ class HostedLayer(GrowingLayer):
     def bring(self, ahead: bool = False) -> GrowingLayer:
         """Its copy, for launches that follow; `ahead`: the layer that is used next comes meanwhile."""
         refuse_capture(self.runtime, "TikvCache")
-        place = self._shelf.bring(self, ahead)
+        place = self._places.bring(self, ahead)
         place.transfer.wait()
         content: GrowingLayer = place.content
         content.recount(length=self.length, origin=self.origin)
@@ -166,15 +166,15 @@ class HostedLayer(GrowingLayer):
 
     def _place(self) -> Place:
         self.bring()
-        return self._shelf.bring(self)
+        return self._places.bring(self)
 
     def _drop(self) -> None:
-        self._shelf.of(self).drop(self.number)
+        self._places.of(self).drop(self.number)
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
         """Around what writes to the host, behind a copy that is on its way from there: the copy is made anew."""
-        place = self._shelf.of(self).frame_of(self.number)
+        place = self._places.of(self).frame_of(self.number)
         if place is not None:
             place.transfer.wait()
         yield
@@ -211,7 +211,7 @@ class HostedLayer(GrowingLayer):
     def append(self, k: Any, v: Any) -> None:
         """As `GrowingLayer.append`, to the copy and to the host."""
         content = self.bring()
-        place = self._shelf.bring(self)
+        place = self._places.bring(self)
         try:
             content.append(k, v)
             super().append(k, v)
