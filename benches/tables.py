@@ -47,7 +47,11 @@ PROGRAMS = {
         ("Prompts beside torch", ["attention_cpu.py", "prompts"], ["--tokens", "8", "--keys", "64", "--rounds", "1"]),
         ("Chosen tokens", ["attention_cpu.py", "chosen"], ["--keys", "64", "--chosen", "8", "--rounds", "1"]),
         ("The same bits whatever the batch", ["attention_cpu.py", "invariant"], ["--keys", "512", "--rounds", "1"]),
-        ("Whole models", ["generate_cpu.py", "generate"], ["--prompts", "8", "--tokens", "2", "--rounds", "1"]),
+        (
+            "Whole models, on two threads",
+            ["generate_cpu.py", "generate", "--threads", "2"],
+            ["--prompts", "8", "--tokens", "2", "--rounds", "1"],
+        ),
         ("A step of a whole model on the host", ["generate_cpu.py", "step"], ["--rounds", "1"]),
         ("Taichi and Quadrants", ["engines.py"], ["copy_kv, 1 token, float32"]),
     ],

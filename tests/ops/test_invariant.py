@@ -108,13 +108,23 @@ SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1,
 @pytest.mark.parametrize(
     "options",
     [
-        {"group": 1},
-        {"dtype": "float16", "group": 3, "window": 140, "sinks": 3, "query_dtype": np.float16},
-        {"dtype": "float16", "group": 3, "window": 140, "query_dtype": np.float16},
-        {"dtype": "int8", "slopes": SLOPES, "sink_logits": SINKS, "softcap": 20.0},
-        {"dtype": "int8", "sink_logits": SINKS, "window": 30},
+        pytest.param({"group": 1}, id="plain"),
+        *(
+            pytest.param(options, id=name, marks=pytest.mark.thorough)
+            for name, options in {
+                "window-sinks": {
+                    "dtype": "float16",
+                    "group": 3,
+                    "window": 140,
+                    "sinks": 3,
+                    "query_dtype": np.float16,
+                },
+                "window": {"dtype": "float16", "group": 3, "window": 140, "query_dtype": np.float16},
+                "slopes-logits": {"dtype": "int8", "slopes": SLOPES, "sink_logits": SINKS, "softcap": 20.0},
+                "logits-window": {"dtype": "int8", "sink_logits": SINKS, "window": 30},
+            }.items()
+        ),
     ],
-    ids=["plain", "window-sinks", "window", "slopes-logits", "logits-window"],
 )
 def test_a_row_has_the_same_bits_however_the_work_is_cut(arch, rng, options):
     """Batches, neighbours, prompts in chunks or one token at a time, pages in random order, contiguous memory."""

@@ -117,6 +117,7 @@ def late(request, arch):
     return request.param
 
 
+@pytest.mark.thorough
 @ARCHS
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_steps_have_the_bits_of_a_plain_store(arch, form, late):
@@ -197,6 +198,7 @@ def change(both, chance, name):
 OF_ONE_KIND = ("int8", "4 bits")  # of storages that others of these have, which the copies do not tell apart
 
 
+@pytest.mark.thorough
 @ARCHS
 @pytest.mark.parametrize(
     "form", [pytest.param(FORMS[n], id=n, marks=pytest.mark.full if n in OF_ONE_KIND else ()) for n in FORMS]

@@ -42,12 +42,11 @@ def random_chunks(rng, tokens):
 @pytest.mark.parametrize(
     "config",
     [
-        {"dtype": "float16"},
-        {"dtype": "float16", "window": 40, "sinks": 3},
-        {"dtype": "q8_0", "v_dtype": "q4_0"},
-        {"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)},
+        pytest.param({"dtype": "float16"}, id="float16"),
+        pytest.param({"dtype": "float16", "window": 40, "sinks": 3}, id="ring", marks=pytest.mark.thorough),
+        pytest.param({"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=pytest.mark.thorough),
+        pytest.param({"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)}, id="tokens", marks=pytest.mark.thorough),
     ],
-    ids=["float16", "ring", "codes", "tokens"],
 )
 def test_chunks_of_a_prompt(arch, rng, config):
     rows = rows_of(rng, 2)
