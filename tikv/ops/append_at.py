@@ -1,4 +1,4 @@
-"""Appends to one layer's arrays, of whatever format, at positions that the launch reads from the device."""
+"""Appends to one layer's arrays, in any format, at positions that the launch reads from the device."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def append_at(
     ring: int = 0,
     sinks: int = 0,
 ) -> None:
-    """Append new rows behind the positions of their sequences, in place; K and V of one kind in one launch.
+    """Append new rows at the positions of their sequences, in place; one launch if K and V are stored alike.
 
     Args:
-        operation: for messages.
+        operation: the operation's name, for messages.
         rows: K (B, H, T, D) and V (B, H, T, D_v), of any strides with a contiguous last axis.
-        caches: of each (B, H, slots, width), in one dtype each: numbers, or words of codes.
-        scales: of each (B, H, slots) or (B, H, slots, n), or (1,) or (H,) of what rows are divided by; None for none.
-        positions: (B,) int32 or int64 on the device: of each sequence's first new token, of all ever appended.
-        formats: of K and of V, where caches hold codes of groups.
-        ring: slots behind the sinks that go round; 0 for none: then a token behind the last slot is skipped.
-        sinks: first slots, which are written once.
+        caches: one for K and one for V, (B, H, slots, width), each of one dtype: numbers, or words of codes.
+        scales: for K and for V, (B, H, slots) or (B, H, slots, n), or (1,) or (H,) that rows are divided by, or None.
+        positions: (B,) int32 or int64 on the device: each sequence's first new token, counted over all ever appended.
+        formats: the formats of K and V, where caches hold codes of groups.
+        ring: slots after the sinks that form a ring; 0 if there is no ring: then tokens past the last slot are skipped.
+        sinks: the number of first slots, which are written once.
 
     Raises:
         ShapeError, DTypeError: arrays that do not fit each other.
@@ -65,7 +65,7 @@ def _check(
     ring: int,
     sinks: int,
 ) -> Plan:
-    """Everything but where the arrays lie."""
+    """Check everything except where the arrays lie."""
     named = dict(zip(names, arrays, strict=True))
     checks.on_device(list(named.items()), live, operation)
     k, v, k_cache, v_cache, positions = arrays[:5]

@@ -28,22 +28,23 @@ from tikv.ops.row_copy import bind_copy
 
 
 def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
-    """Copy whole blocks within K's and V's pool, in place, in one launch: what copy-on-write and beam search need.
+    """Copy whole blocks within the pools of K and V, in place, in one launch: for copy-on-write and beam search.
 
     Args:
         k_pool, v_pool: pools of any layout and dtype, unsigned bytes too, with blocks on the first axis and no gaps
-            within a block. The scales of int8 pools are pools like these: copy them by a second call.
-        pairs: (P, 2) int32 or int64, each a block to copy from and one to copy to, on the host or the device. A pair
-            with a negative block is skipped.
+            within a block. The scales of int8 pools are such pools too: copy them with a second call.
+        pairs: (P, 2) int32 or int64, on the host or the device; each pair is a source block and a destination block.
+            A pair with a negative block is skipped.
 
     Raises:
-        PositionError: a block is not in the pool; one is copied to twice, or copied to and from. On the device such a
-            block is skipped, and the other two are not defined; with ``tikv.init(debug=True)`` they raise.
+        PositionError: a block is outside the pool; or a block is a destination twice, or both source and destination.
+            If the pairs are on the device, a block outside the pool is skipped and the result of the other two errors
+            is undefined; with ``tikv.init(debug=True)`` all of them raise.
         ShapeError: the pools have different numbers of blocks, overlap, or have gaps within a block.
 
     Exactness: bit-exact.
     Cost: each block named is read once and written once; one launch.
-    Source: the copies behind copy-on-write, which the original left as stubs.
+    Source: the copies that copy-on-write needs, which the original left as stubs.
 
     Examples:
         >>> import numpy as np, tikv
@@ -57,7 +58,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
 
 
 def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> PlannedCall:
-    """A call of `copy_blocks` that is checked, by the name that errors give as the operation."""
+    """A checked call of `copy_blocks`, under the operation name that errors give."""
     live = runtime_of(k_pool, v_pool)
     pairs = index_array(pairs, "pairs", operation)
     k, v = (view_bits(a, name, operation) for name, a in (("k_pool", k_pool), ("v_pool", v_pool)))
@@ -85,7 +86,7 @@ def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Planned
 
 
 def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
-    """Copy whole blocks of one pool into another; either may lie on the host and the other on the device.
+    """Copy whole blocks from one pool to another; one of them may be on the host and the other on the device.
 
     Args:
         src_pool, dst_pool: pools of one dtype whose blocks have one shape; the numbers of blocks may differ. They may
@@ -93,12 +94,12 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
         pairs: (P, 2), each a block of ``src_pool`` and one of ``dst_pool``, as in `copy_blocks`.
 
     Raises:
-        PositionError, ShapeError: as `copy_blocks`.
+        PositionError, ShapeError: as in `copy_blocks`.
         DTypeError: the pools have different dtypes.
 
     Exactness: bit-exact.
-    Cost: each block named is read once and written once. Between host and device the blocks travel through a compact
-        buffer, and only they do; the call then returns when they have arrived.
+    Cost: each block named is read once and written once. Between host and device, only these blocks are transferred,
+        through a compact buffer; the call then returns once they have arrived.
     Source: ``swap_out`` and ``swap_in``, whose copies the original left as stubs.
 
     Examples:
@@ -155,9 +156,9 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
 
 
 def swap_chosen(src: ArrayView, dst: ArrayView, pairs: ArrayView, live: runtime.Runtime) -> None:
-    """`swap_blocks` between pools of one form on the device, of pairs there that are known to be right.
+    """`swap_blocks` between pools of one form on the device, with pairs on the device that are known to be valid.
 
-    That blocks exist and none is written twice is not looked at, which for thousands takes longer than to copy them.
+    It does not check that blocks exist and that none is written twice: for thousands that takes longer than the copy.
     """
     operation, width = "swap_blocks", _block_elements(src, "src_pool", "swap_blocks")
 
@@ -177,7 +178,7 @@ def _cross(
     targets: np.ndarray[Any, Any],
     width: int,
 ) -> None:
-    """Move blocks between host and device: gathered, brought over in one piece, scattered."""
+    """Move blocks between host and device: gather them, transfer them in one piece, scatter them."""
     count = len(sources)
     if src.device == "cpu":
         rows = _host_blocks(src, width)[sources]
@@ -220,7 +221,7 @@ def _bind_blocks(
     index: ArrayView,
     indexed: str,
 ) -> Launch:
-    """Bind the copy of blocks: a block is one row. `indexed` says which end the index array names blocks of."""
+    """Bind the copy of blocks, where a block is one row. `indexed` says whose blocks the index array names."""
     both = indexed == "both"
     params: dict[str, Any] = {"index_step": index.strides[0]}
     if indexed in ("both", "src"):
@@ -258,7 +259,7 @@ def _pairs(pairs: Any, operation: str) -> ArrayView:
 
 
 def _check_pairs(pairs: np.ndarray[Any, Any], sources: int, targets: int, within: bool, operation: str) -> None:
-    """Blocks exist; none is a destination twice, or of one pair a source and of another a destination.
+    """Check that blocks exist, and that none is a destination twice, or both a source and a destination.
 
     Raises:
         PositionError: otherwise.
@@ -295,7 +296,7 @@ def _inner(pool: ArrayView) -> list[int]:
 
 
 def _block_elements(pool: ArrayView, name: str, operation: str) -> int:
-    """Elements of a block, which lie side by side in memory whatever the order of the axes.
+    """The number of elements in a block, which are contiguous in memory whatever the order of the axes.
 
     Raises:
         ShapeError: there are gaps within a block, or blocks overlap.

@@ -1,4 +1,4 @@
-"""Every precondition of every operation, on the host and before any write. Messages: operation, values, way out."""
+"""All preconditions of operations, checked on the host before any write. Messages give operation, values, way out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = ("token_major", "head_major")
 
 
 def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = MAX_POSITION) -> int:
-    """A host integer within [low, high].
+    """`value` as an int, checked to be a host integer within [low, high].
 
     Raises:
         PositionError: it is outside.
@@ -39,16 +39,16 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
 
 
 def integer_or_none(value: Any, name: str, operation: str) -> int | None:
-    """An option that calls are told apart by: a host integer as an int, however it comes, or None.
+    """An option that is part of a plan's key: any host integer as an int, or None.
 
     Raises:
-        As `integer`.
+        As `integer` does.
     """
     return value if value is None or type(value) is int else integer(value, name, operation)
 
 
 def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
-    """One of the named choices.
+    """`value`, checked to be one of the choices.
 
     Raises:
         OptionError: it is not one of them.
@@ -59,7 +59,7 @@ def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str
 
 
 def name(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
-    """A name that calls are told apart by: any string, which `option` looks at where the call is new.
+    """A name that is part of a plan's key: any string, which `option` checks when the plan is made.
 
     Raises:
         OptionError: it is not a string.
@@ -68,7 +68,7 @@ def name(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
 
 
 def flag(value: Any, name: str, operation: str) -> bool:
-    """True or False, also NumPy's and as 1 or 0.
+    """`value` as a bool: True, False, their NumPy forms, 1 or 0.
 
     Raises:
         OptionError: it is something else.
@@ -81,24 +81,24 @@ def flag(value: Any, name: str, operation: str) -> bool:
 
 
 def rank(array: ArrayView, ndims: Sequence[int], name: str, shape: str, operation: str) -> None:
-    """The array has one of these numbers of axes.
+    """Check that the array has one of these numbers of axes.
 
     Raises:
-        ShapeError: it has another.
+        ShapeError: it has not.
     """
     if array.ndim not in ndims:
         raise ShapeError(f"{operation}: {name} is {describe(array)}, with {array.ndim} axes; it must be {shape}.")
 
 
 def readable(array: ArrayView, name: str, operation: str) -> None:
-    """Rows can be read in place: the last axis is contiguous, no stride is negative.
+    """Check that rows can be read in place: the last axis is contiguous and no stride is negative.
 
     Raises:
         ShapeError: they cannot.
     """
     shape, strides = array.shape, array.strides
     if 0 in shape:
-        return  # nothing to reach; the strides of an empty array say nothing
+        return  # there is nothing to reach; the strides of an empty array mean nothing
     if shape and shape[-1] > 1 and strides[-1] != 1:
         raise ShapeError(
             f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); "
@@ -108,7 +108,7 @@ def readable(array: ArrayView, name: str, operation: str) -> None:
 
 
 def ascending(array: ArrayView, name: str, operation: str) -> None:
-    """Elements can be read in place, one by one: no stride is negative.
+    """Check that elements can be read in place, one by one: no stride is negative.
 
     Raises:
         ShapeError: one is.
@@ -118,13 +118,13 @@ def ascending(array: ArrayView, name: str, operation: str) -> None:
 
 
 def writable(array: ArrayView, name: str, operation: str) -> None:
-    """A destination may be written, element by element.
+    """Check that a destination can be written, element by element.
 
     Raises:
-        ShapeError: it is read-only, or elements of it share memory, or its rows are not contiguous.
+        ShapeError: it is read-only, some of its elements share memory, or its rows are not contiguous.
 
-    Torch and DLPack do not say that memory is read-only; of pages that the system protects `disjoint` finds it out, of
-    others, such as the bytes that `torch.frombuffer` was given, nobody can.
+    Torch and DLPack do not tell whether memory is read-only. `disjoint` finds pages that the system protects; other
+    memory, such as the bytes given to `torch.frombuffer`, cannot be checked.
     """
     if not array.writable:
         raise ShapeError(
@@ -143,18 +143,18 @@ def writable(array: ArrayView, name: str, operation: str) -> None:
 
 
 def _overlaps_itself(array: ArrayView) -> bool:
-    """Exactly whether two elements lie at one address, no stride being negative."""
+    """Whether two elements lie at one address: exact, if no stride is negative."""
     axes = sorted((s, n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
-    end = 0  # of what lies within a step of the axis
+    end = 0  # where the elements within one step of the axis end
     for stride, n in axes:
         if stride <= end:
             break
         end += stride * (n - 1)
     else:
         return False
-    if 0 in array.shape or array.span > 2**35:  # of which `addressable` says that it is too large
+    if 0 in array.shape or array.span > 2**35:  # `addressable` refuses arrays as large as this
         return False
-    # Two indices of one address differ in some axis; both moved back along it, one is 0 there and the other is not.
+    # Two indices of one address differ along some axis; move both back until one is 0 there and the other is not.
     strides = array.strides
     for i, n in enumerate(array.shape):
         if n > 1:
@@ -166,11 +166,11 @@ def _overlaps_itself(array: ArrayView) -> bool:
 
 
 def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, operation: str) -> None:
-    """Every array lies on the host or on the runtime's device, on which kernels can be launched.
+    """Check that every array lies on the host or on the runtime's device, and that the device can launch kernels.
 
     Raises:
-        ArchError: one lies elsewhere, or nothing can be launched there.
-        DTypeError: float64 where the arch has none.
+        ArchError: an array lies elsewhere, or nothing can be launched there.
+        DTypeError: an array is float64, which the arch lacks.
     """
     launch.require_native(live, operation)
     for name, array in arrays:
@@ -195,7 +195,7 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
 
 
 def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, operation: str) -> None:
-    """A copy converts this pair of dtypes.
+    """Check that a copy converts this pair of dtypes.
 
     Raises:
         DTypeError: it does not.
@@ -209,7 +209,7 @@ def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, op
 
 
 def same_dtype(a: ArrayView, b: ArrayView, a_name: str, b_name: str, operation: str) -> None:
-    """Two arrays have one dtype.
+    """Check that two arrays have the same dtype.
 
     Raises:
         DTypeError: they differ.
@@ -221,7 +221,7 @@ def same_dtype(a: ArrayView, b: ArrayView, a_name: str, b_name: str, operation: 
 
 
 def scales(array: ArrayView, name: str, format: Format, operation: str) -> None:
-    """An array of scales, and of biases, has a dtype that the format has them in.
+    """Check that an array of scales or biases has one of the dtypes that the format allows.
 
     Raises:
         DTypeError: it has another.
@@ -232,7 +232,7 @@ def scales(array: ArrayView, name: str, format: Format, operation: str) -> None:
 
 
 def extent(actual: int, expected: int, what: str, operation: str, detail: str = "", remedy: str = "") -> None:
-    """An axis has the expected length; `remedy` is a sentence that says what to do if it has not.
+    """Check that an axis has the expected length; `remedy` is a sentence that says what to do if it has not.
 
     Raises:
         ShapeError: it has another.
@@ -245,7 +245,7 @@ def extent(actual: int, expected: int, what: str, operation: str, detail: str = 
 
 
 def indices(array: ArrayView, name: str, operation: str) -> None:
-    """An index array is int32 or int64 with a contiguous last axis.
+    """Check that an index array is int32 or int64 with a contiguous last axis.
 
     Raises:
         DTypeError: it has another dtype.
@@ -256,7 +256,7 @@ def indices(array: ArrayView, name: str, operation: str) -> None:
 
 
 def window_of(window: Any, capacity: int, operation: str) -> int | None:
-    """A window of at least one slot that the capacity holds, or None for a linear cache.
+    """The window as an int, checked to be at least one slot and at most the capacity; None for a linear cache.
 
     Raises:
         CapacityError: it is larger than the capacity.
@@ -274,13 +274,13 @@ def window_of(window: Any, capacity: int, operation: str) -> int | None:
 
 
 class RangeNames(NamedTuple):
-    """What a caller calls the numbers that say which rows go where, for messages."""
+    """The caller's names for the numbers that say which rows go where, for messages."""
 
     position: str = "position"
     num_tokens: str = "num_tokens"
     src_offset: str = "src_offset"
-    sliding: str = "window={}"  # how to make a cache of {} slots slide
-    after: str = ""  # a sentence about what else makes room
+    sliding: str = "window={}"  # how a cache of {} slots is made to slide
+    after: str = ""  # a sentence that says how else to make room
 
 
 RANGE_NAMES = RangeNames()
@@ -288,7 +288,7 @@ STORE_NAMES = RangeNames(after=" reset() forgets an earlier text.")
 
 
 def fits_linear(position: int, tokens: int, capacity: int, operation: str, names: RangeNames = RANGE_NAMES) -> None:
-    """A linear cache has room for these tokens.
+    """Check that a linear cache has room for these tokens.
 
     Raises:
         CapacityError: it has not; nothing was written.
@@ -304,7 +304,7 @@ def fits_linear(position: int, tokens: int, capacity: int, operation: str, names
 def source_range(
     src_offset: Any, num_tokens: Any, available: int, operation: str, names: RangeNames = RANGE_NAMES
 ) -> tuple[int, int]:
-    """(offset, tokens) of the rows to copy, inside the source.
+    """(offset, tokens) of the rows to copy, checked to be inside the source.
 
     Raises:
         PositionError: the range leaves the source.
@@ -320,10 +320,10 @@ def source_range(
 
 
 def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> None:
-    """No destination (the flagged ones) shares an element with another array of the call, or is known as read-only.
+    """Check that no destination (a flagged array) shares an element with another array, or is known to be read-only.
 
     Raises:
-        ShapeError: two of them overlap, or the system would end the process at the first write.
+        ShapeError: two arrays overlap, or the system would end the process at the first write.
     """
     places = [_place_of(array) for _, array, _ in named]
     for i, (name, array, is_destination) in enumerate(named):
@@ -349,26 +349,26 @@ def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> No
 
 
 def _place_of(array: ArrayView) -> tuple[Any, int]:
-    """(memory, bytes): what holds an array, None for the address space, and where in it the first element lies."""
+    """(memory, bytes): the object that holds an array, None for the address space; and its first element's offset."""
     if isinstance(array.owner, StagedNdarray):
         return array.owner.array, array.ptr - array.owner.host.ctypes.data
     return array.handle, array.ptr + array.offset
 
 
 def _share_elements(a: ArrayView, a_start: int, b: ArrayView, b_start: int) -> bool:
-    """Exactly whether two strided arrays share a byte; solved on addresses alone, the memory is not touched."""
+    """Whether two strided arrays share a byte: exact, and computed from addresses, without touching the memory."""
 
     def shadow(array: ArrayView, start: int) -> np.ndarray[Any, Any]:
         itemsize = array.dtype.itemsize
         strides = [s * itemsize for s in array.strides]
-        flat = host_bytes(start + ALIGNMENT, array.span)  # both moved, since NumPy takes no array at address 0
+        flat = host_bytes(start + ALIGNMENT, array.span)  # both are shifted, since NumPy takes no array at address 0
         return np.lib.stride_tricks.as_strided(flat, (*array.shape, itemsize), (*strides, 1))
 
     return bool(np.shares_memory(shadow(a, a_start), shadow(b, b_start)))
 
 
 def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: str, operation: str) -> None:
-    """Every word of an array has an index that the kernel's 32 bits hold.
+    """Check that the index of every word of an array fits the kernel's 32 bits.
 
     Raises:
         CapacityError: the array is too large for one launch on this arch.
@@ -382,11 +382,11 @@ def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: 
         )
 
 
-MAX_ITERATIONS = 2**31 - 2**17  # 32 bits, less what a loop that strides over them adds on the way
+MAX_ITERATIONS = 2**31 - 2**17  # 31 bits, less the stride that a loop adds past its last iteration
 
 
 def countable(iterations: int, operation: str) -> None:
-    """The iterations of one launch have 32-bit numbers.
+    """Check that the iterations of one launch can be counted in 32 bits.
 
     Raises:
         CapacityError: there are more.

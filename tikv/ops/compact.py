@@ -16,23 +16,23 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized, codes_and_numbers
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, bind_copy, strides_in_words
 
-_PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # what the arrays of rows, and of a `Quantized`, are called
+_PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # the names of the arrays of rows, and of a `Quantized`
 
 
 def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> Any:
-    """Keep some rows of each head, side by side and in their order, and drop the others; in one launch.
+    """Keep some rows of each head, packed in their order, and drop the others, in one launch.
 
-    Row ``j`` of head ``h`` of sequence ``b`` becomes row ``keep[b, h, j]``. In place, rows from the number kept on stay
-    as they were.
+    Row ``j`` of head ``h`` of sequence ``b`` becomes what was row ``keep[b, h, j]``. In place, the rows after those
+    kept stay as they were.
 
     Args:
-        cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. The codes of int8 are moved as they
-            are: move the scales, (B, H, S, 1), alike. Or a `Quantized` of that shape, as `quantize` made it, whose
-            codes, scales and biases move together.
+        cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. int8 codes are moved unchanged:
+            move their scales, (B, H, S, 1), with a call of their own. Or a `Quantized` of that shape, as `quantize`
+            made it, whose codes, scales and biases move together.
         keep: ascending indices, int32 or int64, (B, H, n), or (B, n) for all heads of a sequence; or a bool mask,
             (B, H, S) or (B, S), that may keep a different number of rows for each head. On the host or the device.
-        lengths: rows of the cache that hold something, (B,), (B, H) or one integer; None for all of them. No index may
-            reach beyond.
+        lengths: how many rows of the cache are in use, (B,), (B, H) or one integer; None for all of them. Indices must
+            be less than this.
         out: (B, H, m, D) of the cache's dtype or format, with m at least the largest number kept; None to move rows
             within the cache. Its other rows stay as they are.
 
@@ -40,16 +40,16 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
         What was written: ``out``, or ``cache``.
 
     Raises:
-        PositionError: an index falls, repeats or points outside; the mask keeps a row that is not held. Indices that
-            only the device knows are not read by the host: there one that points outside, or below its own place in
-            a move in place, is left out, and of others nothing is defined; with ``tikv.init(debug=True)`` they raise.
+        PositionError: indices do not ascend, or one is outside; or the mask keeps a row that is not in use. The host
+            does not read indices on the device: there an index that is outside, or in a move in place less than its
+            own place, is skipped, and other errors give undefined results; with ``tikv.init(debug=True)`` they raise.
         ShapeError, DTypeError: the arrays do not agree, overlap, or are read-only.
 
     Exactness: bit-exact.
-    Cost: each row kept is read once and written once, those in place not even that; one launch. A mask is read by the
-        host. Into an ``out`` whose heads do not follow each other with one stride it takes a launch for each
-        sequence; codes and scales of a `Quantized` take a launch each.
-    Source: the gather by head of kvpress and its like, which allocate; here nothing is.
+    Cost: each row kept is read once and written once, unless it already has its place; one launch. The host reads a
+        mask. If one stride does not lead through all heads of ``out``, each sequence takes a launch; codes and scales
+        of a `Quantized` take a launch each.
+    Source: the gather by head of kvpress and similar libraries, which allocate; this does not.
 
     Examples:
         >>> import numpy as np, tikv
@@ -81,7 +81,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
 
 
 def _arrays_of(live: runtime.Runtime, operation: str, given: Any, name: str, written: bool) -> list[ArrayView]:
-    """The rows of what was given, or the codes and the numbers of groups of a `Quantized`, as (B, H, S, .)."""
+    """The given array of rows, or the codes and the scales and biases of a `Quantized`, as (B, H, S, .)."""
     if isinstance(given, Quantized):
         found = list(codes_and_numbers(live, operation, given, f"{name}'s ", written))
     else:
@@ -92,7 +92,7 @@ def _arrays_of(live: runtime.Runtime, operation: str, given: Any, name: str, wri
 
 
 def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], parts: int) -> Plan:
-    """Check everything but which rows are kept and where they lie.
+    """Check everything except which rows are kept and where they lie.
 
     The arrays are the indices, the `parts` of the cache, and those of the output if there is one.
     """
@@ -125,7 +125,7 @@ def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
 
 
 def _check_out(operation: str, cache: ArrayView, out: ArrayView, name: str, to: str, tokens: int) -> None:
-    """Rows of one array fit another.
+    """Check that rows of one array fit another.
 
     Raises:
         ShapeError, DTypeError: they do not.
@@ -161,16 +161,17 @@ def bind_in_place(
     index: ArrayView,
     placed: bool = False,
 ) -> Launch:
-    """Bind the move of kept rows to the front of their heads, or to places of their own, of up to four arrays at once.
+    """Bind the move of kept rows to the front of their heads, or to given places, for up to four arrays at once.
 
     Args:
         live: the runtime.
-        operation: for messages.
+        operation: the operation's name, for messages.
         rows: where the rows of each array lie.
-        widths: elements in a row of each.
-        shape: (groups, heads, rows); a group is a sequence, or one of a layer.
+        widths: elements in a row of each array.
+        shape: (groups, heads, rows); a group is a sequence, or a sequence of one layer.
         index: (groups, heads, n) or (groups, n); an index below 0 is ignored.
-        placed: it is (groups, n, 2), rows from which and to which, where a row is written after it was read.
+        placed: `index` is (groups, n, 2), pairs of a source row and a destination row; a row is read before it is
+            written.
 
     Raises:
         CapacityError: an array or the launch is larger than 32-bit indices reach.
@@ -226,7 +227,7 @@ def bind_in_place(
 def bind_gather(
     live: runtime.Runtime, operation: str, cache: ArrayView, index: ArrayView, out: ArrayView
 ) -> list[Launch]:
-    """Bind the copy of kept rows into another array: a launch where one stride leads through all heads of each."""
+    """Bind the copy of kept rows into another array: one launch if one stride leads through all heads of each array."""
     batch, heads = cache.shape[:2]
     common: dict[str, Any] = {
         "widths": [cache.shape[3]],

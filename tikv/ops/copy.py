@@ -1,7 +1,7 @@
 """One-shot contiguous operations on the caller's arrays: `copy`, `copy_kv`, `linearize`.
 
 A call looks up its plan by the shapes, strides, dtypes and options it was given; the first such call checks
-everything and binds a launch, later ones put in pointers and the position.
+everything and binds a launch, and later calls only set the pointers and the position.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def copy(
     """Copy new rows into a cache, in place, in one launch.
 
     Row ``src_offset + t`` of the source lands in slot ``position + t``, or ``(position + t) % window`` when the cache
-    slides. Of more tokens than ``window`` the newest survive, so each slot has one writer.
+    slides. If there are more tokens than ``window``, only the newest are written, so each slot has one writer.
 
     Args:
         src: (T, H, D) token-major or (H, T, D) head-major; any strides with a contiguous last axis.
-        cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype; or float16 or
-            bfloat16 for float32, or float32 for bfloat16; or float8_e4m3fn or float8_e5m2 for any of these three, or
-            any of the three for one of 8 bits. Or a `Quantized` of that shape, as `quantize` made it, for these three.
+        cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype. Other conversions:
+            float32 to float16 or bfloat16, bfloat16 to float32, and float8_e4m3fn or float8_e5m2 to or from any of
+            these three. Or a `Quantized` of that shape, as `quantize` made it, if ``src`` is one of these three.
         position: absolute position of the first row copied, counted from 0; not a slot.
-        window: slots of a sliding cache, at most the capacity; None for a linear one.
+        window: slots of a sliding cache, at most the capacity; None for a linear cache.
         num_tokens: rows to copy; None for all from ``src_offset`` on.
         src_offset: first row to copy.
         src_layout, cache_layout: "token_major" or "head_major".
@@ -49,11 +49,11 @@ def copy(
         ShapeError: the arrays do not agree, overlap, are read-only, or have no contiguous last axis.
         DTypeError: no conversion exists for this pair of dtypes.
         CapacityError: a linear cache would overflow, or the window is larger than the cache.
-        PositionError: a position or a source range outside of what exists.
+        PositionError: a position is negative or too large, or the source range leaves the source.
         OptionError: an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf, or the largest
-        number of 8 bits; groups of codes as in `quantize`.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, and overflow becomes inf, or in 8 bits
+        the largest number; groups of codes are as in `quantize`.
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 
@@ -97,10 +97,10 @@ def copy_kv(
         position, window, num_tokens, src_offset, src_layout, cache_layout: as in `copy`.
 
     Raises:
-        ShapeError, DTypeError, CapacityError, PositionError, OptionError: as `copy`; also when K and V disagree.
+        ShapeError, DTypeError, CapacityError, PositionError, OptionError: as in `copy`; also when K and V disagree.
 
-    Exactness: the bits of two calls of `copy`.
-    Cost: as `copy` for both, in one launch.
+    Exactness: the same bits as two calls of `copy`.
+    Cost: as two calls of `copy`, in one launch.
     Source: covers ``kv_cache_copy_*_dual`` and ``*_kv_dual``.
 
     Examples:
@@ -147,9 +147,9 @@ class CopyPlan(Plan):
         self.range_names = range_names
 
     def write(self, arrays: Views, position: int) -> None:
-        """`run` from a position on.
+        """`run`, starting at a position.
 
-        Arrays of the last run are launched again by a short way, since a decode loop waits for it:
+        A call with the arrays of the last run takes a short path, since a decode loop waits for it:
         `benches/ops/bench_copy.py`.
         """
         if self.window is None and type(position) is int and 0 <= position <= self.capacity - self.tokens:
@@ -160,7 +160,7 @@ class CopyPlan(Plan):
         self.run(arrays, self.entries_at(position))
 
     def entries_at(self, position: int) -> Entries:
-        """The entries of a launch that writes from a position on, which is checked."""
+        """The entries of a launch that writes from a position on; the position is checked."""
         names = self.range_names
         if type(position) is not int or position < 0:
             position = checks.integer(position, names.position, self.operation)
@@ -182,11 +182,11 @@ class CopyPlan(Plan):
 # What callers call the source and the destination of each stream, in turn.
 _SINGLE = ("src", "cache")
 _PAIR = ("k", "k_cache", "v", "v_cache")
-_SCALES = ("the scales of K", "the scales of V")  # of groups of codes, behind these
+_SCALES = ("the scales of K", "the scales of V")  # of groups of codes; they follow the arrays above
 
 
 class CopyOptions(NamedTuple):
-    """The options of a contiguous write but for the position; parameters of `copy`."""
+    """The options of a contiguous write except the position; parameters of `copy`."""
 
     window: int | None = None
     num_tokens: int | None = None
@@ -195,10 +195,10 @@ class CopyOptions(NamedTuple):
     cache_layout: str = "head_major"
 
     def checked(self, operation: str, names: checks.RangeNames) -> CopyOptions:
-        """These options, whose numbers are ints and whose layouts are names: calls are told apart by them.
+        """These options, with numbers as ints and layouts as strings: they are part of a plan's key.
 
         Raises:
-            DTypeError, OptionError, PositionError: one is not.
+            DTypeError, OptionError, PositionError: an option is not valid.
         """
         window, num_tokens, src_offset, src_layout, cache_layout = self
         return CopyOptions(
@@ -210,7 +210,7 @@ class CopyOptions(NamedTuple):
         )
 
 
-_new = tuple.__new__  # what the call of a NamedTuple comes to, in a third of its time: a copy of one token waits for it
+_new = tuple.__new__  # what calling a NamedTuple does, in a third of the time: a copy of one token waits for it
 
 
 def write(
@@ -222,10 +222,10 @@ def write(
     names: checks.RangeNames = checks.RANGE_NAMES,
     formats: Formats = (None, None),
 ) -> None:
-    """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams.
+    """The contiguous write that `copy`, `copy_kv` and the named variants share; one or two streams.
 
-    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers. `formats` are of
-    caches of groups of codes, whose numbers follow the named arrays.
+    `array_names` and `names` are the names that `operation` gives to `arrays` and to its numbers. `formats` are those
+    of caches of groups of codes, whose scales follow the named arrays.
     """
     live = runtime_of(arrays[1], arrays[0])
     if type(arrays) is not Views:
@@ -250,7 +250,7 @@ def check_copy(
     names: checks.RangeNames = checks.RANGE_NAMES,
     formats: Formats = (None, None),
 ) -> CopyPlan:
-    """Check everything but the position and where the arrays lie."""
+    """Check everything except the position and where the arrays lie."""
     window, num_tokens, src_offset, src_layout, cache_layout = options
     pairs = len(array_names)
     src, dst, src_names, dst_names = given[0:pairs:2], given[1:pairs:2], array_names[0::2], array_names[1::2]
@@ -327,19 +327,19 @@ def check_copy(
 
 
 def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:
-    """Copy what a ring holds into temporal order, oldest token first, in one launch.
+    """Copy the tokens of a ring in temporal order, oldest token first, in one launch.
 
     Token ``i`` of ``out`` is the token at absolute position ``length - n + i``, with ``n = min(length, capacity)``.
 
     Args:
         cache: (H, capacity, D) head-major or (capacity, H, D) token-major; the ring has ``capacity`` slots.
         out: (H, n, D) or (n, H, D), in the cache's layout and dtype.
-        length: tokens ever written, not wrapped.
+        length: tokens ever written, which may be more than the capacity.
         cache_layout: "head_major" or "token_major".
 
     Raises:
         ShapeError: ``out`` does not hold exactly ``n`` tokens, or overlaps the cache.
-        DTypeError, PositionError, OptionError: as `copy`.
+        DTypeError, PositionError, OptionError: as in `copy`.
 
     Exactness: bit-exact.
     Cost: each of the ``n`` rows is read once and written once; one launch.

@@ -1,7 +1,7 @@
-"""The scales of floats of 8 bits: one number for a whole cache, or one per head. What is stored is x / scale.
+"""The scales of 8-bit floats: one number for a whole cache, or one per head. What is stored is x / scale.
 
-A number of the host's becomes an array on the device once, so that kernels find all scales in the same way: those of
-int8 have a stride for each axis, those of here have strides of 0 but for the heads.
+A number on the host becomes an array on the device once, so that kernels find all scales in the same way: int8 scales
+have a stride for each axis, and in these all strides are 0 except that of the heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 
 
 def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) -> Any:
-    """A scale that a caller gave: an array as it is, a number as an array of one element on the device.
+    """A caller's scale: an array is returned as it is, a number as an array of one element on the device.
 
     Raises:
         OptionError: a number that float32 does not divide by.
@@ -43,7 +43,7 @@ def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[fl
 
     Raises:
         OptionError: a number that float32 does not divide by.
-        ShapeError: another number of them.
+        ShapeError: there is neither one number nor one per head.
     """
     given = value.tolist() if hasattr(value, "tolist") else value
     listed = list(given) if isinstance(given, list | tuple) else [given]
@@ -57,7 +57,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(value: Any, name: str, operation: str) -> float:
-    """A number that float32 divides by.
+    """`value` as a float, checked to be a number that float32 divides by.
 
     Raises:
         OptionError: it is not valid.
@@ -69,7 +69,7 @@ def _checked(value: Any, name: str, operation: str) -> float:
 
 
 def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str, batch: int | None = None) -> None:
-    """A scale is one number, or one per head, float16 or float32; with `batch` also one per sequence and head.
+    """Check that a scale is one number, or one per head, float16 or float32; with `batch`, or one per sequence's head.
 
     Raises:
         DTypeError, ShapeError: it is not.
@@ -85,7 +85,7 @@ def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str, b
 
 
 def head_step(scale: ArrayView) -> int:
-    """Elements between the scales of neighbouring heads: 0 where there is one for all."""
+    """Elements between the scales of neighbouring heads: 0 if all heads share one."""
     return scale.strides[0] if scale.shape and scale.shape[0] > 1 else 0
 
 
@@ -95,7 +95,7 @@ def fixed_strides(scale: ArrayView) -> tuple[int, int]:
 
 
 def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, batch: int | None = None) -> None:
-    """The scales of K and V, which are read by the same strides.
+    """Check the scales of K and V, which are read with the same strides.
 
     Raises:
         DTypeError, ShapeError: they are not such scales, or one is a number and the other one per head.
@@ -113,6 +113,6 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
 
 
 def fixed_scale(scale: ArrayView) -> Scale:
-    """Of all rows, of a head's, or of a sequence's and head's; one that was checked."""
+    """A checked scale, of all rows, of each head, or of each sequence and head, as kernels find it."""
     sequence, head = fixed_strides(scale)
     return Scale(scale, sequence=sequence, head=head)

@@ -17,7 +17,7 @@ def index_array(values: Any, name: str, operation: str) -> Any:
     """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is.
 
     Raises:
-        ShapeError: a list that is not an array.
+        ShapeError: the list does not form an array.
     """
     if isinstance(values, list | tuple | range):
         try:
@@ -59,7 +59,7 @@ def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any
 
 
 def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime) -> list[int]:
-    """A list of integers, from wherever they lie; those of a device are read back.
+    """`values` as a list of integers, wherever they lie; an array on a device is read back.
 
     Raises:
         DTypeError, ShapeError: it is not valid.
@@ -85,12 +85,12 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
 
 
 def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str, unique: bool = True) -> None:
-    """Of slots whose values are known none lies beyond the pool; in debug mode, no two tokens go to one slot.
+    """Check that no known slot is beyond the pool and, in debug mode, that no two tokens go to one slot.
 
     Slots that are read need not be `unique`.
 
     Raises:
-        PositionError: one does, or two do.
+        PositionError: one is, or two do.
     """
     name, slots = "slot_mapping", host_indices(index, live)
     if slots is None or slots.size == 0:
@@ -106,7 +106,7 @@ def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, opera
 
 
 def check_unique(targets: np.ndarray[Any, Any], name: str, operation: str) -> None:
-    """No destination is named twice.
+    """Check that no destination is named twice.
 
     Raises:
         PositionError: one is.
@@ -120,7 +120,7 @@ def check_unique(targets: np.ndarray[Any, Any], name: str, operation: str) -> No
 
 
 def check_blocks(blocks: np.ndarray[Any, Any], limit: int, name: str, operation: str) -> None:
-    """Blocks of a table that a length reaches are in the pool.
+    """Check that those blocks of a table that a length reaches are in the pool.
 
     Raises:
         PositionError: one is not.

@@ -1,4 +1,4 @@
-"""Which rows are kept: ascending indices or a mask, a list for each head or one for all heads of a sequence."""
+"""Which rows are kept: ascending indices or a mask, for each head or for all heads of a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tikv.ops.indices import host_indices, index_array, view_indices
 
 
 class HeadRows(NamedTuple):
-    """Sequences, heads, and rows of each head; and how many of the rows are held, one number or several."""
+    """The numbers of sequences, heads and rows of each head; and how many rows are in use, one number or several."""
 
     batch: int
     heads: int
@@ -23,13 +23,13 @@ class HeadRows(NamedTuple):
 
 
 def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: str) -> Any:
-    """What a caller keeps as indices (B, n) or (B, H, n), on the host or the device.
+    """The rows that a caller keeps, as indices (B, n) or (B, H, n), on the host or the device.
 
-    Those of a mask are int32 on the host, and behind the last of a head that keeps fewer than others stands -1.
+    A mask becomes int32 indices on the host; -1 pads the heads that keep fewer rows than others.
 
     Raises:
         ShapeError, DTypeError: an array of another shape or dtype; more rows than there are.
-        PositionError: indices that the host knows fall, repeat or point outside; a mask keeps a row that is not held.
+        PositionError: indices known to the host do not ascend, or are outside; a mask keeps a row that is not in use.
     """
     mask = _mask(keep, operation)
     if mask is not None:
@@ -51,7 +51,7 @@ def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: st
 
 
 def host_kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: str) -> Host:
-    """`kept_indices` as int32 on the host, checked wherever they came from."""
+    """`kept_indices` as int32 on the host; always checked, wherever they came from."""
     found = kept_indices(keep, rows, live, operation)
     if isinstance(found, np.ndarray):
         return found.astype(np.int32, copy=False)
@@ -65,7 +65,7 @@ def _mask(keep: Any, operation: str) -> Host | None:
     """A mask on the host, wherever it lies; None if `keep` is not a mask.
 
     Raises:
-        ShapeError: a list that is not an array.
+        ShapeError: the list does not form an array.
     """
     if isinstance(keep, list | tuple):
         try:
@@ -83,7 +83,7 @@ def _mask(keep: Any, operation: str) -> Host | None:
 
 
 def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what: str, operation: str) -> None:
-    """(B, H, n) or (B, n), where n is `last`, or at most the rows that there are.
+    """Check for shape (B, H, n) or (B, n), where n is `last`, or at most the number of rows.
 
     Raises:
         ShapeError: otherwise.
@@ -103,10 +103,10 @@ def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what:
 
 
 def _check_mask(mask: Host, rows: HeadRows, operation: str) -> None:
-    """No row is kept that is not held.
+    """Check that every row kept is in use.
 
     Raises:
-        PositionError: one is.
+        PositionError: one is not.
     """
     if isinstance(rows.held, int) and rows.held >= rows.limit:
         return
@@ -121,7 +121,7 @@ def _check_mask(mask: Host, rows: HeadRows, operation: str) -> None:
 
 
 def check_ascending(index: Host, held: Any, operation: str) -> None:
-    """Each list of indices rises, from 0 on and below what is held; -1 at its end stands for no index.
+    """Check that each list of indices ascends within [0, held); -1 at its end means no index.
 
     Raises:
         PositionError: one does not.
@@ -152,7 +152,7 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
 
 
 def _for_each(held: Any, ndim: int) -> Host:
-    """What is held, to be compared with lists of `ndim` - 1 leading axes."""
+    """`held`, in a shape that broadcasts against lists with `ndim` - 1 leading axes."""
     found = np.asarray(held)
     if found.ndim == 1 and ndim == 3:
         return found[:, None]
@@ -165,7 +165,7 @@ def _head(lead: list[int]) -> str:
 
 
 def indices_of_mask(mask: Host) -> Host:
-    """The indices of what a mask keeps, ascending, int32 (..., n) with the largest n of all; -1 pads the others.
+    """The ascending indices of what a mask keeps, int32 (..., n), where n is the largest count; -1 pads the others.
 
     Examples:
         >>> indices_of_mask(np.array([[True, False, True], [False, True, False]])).tolist()
@@ -181,17 +181,17 @@ def indices_of_mask(mask: Host) -> Host:
 
 
 def counts_of(index: Host) -> Host:
-    """How many each list keeps."""
+    """How many rows each list keeps."""
     found: Host = (index >= 0).sum(axis=-1, dtype=np.int32)
     return found
 
 
 def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime, operation: str) -> Any:
-    """What each sequence, or each head, holds, of (batch, heads, rows): all rows where nobody says, or only the device.
+    """How many of (batch, heads, rows) are in use, per sequence or head: all if `lengths` is None or on the device.
 
     Raises:
-        ShapeError, DTypeError: no integer, no (B,) and no (B, H) of them.
-        PositionError: more rows than there are, or fewer than none.
+        ShapeError, DTypeError: it is neither an integer nor integers of shape (B,) or (B, H).
+        PositionError: a length is negative, or more than the number of rows.
     """
     batch, heads, limit = rows
     if lengths is None:

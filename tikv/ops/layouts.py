@@ -1,4 +1,4 @@
-"""Where rows lie: strides of the rows of a cache or a pool, the axes of named layouts, the slot of a position."""
+"""Where rows lie: the strides of rows in a cache or a pool, the axes of named layouts, the slot of a position."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, in
 
 
 class Scale(NamedTuple):
-    """Where the numbers lie by which rows are stored and read: one per row, those of its groups, or one of many rows.
+    """Where the scales of rows lie: one per row, one (or a scale and bias) per group, or one for many rows.
 
     Attributes:
-        array: what holds them.
-        sequence, token, head: entries from a sequence, a token (or slot), a head to the next; 0 where they share one.
+        array: the array that holds them.
+        sequence, token, head: the step, in entries, from one sequence, token (or slot), or head to the next; 0 where
+            they share a scale.
         first: the entry of the first row.
-        block: from a block of a pool to the next, as many slots further on.
+        block: the step from one block of a pool to the next.
     """
 
     array: ArrayView
@@ -40,14 +41,14 @@ class Rows(NamedTuple):
     """Where the rows of K or of V lie in an array: its strides, in elements.
 
     Attributes:
-        array: what holds them.
-        sequence, token, head: from a sequence, a token (or slot), a head to the next.
-        first: of the first row.
-        block: from a block of a pool to the next; `token` then counts within a block.
-        inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
-        format: of codes, whose array holds words; None for rows of numbers.
-        scale: by which rows that are not numbers are stored and read; None if there are no scales.
-        pages: where a write of keys, numbers without scales, keeps summaries of their pages; None for none.
+        array: the array that holds them.
+        sequence, token, head: the step from one sequence, token (or slot), or head to the next.
+        first: where the first row begins.
+        block: the step from one block of a pool to the next; `token` then steps within a block.
+        inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) if rows are contiguous.
+        format: the format of codes, whose array holds words; None for rows of numbers.
+        scale: the scales by which rows are stored and read; None if there are no scales.
+        pages: where a write of keys that have no scales keeps summaries of their pages; None if it keeps none.
     """
 
     array: ArrayView
@@ -62,25 +63,25 @@ class Rows(NamedTuple):
     pages: WrittenPages | None = None
 
     def without_owner(self) -> Rows:
-        """The same without a hold on the memory of rows and scales."""
+        """The same, without references that keep the memory of rows and scales alive."""
         scale = self.scale and self.scale._replace(array=self.scale.array.without_owner())
         return self._replace(array=self.array.without_owner(), scale=scale)
 
     @property
     def storage(self) -> str:
-        """What kernels call the way that rows are stored: the code of the dtype, or the name of the format."""
+        """The kernels' name for how rows are stored: the code of the dtype, or the name of the format."""
         return self.format.name if self.format else self.array.dtype.short
 
 
 class WrittenPages(NamedTuple):
-    """Where a write of keys keeps the least and the greatest of each page.
+    """Where a write of keys keeps the least and the greatest keys of each page.
 
     Attributes:
-        page: tokens of a page.
-        least: where the summaries lie, with pages for tokens, in an array that has the greatest too.
+        page: tokens per page.
+        least: where the summaries lie, by page instead of by token; the array holds the greatest too.
         distance: elements from the least of a page to the greatest.
-        unfinished: summarise pages that are not full, too.
-        row_step: rows of the write from a token to the next of the same sequence and head.
+        unfinished: whether to summarise pages that are not full, too.
+        row_step: rows of the write between neighbouring tokens of the same sequence and head.
     """
 
     page: int
@@ -94,10 +95,10 @@ class Placement(NamedTuple):
     """Which slot a token goes to at one end (see `kernels.address`).
 
     Attributes:
-        kind: the rule by which it is found.
-        page: slots of a page, where there are pages.
-        array: what the rule reads. One array serves both ends of a launch.
-        pages: of kind "pages" the four that it reads: requests, positions, pages and where each request's pages start.
+        kind: the rule by which the slot is found.
+        page: slots per page, if there are pages.
+        array: the array that the rule reads. One array serves both ends of a launch.
+        pages: for kind "pages", its four arrays: requests, positions, pages and where each request's pages start.
     """
 
     kind: str = "linear"
@@ -114,13 +115,13 @@ def reduced_position(position: int, sinks: int, ring: int) -> int:
     return position if ring == 0 or position < sinks else sinks + (position - sinks) % ring
 
 
-# Axes of K's and V's pool: N blocks, S slots of a block, H heads, D elements; C and X are a row's chunks of 16 bytes.
+# Axes of the pools of K and V: N blocks, S slots, H heads, D elements; C chunks (16 bytes) of a row, X elements of one.
 POOL_LAYOUTS = {"NHD": ("NSHD", "NSHD"), "HND": ("NHSD", "NHSD"), "VLLM": ("NHCSX", "NHDS")}
 CHUNK_BYTES = 16
 
 
 class PoolShape(NamedTuple):
-    """What the shape of a pool says: blocks, slots of a block, heads, elements of a row."""
+    """What the shape of a pool says: the numbers of blocks, slots per block, heads, and elements per row."""
 
     blocks: int
     page: int
@@ -129,18 +130,18 @@ class PoolShape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots of all blocks."""
+        """The number of slots in all blocks."""
         return self.blocks * self.page
 
 
 def pool_axes(pool: ArrayView, layout: str) -> str:
-    """The axes of a pool that may be K's or V's: in vLLM's layout the number of axes tells."""
+    """The axes of a pool of K or of V: in vLLM's layout the number of axes tells which."""
     k, v = POOL_LAYOUTS[layout]
     return k if pool.ndim == len(k) else v
 
 
 def pool_shape(pool: ArrayView, axes: str, name: str, operation: str, format: GroupFormat | None = None) -> PoolShape:
-    """Read a pool's shape by its axes; of a format of groups it holds words, and rows have as many elements as codes.
+    """Read a pool's shape by its axes; in a format of groups it holds words, and an element of a row is a code.
 
     Raises:
         ShapeError: it has other axes, or vLLM's chunks are not of 16 bytes.
@@ -174,10 +175,10 @@ def pool_rows(pool: ArrayView, axes: str, format: GroupFormat | None = None) -> 
 def pool_scale(
     scale: ArrayView, shape: PoolShape, name: str, operation: str, format: GroupFormat | None = None
 ) -> None:
-    """The scales of an int8 pool are (N, bs, H), and their slots follow one another.
+    """Check that the scales of an int8 pool are (N, bs, H), with one stride from each slot to the next.
 
-    Those of a format of groups are (N, bs, H, n), the numbers of a row's groups side by side; as many there may be of
-    int8 beside groups, of which the first is in use.
+    In a format of groups they are (N, bs, H, n), the scales and biases of a row's groups side by side. Beside a pool of
+    groups, an int8 pool may have n as well, of which only the first is used.
 
     Raises:
         DTypeError: they have another dtype.
@@ -209,5 +210,5 @@ def scale_of_slots(scale: ArrayView) -> Scale:
 
 
 def scale_step(scale: ArrayView) -> int:
-    """Elements between the scales of neighbouring slots; the stride of an axis of one says nothing."""
+    """Elements between the scales of neighbouring slots; the stride of an axis of length one means nothing."""
     return scale.strides[0] if scale.shape[1] == 1 else scale.strides[1]

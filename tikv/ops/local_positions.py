@@ -1,4 +1,4 @@
-"""Positions in device memory as one rank counts them, where tokens are sharded over ranks in blocks."""
+"""Positions in device memory, as one rank counts them when tokens are sharded over ranks in blocks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ def local_positions(
     sharding: tuple[int, int, int],
     counts: bool,
 ) -> None:
-    """Of each position this rank's tokens before it (`counts`), or which of its tokens it is, -1 for none; one launch.
+    """For each position, how many of this rank's tokens precede it (`counts`), or the index of its token here, else -1.
+
+    One launch.
 
     Args:
         live: the runtime.
-        operation: for messages.
+        operation: the operation's name, for messages.
         positions: (B,) int32 or int64.
         out: (B,) int32.
-        sharding: rank, number of ranks, tokens of a block.
-        counts: which of the two.
+        sharding: rank, number of ranks, tokens per block.
+        counts: whether to count tokens, rather than give indices.
 
     Raises:
         ShapeError, DTypeError, ArchError: `positions` are not valid, or do not fit `out`.

@@ -1,4 +1,4 @@
-"""What the keys of a page have between them, and the most that one of them can score: how queries choose pages."""
+"""The range of a page's keys in each channel, and the highest score that it allows: how queries choose pages."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
         k_cache: (B, H, S, D) float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; any strides with a contiguous
             last axis. Token ``p`` of a sequence is row ``p``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence; or one int for all.
-        page: tokens of a page.
+        page: tokens per page.
 
     Returns:
-        (least, greatest), each (B, H, ceil(S / page), D) of the keys' dtype and kind. A page whose last tokens are not
-        there has those of the others, one without tokens 0 in both.
+        (least, greatest), each (B, H, ceil(S / page), D), of the keys' dtype and array kind. A partly filled page is
+        summarised from the tokens that it has; a page without tokens is 0 in both.
 
     Raises:
         ShapeError, DTypeError: arrays that do not agree, or keys that are int8 or codes.
-        CapacityError: a length on the host beyond S; on the device it is bounded.
+        CapacityError: a length on the host is greater than S; lengths on the device are limited to S.
 
     Exactness: exact, whatever the order of the keys: -0 is less than 0, and a NaN is the least and the greatest.
     Cost: one launch, which reads the keys once.
-    Source: Quest (Tang et al., 2024), whose pages these are.
+    Source: Quest (Tang et al., 2024), which introduced these summaries.
 
     Examples:
         >>> import numpy as np, tikv
@@ -63,25 +63,25 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
 
 
 def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int = 16) -> Any:
-    """The most that ``q.k`` of a key of each page can be, summed over the query heads of a KV head.
+    """An upper bound of ``q.k`` over the keys of each page, summed over the query heads of a KV head.
 
-    Of each channel the least or the greatest counts, whichever gives more: no key of the page scores higher.
+    Each channel counts with its least or its greatest, whichever gives more: no key of the page scores higher.
 
     Args:
         q: (B, Hq, D) or (B, Hq, T, D) float32, float16 or bfloat16, the newest tokens' queries; any strides with a
             contiguous last axis.
         least, greatest: (B, H, P, D), as `summarize_pages` gives them; H divides Hq.
         seq_lens: (B,) int32 or int64, or one int for all: tokens of each sequence, the newest included.
-        page: tokens of a page. Give `select` the same: there nothing is a page unless it is told.
+        page: tokens per page. Give `select` the same number: its default is scores of tokens.
 
     Returns:
-        (B, H, T, P) float32 of q's kind. A page that begins behind a query's own token has -infinity.
+        (B, H, T, P) float32 of q's array kind. A page that begins after a query's own token scores -infinity.
 
     Raises:
         ShapeError, DTypeError: arrays that do not agree.
-        CapacityError: a length on the host beyond the pages; on the device it is bounded.
+        CapacityError: a length on the host reaches beyond the pages; lengths on the device are limited to them.
 
-    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, shows.
+    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN.
     Cost: one launch, which reads the summaries once for each query head.
 
     Examples:
@@ -111,7 +111,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
 
 
 def _lengths(seq_lens: Any, operation: str) -> tuple[list[ArrayView], int, Any]:
-    """(the view of an array of lengths, if it is one; the number, if it is that; what the view does not keep)."""
+    """(the view, if lengths are an array; the number, if they are one; the owner, which the view does not keep)."""
     if isinstance(seq_lens, INTEGERS):
         return [], checks.integer(seq_lens, "seq_lens", operation), None
     kept = index_array(seq_lens, "seq_lens", operation)
@@ -140,7 +140,7 @@ def _check_lengths(lens: Sequence[ArrayView], batch: int, operation: str) -> Non
 
 
 def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], page: int) -> Plan:
-    """A summary of pages of keys of this form."""
+    """The plan that summarises pages of keys of this form."""
     k, lens = arrays[0], arrays[1:]
     names = ("k_cache", *["seq_lens"] * len(lens), "least", "greatest")
     checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
@@ -151,7 +151,7 @@ def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
     _check_lengths(lens, k.shape[0], operation)
     batch, heads, capacity, width = k.shape
     pages = -(-capacity // page)
-    items = batch * heads * pages * (1 if live.is_cpu else width)  # pages of heads, on a GPU their channels
+    items = batch * heads * pages * (1 if live.is_cpu else width)  # the pages of all heads; on a GPU, their channels
     items = checks.integer(items if width else 0, "channels of pages", operation, high=2**31 - 1)
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
@@ -172,7 +172,7 @@ def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
 
 
 def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], page: int) -> Plan:
-    """Scores of pages of this form."""
+    """The plan that scores pages of this form."""
     q, least, greatest, lens = *arrays[:3], arrays[3:]
     names = ("q", "least", "greatest", *["seq_lens"] * len(lens), "out")
     checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
@@ -228,7 +228,7 @@ def _plan(
     results: int,
     bind: Callable[[Sequence[ArrayView]], list[Launch]] | None,
 ) -> Plan:
-    """A plan that reads these arrays and writes so many results."""
+    """A plan that reads these arrays and writes the given number of results."""
     for a, name in zip(arrays, names, strict=False):
         checks.addressable(a, a.dtype.itemsize, live, name, operation)
     return Plan(live, operation, tuple(names), [False] * len(arrays) + [True] * results, bind)
@@ -241,7 +241,7 @@ def _numbers_of_lengths(lens: Sequence[ArrayView]) -> dict[str, int]:
 
 
 def _strides(name: str, a: ArrayView) -> dict[str, int]:
-    """Where rows of an array begin, as of `PageParams`: of sequences, heads, and tokens or pages."""
+    """The strides of an array for `PageParams`: those of sequences, of heads, and of tokens or pages."""
     token = "token" if name == "k" else "page"
     found = {f"{name}_sequence": a.strides[0], f"{name}_head": a.strides[1], f"{name}_first": a.offset}
     found[f"{name}_first"] //= a.dtype.itemsize

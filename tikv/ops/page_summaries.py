@@ -7,11 +7,11 @@ from tikv.arrays import ArrayView, Host, to_device
 from tikv.ops import checks
 
 SUMMARIZED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, *dtypes.FLOATS8)
-SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another is awake
+SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread finishes before another wakes
 
 
 def distance_in(pair: tuple[ArrayView, ArrayView]) -> int:
-    """Elements from the least to the greatest, which lie in one piece of memory."""
+    """Elements from the least to the greatest; both lie in one piece of memory."""
     least, greatest = pair
     return (greatest.ptr - least.ptr + greatest.offset - least.offset) // least.dtype.itemsize
 
@@ -32,11 +32,11 @@ def summarize_listed(
     """Put the least and the greatest keys of pages into `summaries`, in one launch.
 
     Args:
-        live, operation: of which call.
-        keys: whose rows lie whole and one behind the other.
-        summaries: the same of the least and the greatest.
-        listed: (n, 3) integers: of each page the first row, how many there are, and the row of its summary.
-        steps: heads of each page; and how many rows further on a token, a head, and the summary of a head are.
+        live, operation: the call's runtime and operation.
+        keys: an array of contiguous rows.
+        summaries: the arrays of the least and of the greatest, of contiguous rows too.
+        listed: (n, 3) integers: for each page its first row, its number of rows, and the row of its summary.
+        steps: the heads of each page; then the step in rows to the next token, head, and summary of a head.
     """
     from tikv.kernels.page_summaries import ListedParams, make_summarize_listed
 

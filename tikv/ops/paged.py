@@ -44,7 +44,7 @@ def write_slots(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> None:
-    """Write new keys and values into page pools, token ``t`` to slot ``slot_mapping[t]``, in place, in one launch.
+    """Write new keys and values into page pools, token ``t`` into slot ``slot_mapping[t]``, in place, in one launch.
 
     A slot is ``block * bs + offset``. A negative slot skips its token.
 
@@ -55,17 +55,18 @@ def write_slots(
             each a `Quantized` of that shape, of one format, as `quantize` made it.
         slot_mapping: (T,) int32 or int64, on the host or the device.
         layout: "NHD", "HND" or "VLLM".
-        k_scale, v_scale: of int8 pools (N, bs, H) float16 or float32, of one dtype: written. Of pools of 8-bit floats a
-            number or (H,) each: read, what is stored is ``row / scale``; None for 1. Of no other.
+        k_scale, v_scale: for int8 pools, arrays (N, bs, H), both float16 or both float32, which are written. For pools
+            of 8-bit floats, a number or (H,) each, which is read: ``row / scale`` is stored; None for 1. Other pools
+            take none.
 
     Raises:
-        PositionError: a slot on the host is beyond the pool. One that only the device knows is skipped; with
-            ``tikv.init(debug=True)`` it is read back and raises. So do two tokens for one slot, in debug mode only:
-            otherwise either may stay.
+        PositionError: a slot on the host is beyond the pool. A token whose slot on the device is beyond the pool is
+            skipped; with ``tikv.init(debug=True)`` the slots are read back and this raises. In debug mode two tokens
+            for one slot raise as well; otherwise either of them may be the one that is stored.
         ShapeError, DTypeError, OptionError: arrays that do not agree, a pool without its scales, an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, with a scale after the quotient was
-        rounded to float32; int8 and groups as in `quantize`.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; a quotient by a scale is rounded to
+        float32 first; int8 and groups are as in `quantize`.
     Cost: each element is read once and written once; one launch.
     Source: ``int8_kv_append_paged`` and ``split_qkv_norm_rope_into_paged_cache`` without norm and rotation.
 
@@ -92,7 +93,7 @@ def slots_call(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> PlannedCall:
-    """A call of `write_slots` that is checked, by the name that errors give as the operation."""
+    """A checked call of `write_slots`, under the operation name that errors give."""
     live = runtime_of(k_pool, k)
     scales: Sequence[Any] = ()
     formats: Formats | None = None
@@ -149,9 +150,9 @@ def check_write_slots(
     scale_names: Sequence[str] = ("k_scale", "v_scale"),
     pages: WrittenPages | None = None,
 ) -> WriteSlotsPlan:
-    """Check everything but the slots, which may change from call to call.
+    """Check everything except the slots, which may change from call to call.
 
-    `formats` are as in `check_pool_write`, `scale_names` what the arrays behind the slots are, `pages` as in `Rows`.
+    `formats` are as in `check_pool_write`, `scale_names` name the arrays after the slots, `pages` are as in `Rows`.
     """
     names = (*_SLOT_NAMES[:5], *scale_names)[: len(arrays)]
     given = dict(zip(names, arrays, strict=True))
@@ -162,7 +163,7 @@ def check_write_slots(
     scales = {name: given[name] for name in scale_names if name in given}
     if len(scales) == 2:
         _check_scales_alike(operation, scales, write.heads)
-    # A scale of 8-bit floats divides what is stored; every other is found by what is stored, and stored too.
+    # A scale of 8-bit floats is given and only read; every other scale is computed from the rows, and stored too.
     found = [name for name in scales if given[f"{name[0]}_pool"].dtype not in dtypes.FLOATS8]
     written = [name.endswith("_pool") or name in found for name in names]
     checks.indices(index, "slot_mapping", operation)
@@ -188,7 +189,7 @@ def check_write_slots(
 def _check_stored(
     operation: str, given: Mapping[str, ArrayView], name: str, shape: PoolShape, format: GroupFormat | None
 ) -> None:
-    """Rows of K, or of V, can be stored in their pool, by the scales that they have.
+    """Check that the rows of K, or of V, can be stored in their pool with the scales that they have.
 
     Raises:
         ShapeError, DTypeError: they cannot.
@@ -217,7 +218,7 @@ def _check_stored(
 
 
 def _check_scales_alike(operation: str, scales: Mapping[str, ArrayView], heads: int) -> None:
-    """The scales of K and V are found by one stride.
+    """Check that the scales of K and V are found with the same strides.
 
     Raises:
         ShapeError, DTypeError: they are not.
@@ -241,8 +242,8 @@ class PoolWrite(NamedTuple):
     tokens: int
     heads: int
     shapes: tuple[PoolShape, PoolShape]
-    formats: Formats = (None, None)  # of pools of groups of codes
-    pages: WrittenPages | None = None  # of K, which the launch summarises
+    formats: Formats = (None, None)  # those of pools of groups of codes
+    pages: WrittenPages | None = None  # the pages of K that the launch summarises
 
     @property
     def streams(self) -> list[int]:
@@ -263,13 +264,13 @@ class PoolWrite(NamedTuple):
         scales: Sequence[ArrayView | None] = (None, None),
         **params: Any,
     ) -> list[Launch]:
-        """The launch over (k, k_pool, v, v_pool, ...), or one each where K and V are stored in two ways.
+        """The launch over (k, k_pool, v, v_pool, ...), or one each if K and V are stored in different ways.
 
         Args:
-            live, operation, arrays: as `bind_copy` has them.
-            place: where each token goes, but for the slots of a page.
-            scales: of K and of V, None for none.
-            **params: as `bind_copy` has them.
+            live, operation, arrays: as in `bind_copy`.
+            place: where each token goes, without the number of slots per page.
+            scales: the scales of K and of V, each may be None.
+            **params: as in `bind_copy`.
         """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
         names = [None if format is None else format.name for format in self.formats]
@@ -298,7 +299,7 @@ class PoolWrite(NamedTuple):
 
 
 def _scale_of(scale: ArrayView | None) -> Scale | None:
-    """Scales of a pool that were checked: of slots, or of heads or the whole pool."""
+    """Checked scales of a pool: one per slot, one per head, or one for the whole pool."""
     if scale is None:
         return None
     return fixed_scale(scale) if scale.ndim < 3 else scale_of_slots(scale)
@@ -312,9 +313,9 @@ def check_pool_write(
     layout: str,
     formats: Formats | None = None,
 ) -> PoolWrite:
-    """Rows and pools, of which (k, k_pool, v, v_pool) are the first arrays, agree in shape.
+    """Check that rows and pools agree in shape; the first arrays are (k, k_pool, v, v_pool).
 
-    `formats` are of the pools of a store, whose K and V may be stored in two ways; None for those of a caller.
+    `formats` are those of a store's pools, whose K and V may be stored in different ways; None for a caller's pools.
 
     Raises:
         ShapeError, DTypeError, OptionError, ArchError: they do not, or an array lies elsewhere.
@@ -365,25 +366,25 @@ def gather_paged(
     Token ``t`` is slot ``t % bs`` of block ``block_table[t // bs]``.
 
     Args:
-        pool: K's or V's, as in `write_slots`; in "VLLM" one with five axes holds K, with four V.
-        block_table: (at least ceil(length / bs),) int32 or int64, on the host or the device; the rest is not looked at.
+        pool: a pool of K or V, as in `write_slots`; in "VLLM" a pool of five axes holds K, one of four axes V.
+        block_table: (at least ceil(length / bs),) int32 or int64, on the host or the device; the rest is not read.
         length: tokens to read.
         layout: "NHD", "HND" or "VLLM".
-        scale: (N, bs, H) for an int8 pool; a number or (H,) for one of 8-bit floats; for no other.
+        scale: (N, bs, H) for an int8 pool; a number or (H,) for a pool of 8-bit floats; other pools take none.
         out: (length, H, D), of the pool's dtype or one that `copy` converts it to; with a scale float32, float16 or
             bfloat16.
 
     Returns:
-        ``out``; or a new `CacheArray` on the device, (length, H, D) of the pool's dtype, float32 with a scale and of
-        a `Quantized`.
+        ``out``; or a new `CacheArray` on the device, (length, H, D), of the pool's dtype, or float32 if there is a
+        scale or the pool is a `Quantized`.
 
     Raises:
-        PositionError: the table is too short, or a block of it, on the host, is not in the pool. Tokens of a block that
-            only the device knows to be outside are left as they are in ``out`` and are zero in a new array; with
-            ``tikv.init(debug=True)`` they raise.
-        ShapeError, DTypeError, OptionError: as `write_slots`.
+        PositionError: the table is too short, or a table on the host names a block outside the pool. If the table is
+            on the device, the tokens of such a block stay as they are in ``out`` and are zero in a new array; with
+            ``tikv.init(debug=True)`` it raises.
+        ShapeError, DTypeError, OptionError: as in `write_slots`.
 
-    Exactness: as `write_slots`; with a scale ``stored * scale`` in float32, rounded once to the dtype of ``out``.
+    Exactness: as in `write_slots`; with a scale ``stored * scale`` in float32, rounded once to the dtype of ``out``.
     Cost: each element is read once and written once; one launch.
     Source: the paged caches' tests, which compare pages with a contiguous cache.
 
@@ -416,10 +417,10 @@ def gather(
     format: GroupFormat | None = None,
     by_slot: bool = False,
 ) -> Any:
-    """`gather_paged` by the name that errors give; `format` is of a pool of groups, whose numbers are the scale.
+    """`gather_paged` under the name that errors give; `format` is that of a pool of groups, whose scales are `scale`.
 
-    With `by_slot` the table names the slot of each token, and a token with a negative one is left as it is in `out`;
-    without a scale bits are copied, those of int8 too.
+    With `by_slot` the table names the slot of each token, and a token with a negative slot stays as it is in `out`.
+    Without a scale bits are copied, of int8 too.
     """
     live = runtime_of(pool, out, block_table)
     index_name = "slot_mapping" if by_slot else "block_table"

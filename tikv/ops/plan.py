@@ -2,11 +2,11 @@
 
 Every operation takes the same steps, in this order:
 
-check       its `check_*` function looks at shapes, dtypes and options, and makes a `Plan`
-key         the forms of the arrays (`Views.key`) and the options: what `Runtime.plans` keeps the plan under
-revalidate  what may differ from run to run is checked (positions, lengths, slots); it gives kernels' entries by name
+check       its `check_*` function checks shapes, dtypes and options, and makes a `Plan`
+key         `Runtime.plans` keeps the plan under the forms of the arrays (`Views.key`) and the options
+revalidate  values that differ from run to run are checked (positions, lengths, slots); it returns entries by name
 bind        kernels are bound to arrays, at the first run
-run         addresses and entries that changed are put in, and the kernels are launched
+run         addresses and entries that changed are set, and the kernels are launched
 
 A `Graph` records the launches of plans, repeats their `revalidate`, and launches them together.
 """
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 
 class Use(NamedTuple):
-    """An argument that is an array of the caller's, and how many bytes behind that one's first element it begins."""
+    """An argument that is one of the caller's arrays, and its offset in bytes from that array's first element."""
 
     bound: Any  # a `launch.Bound` or a `launch.TaichiGraph`
     argument: int
@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 class _Setters(dict[str, Callable[[int], None]]):
-    """How to set the entry of a name, in every launch that has it; found at first use."""
+    """By name, a function that sets the entry of that name in every launch that has it; made at first use."""
 
     def __init__(self, bounds: Sequence[launch.Bound]) -> None:
         self.bounds = bounds
@@ -53,7 +53,7 @@ class _Setters(dict[str, Callable[[int], None]]):
 
 
 def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """A function that makes each of these calls; where there is one, that one."""
+    """A function that makes each of these calls; if there is only one call, that one."""
     if len(calls) == 1:
         return calls[0]
 
@@ -65,7 +65,7 @@ def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _both(put: Callable[[int], None], start: Callable[[], None]) -> Callable[[int], None]:
-    """A function that puts in a value and launches; it keeps no plan alive."""
+    """A function that sets a value and launches; it keeps no plan alive."""
 
     def launch_again(value: int) -> None:
         put(value)
@@ -77,20 +77,20 @@ def _both(put: Callable[[int], None], start: Callable[[], None]) -> Callable[[in
 class Plan:
     """A checked operation over arrays of one form; see the module.
 
-    Nothing of the caller's is kept alive. Where a device cannot see the host's arrays they are staged, and each run
-    binds anew, as it does for a graph that records it.
+    It keeps none of the caller's arrays alive. If a device cannot see the host's arrays, they are staged, and each run
+    binds again, as does a run that a graph records.
 
     Args:
         live: the runtime.
-        operation: for messages.
-        names: of the arrays that `run` takes, for messages.
+        operation: the operation's name, for messages.
+        names: the names of the arrays that `run` takes, for messages.
         written: which of them are destinations.
         launches: makes the launches over such arrays; None: there is nothing to move, or a subclass has its own `bind`.
 
     Attributes:
         lock: held from the first change of a bound kernel to its launch.
-        loop_entry: the one entry that runs of a decode loop change; empty where there is no such.
-        launch_again: launches over the arrays of the last run with another value of that entry, by the cheapest calls;
+        loop_entry: the only entry that changes in a decode loop; empty if no single entry does.
+        launch_again: launches over the arrays of the last run with another value of that entry, with the least work;
             None before the first run.
     """
 
@@ -110,27 +110,27 @@ class Plan:
         self.operation = operation
         self.names = names
         self.written = written
-        self.nothing = launches is None and type(self).bind is Plan.bind  # to move
+        self.nothing = launches is None and type(self).bind is Plan.bind  # there is nothing to move
         self._make_launches = launches
         self.lock = threading.RLock()
         self.launches: Sequence[Any] | None = None  # each a `launch.Bound` or a `launch.TaichiGraph`
-        self.pointers: tuple[int, ...] | None = None  # of the arrays that the launches read and write now
-        self._uses: list[list[Use]] = []  # of each array, the arguments it is
+        self.pointers: tuple[int, ...] | None = None  # those of the arrays that the launches now read and write
+        self._uses: list[list[Use]] = []  # for each array, the arguments that it is
         self._setters: dict[str, Callable[[int], None]] = {}
-        self._start: Callable[[], None]  # the launches
+        self._start: Callable[[], None]  # makes the launches
 
     def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[Any, Entries]:
         """Check the values that a run brings.
 
         Args:
-            arrays: index arrays by the operation's parameters, for what the host knows of their values.
+            arrays: index arrays by the operation's parameters; their values are checked as far as the host knows them.
             numbers: positions and lengths by the operation's parameters.
 
         Returns:
-            What the launches of the run are chosen by, and entries for their vectors.
+            The value that selects the launches of the run, and the entries of their vectors.
 
         Raises:
-            CapacityError, PositionError: a value that does not fit the arrays.
+            CapacityError, PositionError: a value does not fit the arrays.
         """
         return None, NO_ENTRIES
 
@@ -140,7 +140,7 @@ class Plan:
         return self._make_launches(arrays)
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
-        """Destinations share no element with another array.
+        """Check that destinations share no element with another array.
 
         Raises:
             ShapeError: one does.
@@ -169,10 +169,10 @@ class Plan:
                 self._release()
 
     def prepare(self, arrays: Sequence[ArrayView]) -> None:
-        """Do everything of `run` that can fail, and launch nothing: for calls that write first and read then.
+        """Do every step of `run` that can fail, but launch nothing: for calls that first write and then read.
 
         Raises:
-            As `run`, and what binding raises.
+            As `run` does, and what binding raises.
         """
         if self.nothing:
             return
@@ -188,17 +188,17 @@ class Plan:
                 self._release()
 
     def _bind_and_keep(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> bool:
-        """Bind for this run and later ones, unless arrays are staged or launches recorded; whether that was done."""
+        """Bind for this run and later ones, unless arrays are staged or launches recorded; return whether it did."""
         if launch.is_recording() or (not self.live.is_cpu and any(a.is_staged for a in arrays)):
             return False
-        with self.live.lock:  # threads that come first together bind once
+        with self.live.lock:  # several threads at their first run bind only once
             if self.launches is None:
                 self._bind_once(arrays, pointers)
         return True
 
     def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         self.check_overlaps(arrays)
-        apart = [a.restrided(a.shape, a.strides) for a in arrays]  # one array that is given twice is two here
+        apart = [a.restrided(a.shape, a.strides) for a in arrays]  # an array that is given twice counts as two here
         launches = self.bind(apart)
         bounds = [bound for bound, _ in launches]
         self._uses = [[Use(b, i) for b, given in launches for i, g in enumerate(given) if g is a] for a in apart]
@@ -213,7 +213,7 @@ class Plan:
         """Let the launches read and write these arrays, of the form that was bound."""
         self.check_overlaps(arrays)
         before = self.pointers
-        self.pointers = None  # where this fails half-way, all are put in again
+        self.pointers = None  # if this fails half-way, the next run sets all again
         for j, pointer in enumerate(pointers):
             if before is None or pointer != before[j] or not pointer:
                 for bound, i, jump in self._uses[j]:
@@ -224,14 +224,14 @@ class Plan:
         self.pointers = pointers
 
     def _release(self) -> None:
-        """Keep no memory of the caller's alive, where it has no address."""
+        """Keep none of the caller's memory alive that has no address."""
         for uses in self._uses:
             for bound, i, _ in uses:
                 bound.release((i,))
         self.pointers = None
 
     def _run_alone(self, arrays: Sequence[ArrayView], entries: Entries) -> None:
-        """Bind for this run: over copies of the host's arrays, or to be noted and not launched."""
+        """Bind for this run only: over copies of host arrays, or for launches that are recorded and not made."""
         self.check_overlaps(arrays)
         stage = Staging(self.live, arrays, self.written)
         bounds = [bound for bound, _ in self.bind(stage.arrays)]
@@ -248,7 +248,7 @@ class PlannedCall(NamedTuple):
 
     plan: Plan
     arrays: Sequence[ArrayView]
-    owners: tuple[Any, ...] = ()  # what views do not keep alive
+    owners: tuple[Any, ...] = ()  # objects that own the memory, which views do not keep alive
 
     def prepare(self) -> None:
         """`Plan.prepare` over these arrays."""

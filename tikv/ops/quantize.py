@@ -1,4 +1,4 @@
-"""Integers of few bits as plain functions: rows to int8 and a scale each, or to groups of codes, and back.
+"""Quantisation as plain functions: rows to int8 with a scale each, or to groups of codes, and back.
 
 Caches and pools quantise by the same kernels.
 """
@@ -24,14 +24,14 @@ from tikv.ops.row_copy import bind_copy
 
 
 class Quantized(NamedTuple):
-    """Rows as codes of a format, see `quantize`; `dequantize` gives the numbers back.
+    """Rows as codes of a format, which `quantize` makes; `dequantize` turns them back into numbers.
 
     Attributes:
         codes: (..., D * bits / 32) uint32, the first code of a row in the lowest bits.
-        scales: (..., D / group), of each group.
-        biases: the same, or None where the format has none.
+        scales: (..., D / group), one per group.
+        biases: the same, or None if the format has no biases.
         format: its row in `tikv.formats`.
-        shape: of the rows, (..., D).
+        shape: the shape of the rows, (..., D).
     """
 
     codes: Any
@@ -42,7 +42,7 @@ class Quantized(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and biases."""
+        """The bytes of codes, scales and biases together."""
         return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
 
 
@@ -51,49 +51,49 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
 
     Formats of groups give the same bits as the libraries that they come from: `tikv.Quant` gives mlx's words, scales
     and biases, and "q8_0" and "q4_0" give GGUF's codes and float16 scales (GGUF's blocks put each scale before its
-    codes). Ranges and largest magnitudes count the group's finite numbers only. A NaN gets code 0, or in GGUF's formats
-    the code of the number 0. An infinity gets the last code on its side. A range beyond the largest float32 is limited
-    to that.
+    codes). Ranges and largest magnitudes are those of the group's finite numbers. A NaN gets code 0, or in GGUF's
+    formats the code of the number 0. An infinity gets the last code on its side. A range greater than the largest
+    float32 is limited to it.
 
-    Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, e4m3 of 8 bits or e2m1 of 4, rounded to the nearest, of
-    two to the even one. They saturate: what is beyond the largest, 448 or 6, infinity too, becomes that one. A NaN
-    stays a NaN in mxfp8, and is 0 in a format without NaN. Zeros keep their sign.
+    Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, 8-bit e4m3 or 4-bit e2m1, rounded to nearest even.
+    They saturate: numbers beyond the largest, 448 or 6, and infinities become the largest. A NaN stays a NaN in mxfp8,
+    and becomes 0 in a format without NaN. Zeros keep their sign.
 
-    - OCP's blocks of 32 have a power of two, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` of mxfp8, ``- 2`` of
-      mxfp4, not below 2**-126; a block below 2**-100 counts as 0.
-    - NVIDIA's blocks of 16 have a float8_e4m3fn: ``max|x| / 6``, to the nearest, at most 448; 0 makes all codes 0.
-      All numbers are divided by ``tensor_scale`` before.
+    - OCP's blocks of 32 have a power of two as their scale, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` in
+      mxfp8, ``- 2`` in mxfp4, at least 2**-126; a block below 2**-100 counts as 0.
+    - NVIDIA's blocks of 16 have a float8_e4m3fn scale: ``max|x| / 6``, rounded to nearest, at most 448; if it is 0, all
+      codes are 0. All numbers are first divided by ``tensor_scale``.
 
-    int8 is symmetric. The rule, in float32, that every int8 cache here follows:
+    int8 is symmetric. Every int8 cache here follows this rule, in float32:
 
     - ``scale = max|x| / 127`` over the finite elements of the row, not below the smallest normal number of the scale's
       dtype nor above its largest finite one, rounded to that dtype (nearest even) before it is used;
     - ``q = round(clamp(x * (1 / scale), -127, 127))``, ties to even; -128 is never used.
 
-    So a row of zeros gives 0; a row too small for its scale's dtype gives what the smallest normal scale resolves
-    (float16: steps of 6.1e-5; take float32 scales for such rows); an infinity gives 127 or -127, and a NaN 0, without
-    harm to the other elements. Float32 subnormals count as zero on devices that flush them.
+    So a row of zeros gives 0; a row too small for its scale's dtype is resolved in steps of the smallest normal scale
+    (float16: steps of 6.1e-5; use float32 scales for such rows); an infinity gives 127 or -127, and a NaN gives 0,
+    without effect on the other elements. Float32 subnormals count as zero on devices that flush them.
 
     Args:
         x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis that two loops can follow.
-        format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0"; "mxfp8", "mxfp4" or "nvfp4"; of one of groups, with
-            "_hadamard" and maybe a seed behind it, rows are turned first, as `tikv.Quant` has it. The dtype of int8's
-            scales may stand in its place.
-        scale_dtype: of int8 "float16", the default, or "float32"; of a `tikv.Quant` one of them or bfloat16, by default
-            that of x, as mlx has it. Those of GGUF are float16, those of floats are of their formats.
-        tensor_scale: of "nvfp4" the float32 by which all numbers are divided first; None for 1. NVIDIA's choice is
+        format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0"; "mxfp8", "mxfp4" or "nvfp4". If "_hadamard", and perhaps a
+            seed, is appended to a format of groups, rows are rotated first, as in `tikv.Quant`. The dtype of int8
+            scales may be given in place of "int8".
+        scale_dtype: for int8 "float16", the default, or "float32"; for a `tikv.Quant` one of them or bfloat16, by
+            default the dtype of x, as in mlx. GGUF's scales are float16; formats of floats fix the dtype of theirs.
+        tensor_scale: for "nvfp4", the float32 by which all numbers are divided first; None for 1. NVIDIA's choice is
             the largest magnitude / (6 * 448).
 
     Returns:
-        Of int8 ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of such.
+        For int8, ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of new arrays.
 
     Raises:
-        DTypeError: another dtype of x or of the scale.
-        ShapeError: x has no axis, or rows without elements, or of which groups are not a whole part.
+        DTypeError: x, or the scale, has another dtype.
+        ShapeError: x has no axis, or its rows have no elements or do not divide into whole groups.
         OptionError: an unknown format.
 
-    Exactness: of groups the bits of mlx 0.32 and gguf 0.19 on a CPU. Of int8 ``|x - q * scale| <= scale / 2`` for every
-        finite element, to float32 rounding, as far as 127 steps of the largest scale reach (float16: 8.3e6).
+    Exactness: groups have the bits of mlx 0.32 and gguf 0.19 on a CPU. For int8 ``|x - q * scale| <= scale / 2`` for
+        each finite element, to float32 rounding, within 127 steps of the largest scale (float16: 8.3e6).
     Cost: each element is read twice, the second time from the nearest cache, and written once.
     Source: ``int8_kv_append_paged``, with the scale rounded before use instead of after.
 
@@ -143,12 +143,12 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
 
 
 def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
-    """The numbers that codes stand for, in one launch: int8 rows by a scale each, or what `quantize` made.
+    """The numbers that codes stand for, in one launch: int8 rows with a scale each, or what `quantize` made.
 
     Args:
-        q: (..., D) int8; or a `Quantized`, alone. One put together of other arrays than `quantize` gave goes by way
-            of the host.
-        scale: (...) float16 or float32, of int8.
+        q: (..., D) int8; or a `Quantized`, without ``scale``. A `Quantized` built from arrays that `quantize` did not
+            make is copied through the host.
+        scale: (...) float16 or float32, for int8.
         out: (..., D) float32, float16 or bfloat16; None for a new float32 array.
 
     Returns:
@@ -157,8 +157,8 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
     Raises:
         DTypeError, ShapeError: arrays that are not as above, or overlap.
 
-    Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias the product is rounded before
-        the sum is.
+    Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias, product and sum are each
+        rounded.
     Cost: each element is read once and written once.
     Source: the reading half of ``int8_paged_decode_attention``.
 
@@ -189,7 +189,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
 
 
 def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
-    """Where numbers go, and what is returned: `out`, checked, or a new float32 array."""
+    """(the view that numbers are written to, what is returned): `out`, checked, or a new float32 array."""
     if out is None:
         target = new_array(shape, dtypes.float32, live)
         return target, CacheArray(target, live)
@@ -204,7 +204,7 @@ def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, .
 
 
 def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
-    """The scales, or scales and biases, of groups whose numbers lie side by side."""
+    """The scales, or scales and biases, as views of an array that interleaves them."""
     n = format.numbers
     shape = (*numbers.shape[:-1], numbers.shape[-1] // n)
     return [numbers.restrided(shape, (*numbers.strides[:-1], n), i) for i in range(n)]
@@ -213,11 +213,11 @@ def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
 def codes_and_numbers(
     live: runtime.Runtime, operation: str, given: Quantized, of: str = "", written: bool = False
 ) -> tuple[ArrayView, ArrayView]:
-    """The codes of a `Quantized`, and the numbers of its groups side by side, checked; `of` is put before their names.
+    """The codes of a `Quantized`, and its scales and biases interleaved, checked; `of` is put before their names.
 
     Raises:
-        ShapeError, DTypeError: they do not agree with each other, the format or the shape; or they are to be written
-            and cannot be, where they lie.
+        ShapeError, DTypeError: they do not agree with each other, the format or the shape; or they must be written in
+            place and cannot be.
     """
     format, shape = given.format, tuple(given.shape)
     affine = format.rule == "affine"
@@ -248,7 +248,7 @@ def codes_and_numbers(
 def _check_codes(
     live: runtime.Runtime, operation: str, given: Quantized, codes: ArrayView, parts: list[ArrayView], of: str
 ) -> None:
-    """Codes, and scales and perhaps biases as `parts`, agree with each other, the format and the shape."""
+    """Check that codes and `parts`, scales and perhaps biases, agree with each other, the format and the shape."""
     format, width, lead = given.format, given.shape[-1], tuple(given.shape[:-1])
     codes_name, *names = _names(of)
     named = list(zip(names, parts, strict=False))
@@ -269,18 +269,18 @@ def _check_codes(
 
 @functools.cache
 def _names(of: str) -> tuple[str, str, str]:
-    """What errors call the arrays of a `Quantized`."""
+    """The names that errors give to the arrays of a `Quantized`."""
     return f"{of}codes", f"{of}scales", f"{of}biases"
 
 
 def codes_of_pair(
     live: runtime.Runtime, operation: str, pair: Mapping[str, Any], scales: Sequence[Any] = (), written: bool = False
 ) -> tuple[list[ArrayView], list[ArrayView], tuple[GroupFormat, GroupFormat]]:
-    """(the codes of K and V, the numbers of their groups, their formats) of two `Quantized`, given by name.
+    """(the codes of K and V, the scales and biases of their groups, their formats) of two `Quantized`, given by name.
 
     Raises:
-        OptionError: scales are given beside them; or the values are turned, which only keys may be.
-        DTypeError, ShapeError: one is no `Quantized`, or they are of two formats, or their numbers do not lie alike.
+        OptionError: scales are given beside them; or the values are rotated, which only keys may be.
+        DTypeError, ShapeError: one is not a `Quantized`, their formats differ, or the strides of their scales differ.
     """
     if [scale for scale in scales if scale is not None]:
         raise OptionError(f"{operation}: a Quantized has its own scales. Leave k_scale and v_scale out.")
@@ -306,10 +306,10 @@ def codes_of_pair(
 
 
 def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:
-    """Rows that become codes are numbers.
+    """Check that rows that become codes are float32, float16 or bfloat16.
 
     Raises:
-        DTypeError: they are of another dtype.
+        DTypeError: they have another dtype.
     """
     if rows.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(
@@ -318,13 +318,13 @@ def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:
 
 
 def scale_of_groups(numbers: ArrayView, *, token: int, head: int, sequence: int | None = None) -> Scale:
-    """The numbers of groups, by their axes of tokens, heads and sequences."""
+    """The scales and biases of groups, with the given axes of tokens, heads and sequences."""
     steps = numbers.strides
     return Scale(numbers, 0 if sequence is None else steps[sequence], steps[token], steps[head])
 
 
 def require_slots_first(operation: str, layout: str) -> None:
-    """A pool that is a `Quantized` has layout NHD.
+    """Check that a pool that is a `Quantized` has layout NHD.
 
     Raises:
         OptionError: it has another.
@@ -337,7 +337,7 @@ def require_slots_first(operation: str, layout: str) -> None:
 
 
 def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
-    """`dequantize` of codes of groups."""
+    """`dequantize` for codes of groups."""
     codes, numbers = codes_and_numbers(live, operation, given)
     target, out = _target(live, operation, out, tuple(given.shape))
     names, written = ("codes", "out", "scales"), (False, True, False)
@@ -346,7 +346,7 @@ def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, 
 
 
 def _side_by_side(parts: list[ArrayView]) -> ArrayView | None:
-    """Scales and biases as one array, those of a group side by side, where they lie so: as `quantize` left them."""
+    """Scales and biases as one interleaved array, if they lie so in memory, as `quantize` makes them; else None."""
     first, n = parts[0], len(parts)
     if all(a.strides[-1] == n or first.shape[-1] == 1 for a in parts) and all(
         a.strides[:-1] == first.strides[:-1]
@@ -359,7 +359,7 @@ def _side_by_side(parts: list[ArrayView]) -> ArrayView | None:
 
 
 def _copied_together(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
-    """A copy of scales and biases with those of a group side by side."""
+    """A copy of scales and biases in which those of a group lie side by side."""
     host = np.stack([read_host(a, live) for a in parts], axis=-1)
     return to_device(np.ascontiguousarray(host.reshape(*parts[0].shape[:-1], -1)), live)
 
@@ -373,9 +373,9 @@ def _run(
     scale_strides: tuple[int, ...],
     formats: tuple[GroupFormat | None, GroupFormat | None] = (None, None),
 ) -> None:
-    """Convert rows, (..., D) into (..., D), with a scale a row or numbers of groups: an array of each, in this order.
+    """Convert rows (..., D) to rows (..., D), with one scale per row or per group: an array of each, in this order.
 
-    `scale_strides` has no axis of groups; `formats` are those of the two ends.
+    `scale_strides` has no axis of groups; `formats` are those of the source and the destination.
     """
     shape = arrays[0].shape
     if 0 in shape:

@@ -15,7 +15,7 @@ from tikv.ops.row_copy import bind_copy
 
 NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
 WRITTEN = (False, True, False, True, False)
-_SCALES = ("k_cache's scales", "v_cache's scales")  # of groups of codes
+_SCALES = ("k_cache's scales", "v_cache's scales")  # those of groups of codes
 
 
 def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
@@ -26,7 +26,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 
     Args:
         k_new, v_new: (B, H, L, d_k) and (B, H, L, d_v), of one dtype; any strides with a contiguous last axis.
-        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; which dtypes convert is as in `copy`. Or
+        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; the same dtypes convert as in `copy`. Or
             each a `Quantized` of that shape, of one format, as `quantize` made it.
         cache_offsets: (B,) int32 or int64, on the host or the device, of any sign.
 
@@ -36,8 +36,8 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 
     Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; groups of codes as in `quantize`.
         Deterministic.
-    Cost: each row that fits is read once and written once; one launch. The split of the rows among the sequences is of
-        no consequence, and nothing waits for the device, wherever the offsets lie.
+    Cost: each row that fits is read once and written once; one launch. How many rows each sequence has does not matter,
+        and nothing waits for the device, wherever the offsets lie.
     Source: ``KvCacheAppendPlan``.
 
     Examples:
@@ -67,7 +67,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 def check_append(
     live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], formats: Formats = (None, None)
 ) -> Plan:
-    """Check everything but where the arrays lie; `formats` are of caches of groups, whose numbers come last."""
+    """Check everything except where the arrays lie; `formats` are those of caches of groups, whose scales come last."""
     check_arrays(live, operation, arrays[:5], formats)
     k_new, k_cache, v_new = arrays[:3]
     batch, heads, tokens, _ = k_new.shape
@@ -109,7 +109,7 @@ def _scale(scales: Sequence[ArrayView], stream: int) -> Scale | None:
 def check_arrays(
     live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], formats: Formats = (None, None)
 ) -> None:
-    """New rows, caches and offsets, in the order of `NAMES`, fit each other; formats are alike but for being turned.
+    """Check that new rows, caches and offsets, in the order of `NAMES`, fit each other; K alone may be rotated.
 
     Raises:
         ShapeError, DTypeError, ArchError: they do not.

@@ -21,7 +21,7 @@ MODES = {
 
 
 class Transform(NamedTuple):
-    """How pairs lie, elements rotated and the norm's epsilon: `kernels.fused.Change` without the weights."""
+    """How pairs lie, the number of rotated elements and the norm's epsilon: `kernels.fused.Change` without weights."""
 
     pairs: str
     rope_dim: int
@@ -34,9 +34,9 @@ class NormRope:
 
     In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
     ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
-    normalised but not rotated. Each product, sum, quotient and root is rounded by itself, and squares are added in one
-    order (`tikv.reference.sum_of_squares`): the same bits on every back end, by every launcher. Squares below 1e-38
-    count as zero where a device flushes subnormals, which shows where ``eps`` is hardly more.
+    normalised but not rotated. Each product, sum, quotient and root is rounded on its own, and squares are added in a
+    fixed order (`tikv.reference.sum_of_squares`), so every back end and launcher gives the same bits. On a device that
+    flushes subnormals, squares below 1e-38 count as zero, which matters if ``eps`` is about as small.
 
     Args:
         mode: "none"; "half" rotates pairs (i, i + rope_dim / 2), "interleaved" pairs (2i, 2i + 1); "norm_half" and
@@ -46,11 +46,11 @@ class NormRope:
         cos, sin: (positions, rope_dim / 2) float32 tables; a row for each position.
         rope_dim: elements rotated, even, at most D; None for all D.
 
-    The arrays are read at every use, where they lie; do not resize them. On a device that cannot see them they are
-    copied once, and later changes go unseen.
+    The arrays are read in place at every use; do not resize them. For a device that cannot see them they are copied
+    once, and later changes have no effect.
 
     Raises:
-        OptionError: an unknown mode; an array the mode does not use, or that it lacks.
+        OptionError: an unknown mode; an array that the mode does not use, or a missing one that it needs.
         ShapeError, DTypeError: arrays of another shape or dtype; an odd ``rope_dim``.
         PositionError: a negative ``eps``.
 
@@ -111,12 +111,12 @@ class NormRope:
             if rope_dim % 2:
                 raise ShapeError(f"{operation}: rope_dim={rope_dim} is odd; a rotation needs pairs. Use an even one.")
 
-    def __reduce__(self) -> Any:  # what is kept for the runtime sees the arrays of this one
+    def __reduce__(self) -> Any:  # without `_in_runtime`, which views this object's arrays
         return NormRope, (self.mode, self.eps, self.q_weight, self.k_weight, self.cos, self.sin, self.rope_dim)
 
     @property
     def max_positions(self) -> int:
-        """Rows of the tables: positions that can be rotated; 0 without tables."""
+        """The number of positions that can be rotated, which is the tables' number of rows; 0 without tables."""
         return 0 if self.cos is None else int(self._views("NormRope")["cos"].shape[0])
 
     def _views(self, operation: str) -> dict[str, ArrayView]:
@@ -124,7 +124,7 @@ class NormRope:
         return {n: view(getattr(self, n), n, operation) for n in names if getattr(self, n) is not None}
 
     def tables_in(self, live: runtime.Runtime, operation: str) -> tuple[tuple[Any, ...], dict[str, ArrayView]]:
-        """(what a launch depends on, the arrays where the device sees them), remembered for the live runtime."""
+        """(the key of a launch, the arrays where the device sees them), kept for the live runtime."""
         found = self._in_runtime.get((live.epoch, live.device))
         if found is None:
             arrays = self._views(operation)
@@ -139,7 +139,7 @@ class NormRope:
         return found
 
     def transform_of(self, width: int, operation: str) -> Transform:
-        """What is done to rows of `width`; also checks the arrays against that width."""
+        """The transform of rows of `width`; also checks the arrays against that width."""
         pairs, normed = MODES[self.mode]
         eps = float(self.eps) if normed else None
         arrays = self._views(operation)

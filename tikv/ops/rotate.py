@@ -1,4 +1,4 @@
-"""`rotate`: keys moved to other positions, and `Rope`, the rotation that gave them those they have."""
+"""`rotate`, which moves keys to other positions, and `Rope`, the rotation that encodes positions in keys."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from tikv.ops.quantize import Quantized
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
 from tikv.runtime.cache import BoundedCache
 
-ROTATE = "rotate"  # under which a runtime keeps tables
+ROTATE = "rotate"  # the name under which a runtime keeps tables
 TABLES = "rotate: tables"
-MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
-UNITS = (4, 2, 1)  # elements that a thread of a GPU takes side by side, of each half of a head
-TOGETHER = (2, 1)  # rows of a position that one thread of a GPU turns: 0.96 of memcpy on an H200, and so by 4
-CACHED_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
-CACHED_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
-CACHED_TABLES = 4  # rotations of models, of each of which a table of cosines and sines is cached
-TABLE_BYTES = 1 << 25  # that it has at most: 65,536 differences of positions, for heads of 128
-SPARSE = 4  # rows of a table for each difference that was asked for, at most
+MOST_ANGLES = 1 << 22  # from the least to the largest difference of positions, since each one between is looked up
+UNITS = (4, 2, 1)  # neighbouring elements that a GPU thread takes from each half of a head
+TOGETHER = (2, 1)  # rows of one position that a GPU thread rotates: 2 reach 0.96 of memcpy on an H200, and 4 no more
+CACHED_TURNS = 4  # for calls with the same positions as an earlier call, as each layer of a model makes
+CACHED_BYTES = 1 << 23  # the most for each of these, of which its positions may take an eighth
+CACHED_TABLES = 4  # models' rotations whose tables of cosines and sines are cached
+TABLE_BYTES = 1 << 25  # the most for one table: 65,536 differences of positions, for heads of 128
+SPARSE = 4  # the most rows in a table for each difference that was asked for
 _ROTATED = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8, dtypes.int8)
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotation of a model's keys: pair ``i`` of a row at position ``p`` was turned by ``p * inv_freq[i]``.
+    """The rotation of a model's keys: pair ``i`` of a row at position ``p`` is rotated by ``p * inv_freq[i]``.
 
     Args:
-        inv_freq: (D_r / 2,) numbers, as the model has them after any scaling of its own. D_r elements of a row are
-            rotated, those behind are not.
+        inv_freq: (D_r / 2,) numbers, as the model uses them after any scaling of its own. The first D_r elements of a
+            row are rotated, the others are not.
         interleaved: pairs are (2i, 2i + 1) rather than (i, i + D_r / 2).
 
     Raises:
-        ShapeError, OptionError: no list of finite numbers.
+        ShapeError, OptionError: ``inv_freq`` is not a list of finite numbers.
 
     Examples:
         >>> import tikv
@@ -75,31 +75,31 @@ class Rope:
 
 
 def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale: Any = None) -> Any:
-    """Turn keys from the position they were rotated for to another, in place, in one launch.
+    """Rotate keys from the position that they were rotated for to another, in place, in one launch.
 
     Args:
         k: (B, H, S, D) float32, float16, bfloat16, floats of 8 bits, or int8 with ``scale``; any strides with a
             contiguous last axis.
-        from_positions, to_positions: (B, H, S), (B, S) or (S,) int32 or int64. A row of which one is negative stays as
-            it is, and so does one that stays where it is.
+        from_positions, to_positions: (B, H, S), (B, S) or (S,) int32 or int64. A row stays as it is if one of its
+            positions is negative, or if both are equal.
         rope: the model's rotation.
-        scale: (B, H, S) float16 or float32, of int8 keys: written too.
+        scale: (B, H, S) float16 or float32, for int8 keys: written too.
 
     Returns:
         ``k``.
 
     Raises:
         ShapeError, DTypeError, OptionError: the arrays do not agree; the rotation is wider than the head.
-        PositionError: positions that lie more than 4,194,304 apart.
+        PositionError: the differences of positions span more than 4,194,304.
 
-    Exactness: cosines and sines of the difference of positions are found in float64 and rounded to float32; products
+    Exactness: cosines and sines of the difference of positions are computed in float64 and rounded to float32; products
         and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is
-        multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale. Floats of
-        8 bits saturate; a scale that all rows of a head have is no matter, since both sides of the rotation have it.
-    Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, in the shape
-        that they have: those of (S,) once for all heads. It makes a table of a row for each difference, and keeps it:
-        differences within the range of calls before cost no cosines. For the positions of one of the last calls the
-        host does not wait for the device.
+        first multiplied by its scale, then quantised by the rule of `tikv.quantize`, with a new scale. 8-bit floats
+        saturate; a scale that all rows of a head share has no effect, since it multiplies both sides of the rotation.
+    Cost: each row that moves is read and written once, int8 is read twice. The host reads the positions in the shape
+        that they have: those of (S,) once for all heads. It makes a table with a row for each difference, and keeps it:
+        differences within the range of earlier calls need no new cosines. For the positions of one of the last calls
+        the host does not wait for the device.
     Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
 
     Examples:
@@ -134,7 +134,7 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
 
 
 def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str) -> None:
-    """Keys can be rotated so.
+    """Check that this rotation can be applied to the keys.
 
     Raises:
         ShapeError, DTypeError, OptionError: they cannot.
@@ -156,7 +156,7 @@ def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str
 
 
 def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runtime, operation: str) -> Host:
-    """Positions on the host, (B, H, S), (B, 1, S) or (1, 1, S) as they are given.
+    """Positions on the host, as (B, H, S), (B, 1, S) or (1, 1, S), whichever was given.
 
     Raises:
         ShapeError, DTypeError: they are not valid.
@@ -175,10 +175,10 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
 
 
 class Angles(NamedTuple):
-    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables.
+    """The row of the tables for each row of keys, -1 if the key stays as it is; and the tables.
 
-    Rows are (B, H, S), or 1 for B or H where all have the same. Of a table the first row is seen, (1, D_r / 2), so that
-    one launch serves tables of any number of rows.
+    Rows are (B, H, S), with 1 for B or H if all share the same. A table is viewed as its first row, (1, D_r / 2), so
+    that one launch serves tables of any number of rows.
     """
 
     rows: ArrayView
@@ -187,12 +187,12 @@ class Angles(NamedTuple):
 
 
 class Shifts(NamedTuple):
-    """By how much rows move: what is added to each position, and where it is not nothing."""
+    """By how much rows move: which rows move, and the difference that is added to each position."""
 
     moved: Host
     difference: Host
     least: int
-    seen: Host  # whether a row moves by least, least + 1, and so on
+    seen: Host  # for least, least + 1, and so on: whether a row moves by it
 
     @property
     def largest(self) -> int:
@@ -201,19 +201,19 @@ class Shifts(NamedTuple):
 
 
 class AngleTable(NamedTuple):
-    """Cosines and sines of all differences from `first` on, a row each, on the device."""
+    """The cosines and sines of all differences from `first` on, one row for each, on the device."""
 
     first: int
     cos: ArrayView
     sin: ArrayView
 
     def covers(self, least: int, largest: int) -> bool:
-        """Whether each difference between these has its row."""
+        """Whether each difference from `least` to `largest` has a row."""
         return self.first <= least and largest < self.first + self.cos.shape[0]
 
 
 def shifts_of(before: Host, after: Host, operation: str) -> Shifts | None:
-    """By how much rows move that go from some positions to others; None where none does.
+    """By how much rows move from the positions `before` to those `after`; None if no row moves.
 
     Raises:
         PositionError: the differences are too far apart.
@@ -235,15 +235,15 @@ def shifts_of(before: Host, after: Host, operation: str) -> Shifts | None:
 
 
 def _cos_and_sin(rope: Rope, differences: Host, live: runtime.Runtime) -> tuple[ArrayView, ArrayView]:
-    """A row for each difference, on the device."""
+    """Cosines and sines on the device, with a row for each difference."""
     angle = differences[:, None] * rope.inv_freq
     return to_device(np.cos(angle).astype(np.float32), live), to_device(np.sin(angle).astype(np.float32), live)
 
 
 def _table(live: runtime.Runtime, rope: Rope, shifts: Shifts) -> AngleTable | None:
-    """The table of this rotation, which grows to twice its size at least where it lacks a difference.
+    """The table of this rotation; if it lacks a difference, it grows to at least twice its size.
 
-    None where most rows of it would be of differences that nobody asked for, or it would be too large.
+    None if most of its rows would be for differences that nobody asked for, or if it would be too large.
     """
     tables = live.plans.get(TABLES)
     if tables is None:
@@ -275,9 +275,9 @@ def _table(live: runtime.Runtime, rope: Rope, shifts: Shifts) -> AngleTable | No
 def _angles_on_device(
     live: runtime.Runtime, rope: Rope, before: Host, after: Host, operation: str
 ) -> tuple[Angles | None, bool]:
-    """By what rows are turned that go from some positions to others, and whether that is cached for later calls.
+    """The angles that move rows from the positions `before` to those `after`, and whether later calls find them cached.
 
-    None where no row moves.
+    None if no row moves.
 
     Raises:
         PositionError: the differences are too far apart.
@@ -287,7 +287,7 @@ def _angles_on_device(
     cached = live.plans.get(ROTATE)
     if cached is None:
         cached = live.plans.keep(ROTATE, BoundedCache(CACHED_TURNS))
-    for other, angles in list(cached.values()):  # compared, since to hash so many bytes takes far longer
+    for other, angles in list(cached.values()):  # compared, since hashing so many bytes takes far longer
         if other == key:
             return angles, True
     shifts = shifts_of(before, after, operation)
@@ -318,9 +318,9 @@ def rotate_rows(
     after: Host,
     rope: Rope,
 ) -> None:
-    """Turn the rows of k (B, H, S, D), which were checked, from positions to others.
+    """Rotate the rows of k (B, H, S, D), which were checked, from the positions `before` to those `after`.
 
-    Each are (B, H, S) on the host, or 1 for B or H where all have the same.
+    Both are (B, H, S) on the host, with 1 for B or H if all share the same.
     """
     tables, cached = _angles_on_device(live, rope, before, after, operation)
     if tables is None:
@@ -342,7 +342,7 @@ def rotate_rows(
 
 
 def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], rope: Rope) -> Launch:
-    """Bind the rotation of k, and of its scales, which come behind the `Angles`."""
+    """Bind the rotation of k and its scales, which follow the `Angles` in `arrays`."""
     from tikv.kernels import lanes as lane_kernels
     from tikv.kernels import rotate as kernels
     from tikv.kernels.address import inverse_of

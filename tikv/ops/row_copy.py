@@ -1,7 +1,7 @@
-"""The copy of rows: from where rows lie at both ends to a bound launch of the copy kernel.
+"""The copy of rows: binds a launch of the copy kernel from where rows lie at both ends.
 
-An operation says where rows lie (`Rows`, in elements) and which placement each end has. Everything that depends on
-alignment, the pair of dtypes and the arch (words, codec, lanes, form of the loop) is decided here for all operations.
+An operation says where rows lie (`Rows`, in elements) and which placement each end has. This module decides, for all
+operations, what depends on alignment, the pair of dtypes and the arch: words, codec, lanes, and form of the loop.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Placement, Rows, Scale, WrittenPages
 from tikv.ops.plan import Launch
 
-WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: fewer leave memory waiting, more crowd it
-SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
-BYTES_COUNTED = 1 << 31  # on CPU, codes of a larger array are stored by words of their own, which takes twice as long
+WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: both fewer and more are slower
+SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread finishes before another one wakes
+BYTES_COUNTED = 1 << 31  # on CPU, larger arrays of codes are stored word by word, which takes twice as long
 
 
 def alignment(end: Rows, width: int) -> int:
@@ -35,7 +35,7 @@ def alignment(end: Rows, width: int) -> int:
 
 
 def unaligned(operation: str, src: Rows, dst: Rows) -> ShapeError:
-    """What to say where elements would be converted that do not lie at multiples of their size."""
+    """The error for elements that must be converted but do not lie at multiples of their size."""
     array = next(e.array for e in (src, dst) if ((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize)
     return ShapeError(
         f"{operation}: an array, {describe(array)}, is at address {array.ptr + array.offset:#x}, which is not a "
@@ -49,9 +49,9 @@ def choose_codec(
 ) -> tuple[int, Any]:
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
-    On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises; codes of
-    groups are stored by bytes. Codes that become numbers take units of a group there, and of a few codes on a GPU. With
-    `by_element` words are elements there.
+    On CPU, words have at most 32 bits, and when casting a unit is one element, which LLVM vectorises; codes of groups
+    are stored by bytes; when codes become numbers a unit is a group, on a GPU a few codes. With `by_element` a word on
+    CPU is an element.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.
@@ -95,9 +95,9 @@ def choose_codec(
 
 
 def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
-    """Threads of a GPU that share a row: as few as leave each `WORDS_IN_FLIGHT` to read before it writes.
+    """Threads of a GPU that share a row: as few as give each `WORDS_IN_FLIGHT` to read before it writes.
 
-    Rows whose threads agree on a scale take a power of two, which divides a block; those of groups what these take.
+    Rows whose threads agree on a scale take a power of two, which divides a block; groups take what they need.
     """
     from tikv.kernels.group_lanes import lanes_of_group
 
@@ -106,7 +106,7 @@ def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
         lanes = max(int(s.units * lanes_of_group(s.codec.dst)) for s in streams)
         kind = GROUP_FORMATS[streams[0].codec.dst]
         together = max((n // kind.group * lanes_of_group(kind.name) for n in turns), default=1)
-        return -(-lanes // together) * together  # those of a block of a turned row begin at a multiple of their number
+        return -(-lanes // together) * together  # the threads of a rotated block begin at a multiple of their number
     if turns:
         return max(int(s.units) for s in streams)
     units = max(s.units for s in streams)
@@ -133,11 +133,11 @@ def bind_copy(
 
     Args:
         live: the runtime.
-        operation: for messages.
-        src, dst: `Rows` of K, or of K and V. On CPU a launch is cheaper whose two `dst` are of one array. Scales of
-            either end lie alike for K and V: those of the destination are found or divided by, of the source read.
+        operation: the operation's name, for messages.
+        src, dst: `Rows` of K, or of K and V. On CPU a launch is cheaper if both `dst` share one array. Scales have the
+            same strides for K and V: the source's are read, the destination's are computed, or divide what is stored.
         widths: elements in a row of each stream.
-        heads, tokens, groups: extents; none is zero. A group is a sequence, or one of a layer.
+        heads, tokens, groups: extents; none is zero. A group is a sequence, or a sequence of one layer.
         src_place, dst_place: placements of the two ends.
         **params: entries of `kernels.address.CopyParams` by name.
 
@@ -155,7 +155,7 @@ def bind_copy(
     together = [s for s in streams if s.codec.finds_scale or s.codec.turn or s.codec.dst in GROUP_FORMATS]
     cooperative = not cpu and bool(together)
     shared_by = 1 if cpu else choose_lanes(streams, cooperative)
-    # On CPU an iteration is a token of one stream, else a unit.
+    # On CPU an iteration is a token of one stream, on a GPU a unit.
     iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)
     if cooperative:
         iterations = -(-iterations // lanes.BLOCK) * lanes.BLOCK
@@ -187,7 +187,7 @@ def bind_copy(
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
     arrays += pages
     if summaries is not None and not cpu and index is None:
-        arrays += [src[0].array]  # stands for it
+        arrays += [src[0].array]  # a placeholder
     if not plain and not pages:
         unused = index if index is not None else scales[0].array
         arrays += [unused]
@@ -224,28 +224,28 @@ def bind_copies(
     widths: Sequence[int],
     **options: Any,
 ) -> list[Launch]:
-    """`bind_copy` of K and V: one launch where they are stored alike, else one each.
+    """`bind_copy` of K and V: one launch if they are stored alike, else one each.
 
     Args:
         live, operation, src, dst, widths: as in `bind_copy`.
-        **options: the others of `bind_copy`.
+        **options: the other arguments of `bind_copy`.
     """
     ends = zip(src, dst, strict=True)
-    # Rows of one format, of which those of K alone are turned, are written together.
+    # K and V of one format are written together, even if only K is rotated.
     kinds = {(a.format, a.array.dtype, b.storage, b.array.dtype, (a.scale or b.scale) is None) for a, b in ends}
     parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
     return [bind_copy(live, operation, src=src[part], dst=dst[part], widths=widths[part], **options) for part in parts]
 
 
 def written_form(src: Rows, dst: Rows, width: int, summaries: WrittenPages) -> Any:
-    """What the kernel is compiled for that summarises the pages of what it writes."""
+    """The compile-time choices of the kernel that summarises the pages that it writes."""
     from tikv.kernels.page_summaries import WrittenForm
 
     return WrittenForm(src.array.dtype.short, dst.array.dtype.short, width, summaries.unfinished)
 
 
 def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, heads: int) -> Any:
-    """`kernels.page_summaries.WrittenParams` of a copy of so many items, but for the number of all items."""
+    """`kernels.page_summaries.WrittenParams` for a copy of `copied` items, without the number of all items."""
     from tikv.kernels.page_summaries import WrittenParams
 
     to = summaries.least
@@ -260,7 +260,7 @@ def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, 
 
 
 def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:
-    """The entries of `kernels.address.CopyParams` of the scales of K and V, or of one of them; nothing without."""
+    """The entries of `kernels.address.CopyParams` for the scales of K and V, or of one of them; none without scales."""
     if not scales:
         return {}
     firsts = [scale.first + scale.array.offset // scale.array.dtype.itemsize for scale in scales]
@@ -269,7 +269,7 @@ def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:
 
 
 def tensor_entries(src: Sequence[Rows], dst: Sequence[Rows]) -> dict[str, int]:
-    """The entries of `kernels.address.CopyParams` of the scales of whole tensors, as the bits of float32."""
+    """The entries of `kernels.address.CopyParams` for the scales of whole tensors, as the bits of float32."""
     formats = [b.format or a.format for a, b in zip(src, dst, strict=True)]
     scales = [1.0 if format is None else format.tensor_scale for format in formats]
     return {name: bits_of(scale) for name, scale in zip(("k_tensor", "v_tensor"), scales, strict=False)}
@@ -288,7 +288,7 @@ def _streams(
     widths: Sequence[int],
     scale: str,
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """How K, or K and V, are moved, and the strides of their four ends in words; those of K stand for V's if alone."""
+    """How K, or K and V, are moved, and the strides of their four ends in words; K alone fills in V's with its own."""
     from tikv.kernels.copy import Stream
 
     streams: list[Any] = []
@@ -303,7 +303,7 @@ def _streams(
 
 
 def _side(place: Placement, rows: Sequence[Rows], bits: Sequence[int]) -> Any:
-    """One end of a copy, as the kernel is compiled for it."""
+    """The compile-time description of one end of a copy."""
     from tikv.kernels.copy import EndLayout
 
     ends = zip((rows[0], rows[-1]), bits, strict=True)
@@ -321,6 +321,6 @@ def strides_in_words(end: Rows, word_bytes: int) -> tuple[int, ...]:
 
 
 def inner_words(end: Rows, bits: int) -> tuple[int, int]:
-    """How an end's rows are cut, in words of that many bits."""
+    """(chunk, stride) of an end's rows, in words of that many bits."""
     itemsize = end.array.dtype.itemsize
     return end.inner[0] * itemsize * 8 // bits, end.inner[1] * itemsize * 8 // bits

@@ -1,4 +1,4 @@
-"""`select`: which tokens a query shall read, by scores of tokens or of pages of them."""
+"""`select`: chooses the tokens that a query shall read, by scores of tokens or of pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tikv.ops.attention.options import INTEGERS
 from tikv.ops.indices import host_indices, index_array
 from tikv.ops.plan import Launch, Plan
 
-SERIAL_SCORES = 1 << 12  # on CPU, below this one thread is done before another is awake
+SERIAL_SCORES = 1 << 12  # on CPU, below this one thread finishes before another wakes
 
 
 def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, recent: int = 0, valid: Any = None) -> Any:
@@ -22,28 +22,27 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
 
     Args:
         scores: (B, T, N), or (B, H, T, N) by KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
-            strides with a contiguous last axis. One of -infinity is never chosen, a NaN before all numbers.
-        k: how many are chosen, tokens or pages, those included that are always kept.
-        page: tokens of a page, where scores are of pages: the number that `page_scores` took, which is 16 there if
-            nobody says another. None, as here if nobody says one: of tokens. Scores do not tell which they are, so
-            without ``page`` numbers of pages are returned as numbers of tokens; of ``valid`` on the host an error may
-            show it.
-        sinks: the first so many tokens are always chosen, or the pages that have one of them.
-        recent: the same of the newest so many.
-        valid: tokens that there are: an int for all, (B,), or (B, T) for each query, int32 or int64, on the host or the
-            device; None for all that have scores. Those behind are not chosen.
+            strides with a contiguous last axis. -infinity is never chosen; NaN is chosen before all numbers.
+        k: how many tokens or pages are chosen, including those that are always kept.
+        page: tokens per page, if scores are those of pages: the number that `page_scores` took (its default is 16).
+            None if scores are those of tokens. The scores do not tell which they are, so without ``page`` the numbers
+            of pages are returned as if they were tokens; an error is raised only if ``valid`` on the host shows it.
+        sinks: how many of the first tokens are always chosen, with their whole pages if scores are those of pages.
+        recent: the same for the newest tokens.
+        valid: the number of valid tokens: an int for all, (B,), or (B, T) for each query, int32 or int64, on the host
+            or the device; None if all scores are valid. Later tokens are not chosen.
 
     Returns:
-        (B, T, K) or (B, H, T, K) int32 of the kind of ``scores``, K being ``k`` or ``k * page``: the chosen tokens in
-        their order, and -1 behind them where there are fewer.
+        (B, T, K) or (B, H, T, K) int32 of the array kind of ``scores``, where K is ``k`` or ``k * page``: the chosen
+        tokens in ascending order, then -1 if there are fewer.
 
     Raises:
         ShapeError, DTypeError: arrays that do not agree.
-        PositionError: ``valid`` on the host is negative, or more than there are scores for. On the device it is
-            bounded.
-        OptionError: ``k`` is less than what is always kept.
+        PositionError: ``valid`` on the host is negative, or greater than the number of scores. On the device it is
+            limited to this range.
+        OptionError: ``k`` is less than the number always kept.
 
-    Exactness: the exact top k; of equal scores, zeros of both signs among them, the older are chosen. Deterministic.
+    Exactness: the exact top k; of equal scores the older are chosen, and 0 equals -0. Deterministic.
     Cost: one launch, which reads the scores 34 times and sorts nothing.
 
     Examples:
@@ -80,7 +79,7 @@ class SelectPlan(Plan):
     """A choice among scores of one form; see `ops.plan`.
 
     Attributes:
-        shape: of what is chosen.
+        shape: the shape of the result.
     """
 
     def __init__(
@@ -117,10 +116,10 @@ class SelectPlan(Plan):
                 )
 
     def entries_at(self, arrays: Sequence[ArrayView], tokens: int) -> dict[str, int]:
-        """The entry of a number of tokens, -1 for all that have scores; those of an array are checked where known.
+        """The entry for a number of tokens, -1 for all that have scores; an array's numbers are checked if known.
 
         Raises:
-            PositionError: more than have scores, or less than none.
+            PositionError: a number is negative, or greater than the number of scores.
         """
         known = host_indices(arrays[1], self.live) if len(arrays) > 1 else None
         for number in (tokens,) if known is None else (known.min(initial=0), known.max(initial=0)):
@@ -133,7 +132,7 @@ class SelectPlan(Plan):
         return {} if len(arrays) > 1 else {"valid": self.most if tokens < 0 else tokens}
 
     def bind(self, arrays: Sequence[ArrayView]) -> list[Launch]:
-        """As there."""
+        """As in `Plan`."""
         from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS
         from tikv.kernels.select import SelectParams, make_select
 

@@ -1,4 +1,4 @@
-"""Arrays of the host, and of PyTorch on MPS, in memory of a device for the length of a call."""
+"""Copies of arrays of the host, and of PyTorch on MPS, in a device's memory for the duration of a call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes, mps, read_host, write_host
 from tikv.errors import CapacityError
 
-APART = 64  # bytes between arrays in one copy: each lies as it would alone
-MOST_TOGETHER = 2**28  # bytes that are worth copying as one
+APART = 64  # arrays in one copy begin at multiples of so many bytes, as each would alone
+MOST_TOGETHER = 2**28  # the most bytes that are worth copying together
 
 
 class KnownOnHost:
-    """Owner of an array on a device whose values the host knows as well; in all else like the owner that it wraps."""
+    """Owner of an array on a device whose values the host knows as well; otherwise like the owner that it wraps."""
 
     __slots__ = ("on_host", "owner")
 
@@ -39,24 +39,24 @@ class _Stretch(NamedTuple):
 
     @property
     def base(self) -> int:
-        """Where the copy starts, so that every word stays aligned as it was."""
+        """Where the copy starts, chosen so that words keep their alignment."""
         return self.start // 8 * 8
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The number of its bytes."""
         return self.end - self.start
 
     @property
     def room(self) -> int:
-        """Bytes of a copy in which another stretch may follow."""
+        """The bytes that it takes in a copy where another stretch may follow."""
         return -(-(self.end - self.base) // APART) * APART
 
 
 def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[list[_Stretch]]:
-    """Those of the host that are copied as one: those that are written, which come back, and the others.
+    """Groups of host stretches that are copied together: those that are written, and so copied back, and the others.
 
-    A copy to Vulkan or Metal and back waits for the device, whatever its size. One on MPS is copied there, by itself.
+    A copy to Vulkan or Metal and back waits for the device, whatever its size. A stretch on MPS is copied there, alone.
     """
     found: list[list[_Stretch]] = []
     open_: dict[bool, list[_Stretch]] = {}
@@ -73,7 +73,7 @@ def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[li
 
 
 def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
-    """The arrays that are staged, those whose bytes overlap together."""
+    """The stretches of the staged arrays; arrays whose bytes overlap share one."""
     places = [(a.handle, a.ptr + a.offset, a.span, i) for i, a in enumerate(arrays) if a.is_staged and a.span]
     found: list[_Stretch] = []
     for memory, start, span, i in sorted(places, key=lambda place: (id(place[0]), place[1])):
@@ -86,10 +86,10 @@ def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
 
 
 class Staging:
-    """Arrays of the host and tensors on MPS in tikv's memory for the length of a call; nothing on CPU.
+    """Copies of host arrays and tensors on MPS in tikv's memory for the duration of a call; none on CPU.
 
-    Arrays whose bytes overlap share one device block, so what is written to one is not undone by the other's way back.
-    With `filled` false the memory is there and nothing is copied, for launches that are bound and not run.
+    Arrays whose bytes overlap share one device block, so copying one back does not undo what was written to the other.
+    With `filled` false the memory is made but nothing is copied, for launches that are bound and not run.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Staging:
                 )
 
     def _copied_from_host(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
-        """Stretches of the host, copied as one, and where each base lies in the copy."""
-        live = self._live  # not through `self`, which would keep this copy until the garbage collector comes round
+        """The copy of some host stretches together, and the offset of each base in it."""
+        live = self._live  # not through `self`, whose cycle would keep this copy until the garbage collector runs
         places, size = [], 0
         for stretch in together:
             places.append(size)
@@ -177,6 +177,6 @@ class Staging:
         return block.memory, [0]
 
     def finish(self) -> None:
-        """Bring what was written back to where it came from."""
+        """Copy what was written back to where it came from."""
         for bring_back in self._back:
             bring_back()

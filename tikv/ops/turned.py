@@ -1,4 +1,4 @@
-"""Rows of queries turned as the keys are that they meet: see `kernels.hadamard`."""
+"""Rows of queries rotated in the same way as the keys that they meet: see `kernels.hadamard`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tikv.formats import block_of
 from tikv.ops import checks
 from tikv.ops.plan import Launch
 
-SERIAL_NUMBERS = 1 << 14  # on CPU, below this the calling thread is done before another one is awake
+SERIAL_NUMBERS = 1 << 14  # on CPU, below this the calling thread finishes before another one wakes
 
 
 def turn_launch(live: runtime.Runtime, operation: str, q: ArrayView, to: ArrayView, seed: int) -> Launch:
-    """The launch that turns rows (B, H, D) or (B, H, T, D) of any strides into `to`, which is contiguous and alike.
+    """The launch that rotates rows (B, H, D) or (B, H, T, D) of any strides into `to`, contiguous and of that shape.
 
     Raises:
-        CapacityError: more than 32-bit indices reach.
+        CapacityError: an array is larger than 32-bit indices reach.
     """
     from tikv.kernels.hadamard import HELD, TurnParams, make_turn_rows
     from tikv.kernels.lanes import BLOCK

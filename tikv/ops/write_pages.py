@@ -1,4 +1,4 @@
-"""`write_pages`: new rows into pools, placed by page tables that lie one after the other, where the tables lie."""
+"""`write_pages`: writes new rows into pools, placed by concatenated page tables, which may be on the device."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def write_pages(
     starts: Any,
     layout: str,
 ) -> None:
-    """Write new keys and values into page pools in one launch, each token where its request's pages say.
+    """Write new keys and values into page pools in one launch, each token into its request's pages.
 
     A token without a request, a position, or a page in the pool is skipped.
 
     Args:
-        operation: for messages.
-        k, v, k_pool, v_pool, layout: as in `tikv.write_slots`; no pools with scales.
+        operation: the operation's name, for messages.
+        k, v, k_pool, v_pool, layout: as in `tikv.write_slots`; pools must not need scales.
         requests, positions: (T,) int32 or int64: the request of each token, and its position in it.
-        pages: the pages of all requests, one after the other.
+        pages: the pages of all requests, concatenated.
         starts: (B + 1,) where each request's pages start.
 
     Raises:

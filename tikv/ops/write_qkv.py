@@ -1,7 +1,7 @@
 """The fused write of a transformer layer: split, normalise, rotate and store Q, K and V in one launch.
 
-`write_qkv` is the whole; `norm_rope` is its transform alone, by the same kernel, so that the steps one by one give the
-bits of the whole.
+`write_qkv` does all of it; `norm_rope` does its transform alone, with the same kernel, so that separate steps give the
+same bits.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tikv.ops.row_copy import alignment, choose_codec, inner_words, scale_entrie
 from tikv.ops.write_qkv_codes import FusedTarget, write_codes
 
 _REQUIRED = ("qkv", "k_dst", "v_dst", "x")
-TABLES = ("cos", "sin", "q_weight", "k_weight")  # of a NormRope, as the kernel takes them
-WORKER_BYTES = 1 << 17  # on CPU, of the rows of a worker: with fewer, one is done before another is awake
+TABLES = ("cos", "sin", "q_weight", "k_weight")  # the arrays of a NormRope, in the kernel's order
+WORKER_BYTES = 1 << 17  # on CPU, the least bytes of rows for a worker: with fewer, one finishes before another wakes
 
 
 def _rotated_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, rope_dim: int) -> tuple[int, Any]:
-    """(units in a row, codec) of a stream that is rotated: units divide what is rotated, so that they move as pairs.
+    """(units in a row, codec) of a rotated stream: units divide the rotated part, so that they move in pairs.
 
-    On CPU a unit is one element, which is what LLVM vectorises.
+    On CPU a unit is one element, which LLVM vectorises.
     """
     from tikv.kernels.codec import Codec
 
@@ -86,7 +86,7 @@ def _bind(
     if kv_heads == 0:
         moves, strides = moves * 3, strides * 3
     q, k, v = moves
-    # The vector has K and V first, as the copy's, and Q behind them.
+    # The vector has K and V first, as in the copy, and then Q.
     of_q = len(strides) // 3
     strides = strides[of_q:] + strides[:of_q]
     moved = tokens * (q_heads + 2 * kv_heads) * width * streams[0][0].array.dtype.itemsize
@@ -142,7 +142,7 @@ def _moves(
     transform: Transform,
     scale: str,
 ) -> tuple[list[Any], list[int]]:
-    """How each stream is moved, and the strides of its two ends in words."""
+    """How each stream is moved, and the strides of its source and destination in words."""
     from tikv.kernels.copy import Stream
 
     style, moves = live.kernel_style, []
@@ -173,7 +173,7 @@ def _iterations(
     from tikv.kernels.write_qkv import lanes_of
 
     q_heads, kv_heads = heads
-    # A worker that only copies is done with twice the bytes in the time.
+    # A worker that only copies finishes twice the bytes in the same time.
     workers = max(1, min(live.threads, moved // (WORKER_BYTES if transform.pairs else 2 * WORKER_BYTES)))
     serial = live.is_cpu and workers == 1
     if live.is_cpu:
@@ -190,12 +190,12 @@ class WriteQkvPlan(Plan):
     """A checked fused write, or transform alone.
 
     Attributes:
-        q_shape, q_dtype: of the result.
-        q_is_new: Q, array 1, is made in each run and overlaps nothing.
-        tokens: rows.
-        rope_limit: rows of the tables; 0 where nothing is rotated.
-        capacity, window: of a contiguous cache, if there is one.
-        pool: what slots are checked against, if there is one.
+        q_shape, q_dtype: the shape and dtype of the result.
+        q_is_new: Q, array 1, is allocated in each run and overlaps nothing.
+        tokens: the number of rows.
+        rope_limit: rows of the tables; 0 if nothing is rotated.
+        capacity, window: those of a contiguous cache, if there is one.
+        pool: the shape that slots are checked against, if there is a pool.
     """
 
     q_shape: tuple[int, ...]
@@ -206,10 +206,10 @@ class WriteQkvPlan(Plan):
     capacity: int | None = None
     window: int | None = None
     pool: PoolShape | None = None
-    _apart: list[int] | None = None  # where the arrays but Q lay that were found to share nothing
+    _apart: list[int] | None = None  # the addresses of the arrays except Q that were last found to share nothing
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
-        """As `Plan.check_overlaps`, without a Q that is new."""
+        """As `Plan.check_overlaps`, except that a new Q is not checked."""
         if not self.q_is_new:
             super().check_overlaps(arrays)
             return
@@ -267,44 +267,44 @@ def write_qkv(
 ) -> Any:
     """Split the rows of a fused projection, normalise and rotate Q and K, store K and V, return Q: one launch.
 
-    With ``position`` K and V go to contiguous caches, linear or sliding, as in `copy`; with ``slot_mapping`` to page
-    pools, as in `write_slots`. Rows of many sequences may stand behind one another, each with its slot and its rope
-    position. V is copied as it is.
+    With ``position``, K and V go to contiguous caches, linear or sliding, as in `copy`; with ``slot_mapping``, to page
+    pools, as in `write_slots`. Rows of many sequences may follow one another, each row with its own slot and rope
+    position. V is copied unchanged.
 
     Args:
         qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
             stride.
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
             ``qkv``, or of one that `copy` converts it to, or int8; or each a `Quantized`, its pools in "NHD".
-        num_q_heads: Hq; H is that of the destinations.
-        norm_rope: what to do to Q and K; None for nothing.
+        num_q_heads: Hq; H is taken from the destinations.
+        norm_rope: the transform of Q and K; None for none.
         position: absolute position of row 0 in a contiguous cache; row ``t`` goes to ``position + t``.
-        window: slots of a sliding cache; None for a linear one.
-        slot_mapping: (T,) int32 or int64 slots of a pool; a negative one skips K and V of its row, not its Q.
-        rope_positions: (T,) int32 or int64 rows of the tables; None for ``position + arange(T)``. Needed with
+        window: slots of a sliding cache; None for a linear cache.
+        slot_mapping: (T,) int32 or int64 slots of a pool; a negative slot skips K and V of its row, but not Q.
+        rope_positions: (T,) int32 or int64 rows of the tables; None for ``position + arange(T)``. Required with
             ``slot_mapping`` if the mode rotates.
         layout: "head_major" or "token_major" for caches; "NHD", "HND" or "VLLM" for pools.
         q_layout: "token_major" gives Q as (T, Hq, D), "head_major" as (Hq, T, D).
-        k_scale, v_scale: float16 or float32 scales to write, (H, capacity) for caches and (N, bs, H) for pools: for
-            int8 destinations and for no other.
-        out: where to put Q; of that shape and the dtype of ``qkv``, with a contiguous last axis.
+        k_scale, v_scale: float16 or float32 scales to write, (H, capacity) for caches and (N, bs, H) for pools: only
+            for int8 destinations.
+        out: array for Q, of that shape and the dtype of ``qkv``, with a contiguous last axis.
 
     Returns:
-        Q, in the dtype of ``qkv``: ``out``, or a new array of the kind of ``qkv``.
+        Q, in the dtype of ``qkv``: ``out``, or a new array of the same kind as ``qkv``.
 
     Raises:
         ShapeError: arrays that do not agree, overlap, or are read-only; an odd head_dim where pairs are rotated.
-        DTypeError: a pair of dtypes without a conversion; scales where none belong.
-        CapacityError: a linear cache would overflow, or a window larger than the cache.
-        PositionError: neither ``position`` nor ``slot_mapping``, or both; a rope position that the tables end before; a
-            slot beyond the pool. A rope position that only the device knows and the tables lack skips its row, whose Q
-            is left as it was, or zero if new; ``tikv.init(debug=True)`` reads such arrays back and raises.
+        DTypeError: a pair of dtypes without a conversion; scales for destinations that take none.
+        CapacityError: a linear cache would overflow, or the window is larger than the cache.
+        PositionError: ``position`` and ``slot_mapping`` are both given or both missing; a rope position is beyond the
+            tables; a slot is beyond the pool. If rope positions are on the device, a row whose position is beyond the
+            tables is skipped, and its Q stays as it was, or zero if new; with ``tikv.init(debug=True)`` it raises.
         OptionError: an unknown layout.
 
-    Exactness: arithmetic in float32, one rounding at each store; bit for bit what `tikv.norm_rope` followed by
-    `copy`, `write_slots` or `quantize` gives. Without a transform bit-exact.
-    Cost: ``qkv`` is read once, Q, K and V are written once; one launch. Into a `Quantized` two: K and V are written in
-        float32, and read again for their codes.
+    Exactness: arithmetic in float32, one rounding at each store; the same bits as `tikv.norm_rope` followed by `copy`,
+        `write_slots` or `quantize`. Bit-exact without a transform.
+    Cost: ``qkv`` is read once, Q, K and V are written once; one launch. A `Quantized` takes two launches: K and V are
+        written in float32, and read again for their codes.
     Source: ``split_qkv_norm_rope_into_paged_cache``, its varlen form, and ``split_qkv_norm_rope_into_cache``.
 
     Examples:
@@ -326,7 +326,7 @@ def write_qkv(
 
 
 def write_fused(operation: str, qkv: Any, target: FusedTarget, **options: Any) -> Any:
-    """`write_qkv`, by the name that errors give as the operation; the options are those of `fused_call`."""
+    """`write_qkv` under the operation name that errors give; the options are those of `fused_call`."""
     return fused_call(operation, qkv, target, **options).run()
 
 
@@ -342,7 +342,7 @@ def fused_call(
     out: Any = None,
     widened: bool = False,
 ) -> FusedCall:
-    """A call of `write_qkv` that is checked and has written nothing; `widened`: into float32 from whatever dtype."""
+    """A checked call of `write_qkv` that has written nothing; `widened`: it writes float32, from any dtype."""
     k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     how = UNCHANGED if norm_rope is None else norm_rope
     given = {
@@ -378,20 +378,20 @@ def norm_rope(
     Args:
         x: (T, H, D) token-major or (H, T, D) head-major, float32, float16 or bfloat16; any strides with a contiguous
             last axis.
-        how: what to do.
-        weight: "q" or "k": whose weight the norm takes.
+        how: the norm and the rotation.
+        weight: "q" or "k": which of its weights the norm uses.
         position: position of row 0 in the tables, if ``rope_positions`` is None.
         rope_positions: (T,) int32 or int64.
-        layout: "token_major" or "head_major", of ``x`` and of what is returned.
-        out: where to put the rows, float32, float16 or bfloat16.
+        layout: "token_major" or "head_major", for ``x`` and for the result.
+        out: array for the result, float32, float16 or bfloat16.
 
     Returns:
         ``out``, or a new float32 array of the kind and shape of ``x``.
 
     Raises:
-        As `write_qkv`.
+        As `write_qkv` does.
 
-    Exactness: as `write_qkv`, by the same kernel.
+    Exactness: as in `write_qkv`, with the same kernel.
     Cost: each element is read once and written once; one launch.
 
     Examples:
@@ -414,7 +414,7 @@ class FusedCall(NamedTuple):
     arrays: list[ArrayView]
     entries: Entries
     result: Any
-    owners: tuple[Any, ...]  # what views do not keep alive
+    owners: tuple[Any, ...]  # objects that own the memory, which views do not keep alive
 
     def prepare(self) -> None:
         """`Plan.prepare` over these arrays."""
@@ -434,7 +434,7 @@ def _checked(
     check: Callable[..., WriteQkvPlan],
     position: int | None,
 ) -> FusedCall:
-    """Look up or make the plan of a call, and check what may change from call to call."""
+    """Look up or make the plan of a call, and check the values that may change from call to call."""
     live = runtime_of(*given.values())
     if not isinstance(how, NormRope):
         raise OptionError(f"{operation}: norm_rope is {how!r}. Pass a tikv.NormRope, or None.")
@@ -468,7 +468,7 @@ def check_write_qkv(
     q_layout: str,
     widened: bool,
 ) -> WriteQkvPlan:
-    """Check everything but positions and slots."""
+    """Check everything except positions and slots."""
     qkv, k, v = arrays["qkv"], arrays["k_dst"], arrays["v_dst"]
     slots, positions = arrays.get("slot_mapping"), arrays.get("rope_positions")
     q_token, q_head = token_and_head_axes(q_layout, "q_layout", operation)
@@ -571,7 +571,7 @@ def check_norm_rope(
     no_position: bool,
     layout: str,
 ) -> WriteQkvPlan:
-    """Check everything but positions."""
+    """Check everything except positions."""
     x, positions = arrays["x"], arrays.get("rope_positions")
     checks.option(weight, "weight", operation, ("q", "k"))
     token, head = token_and_head_axes(layout, "layout", operation)
@@ -651,7 +651,7 @@ def _out(arrays: dict[str, ArrayView], shape: tuple[int, ...], allowed: Sequence
 def _scales(
     arrays: dict[str, ArrayView], k: ArrayView, pool: PoolShape | None, shape: tuple[int, int], operation: str
 ) -> list[str]:
-    """The names of the scale arrays, checked; none unless the destinations are int8."""
+    """The names of the scale arrays, checked; empty unless the destinations are int8."""
     found: list[str] = [n for n in ("k_scale", "v_scale") if n in arrays]
     row = format_of(k.dtype)
     if row is None or not row.finds_scales:

@@ -1,6 +1,6 @@
-"""The fused write into groups of codes: rows in float32 by the fused write, then their codes, in two launches.
+"""The fused write into groups of codes, in two launches: the fused write makes float32 rows, and a second the codes.
 
-A group's scale needs all its numbers, which lie with several threads of the fused kernel once pairs are rotated.
+A group's scale needs all its numbers, but several threads of the fused kernel hold them once pairs are rotated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_codes(
     """`write_qkv` into two `Quantized`; `fused` writes the rows of K and V to float32 arrays, and Q.
 
     Raises:
-        As `write_qkv`, before anything is written.
+        As `write_qkv` does, before anything is written.
     """
     k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     live = runtime_of(qkv, k_dst)
@@ -71,7 +71,7 @@ def write_codes(
         require_slots_first(operation, checks.option(layout, "layout", operation, ("NHD", "HND", "VLLM")))
         head = 2
     rope = None if rope_positions is None else view_indices(rope_positions, "rope_positions", operation)
-    unknown = rope is not None and host_indices(rope, live) is None  # rows beyond the tables are left out
+    unknown = rope is not None and host_indices(rope, live) is None  # rows beyond the tables are skipped
     rows = []
     for name, array, quantised in zip(pair, codes, pair.values(), strict=True):
         checks.rank(array, (3 if index is None else 4,), name, "(H, capacity, D), or a pool (N, bs, H, D)", operation)
@@ -107,7 +107,7 @@ def _into_caches(
     layout: str,
     formats: Formats,
 ) -> tuple[CopyPlan, Any]:
-    """The plan that quantises rows into contiguous caches, and its entries; all is checked."""
+    """The plan that quantises rows into contiguous caches, and its entries; everything is checked."""
     window = checks.integer_or_none(window, "window", operation)
     found = view_all((*arrays, *numbers), (*_CONTIGUOUS, "k_scale", "v_scale"), operation)
     key = (operation, "codes", found.key, window, layout, formats)

@@ -1,7 +1,7 @@
-"""Attention over what a cache holds, where it lies: contiguous caches, rings behind sinks, page pools.
+"""Attention that reads caches in place: contiguous caches, rings with sinks, page pools.
 
 `contiguous` and `paged` describe their arrays as a `CacheLayout` (`options`); an `AttentionPlan` (`plan`) checks the
-queries against it and shares out the keys (`splits`); `launches` binds the kernels. `merge` joins results of before.
+queries against it and splits the keys (`splits`); `launches` binds the kernels. `merge` merges earlier results.
 """
 
 from tikv.ops.attention.contiguous import decode_attention as decode_attention

@@ -1,7 +1,7 @@
 """Attention over keys quantised by channel over groups of tokens, and values by token; the codes are read in place.
 
-The scores of all keys are computed first, by a kernel of their own: float32, 4 bytes for each key and row of queries.
-Attention then reads them where it would multiply queries with keys, and the values as it reads them of any cache.
+A separate kernel first computes the scores of all keys: float32, 4 bytes for each key and query row. Attention then
+reads these scores instead of multiplying queries with keys, and reads the values as in any other cache.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
 
-SERIAL_PRODUCTS = 1 << 18  # on CPU, below this the calling thread is done before another one is awake
+SERIAL_PRODUCTS = 1 << 18  # on CPU, below this the calling thread finishes before another one wakes
 
 
 class ChannelKeys(NamedTuple):
     """Keys as codes by channel.
 
     Attributes:
-        codes: (B, H, room, D, words) uint32, contiguous: of each group of tokens those of each channel. With a table
-            (blocks, H, room, D, words).
+        codes: (B, H, room, D, words) uint32, contiguous: for each group of tokens, the codes of each channel. With a
+            table, (blocks, H, room, D, words).
         numbers: (B, H, room, D, 2), or (blocks, H, room, D, 2): their scales and biases.
-        format: of the codes.
+        format: the format of the codes.
         table: (B, most blocks) of the blocks that hold a sequence's groups, `room` each; None without pages.
     """
 
@@ -40,31 +40,31 @@ class ChannelKeys(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """The number of KV heads."""
         return self.codes.shape[1]
 
     @property
     def width(self) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return self.codes.shape[3]
 
 
 def channel_scores(
     live: runtime.Runtime, operation: str, q: ArrayView, keys: ChannelKeys, out: ArrayView, groups: int
 ) -> None:
-    """Products of queries and the keys of the first `groups` groups of tokens, in one launch.
+    """Compute the products of queries with the keys of the first `groups` groups of tokens, in one launch.
 
     Args:
         live: the runtime.
-        operation: for messages.
+        operation: the operation's name, for messages.
         q: (B, Hq, T, D) float32, float16 or bfloat16, whose last axis is contiguous.
         keys: the codes.
-        out: (B, H, T * Hq / H, tokens) float32, contiguous; of a KV head the scores of its query heads with the first
-            query, then with the next. Those of groups that a table does not have stay as they are.
-        groups: how many.
+        out: (B, H, T * Hq / H, tokens) float32, contiguous; for each KV head, the rows of its query heads for the
+            first query, then for the next. The scores of groups that the table does not name stay as they are.
+        groups: how many groups are read.
 
     Raises:
-        CapacityError: more than 32-bit indices reach.
+        CapacityError: an array is larger than 32-bit indices reach.
     """
     arrays = [q, keys.codes, keys.numbers, out] + ([] if keys.table is None else [keys.table])
     key = ("channel_scores", *[a.key for a in arrays], keys.format, groups)
@@ -90,7 +90,7 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
         checks.integer(items, "units of scores", operation, high=2**31 - 1)
         for name, a in (("q", q), ("K", codes), ("scales", numbers), ("scores", out)):
             checks.addressable(a, a.dtype.itemsize, live, name, operation)
-        table = arrays[4] if paged else q  # of which a kernel without pages reads nothing
+        table = arrays[4] if paged else q  # a placeholder, since a kernel without pages does not read it
         where = (codes.shape[0], table.strides[0], table.offset // table.dtype.itemsize) if paged else (0, 0, 0)
         params = kernels.ScoreParams(
             items, groups, room, heads, queries, out.shape[3], *q.strides[:3],
@@ -122,15 +122,15 @@ class _ScorePlan(Plan):
 
 
 class ScoredValues(NamedTuple):
-    """Values, as `CacheLayout` has what is read: one for each key, whose scores were computed.
+    """Values that are weighted by computed scores, one value for each key; the fields are like those of `CacheLayout`.
 
     Attributes:
         rows: where they lie, and their scales.
-        width: numbers of a row.
+        width: numbers in a row.
         tokens: slots of a sequence, or as many as a table can name.
-        ring: slots that go round; 0 for none.
-        span: tokens that a query sees, itself included, where queries stand behind the keys; None: all see all.
-        page, blocks: slots of a block and blocks, of values that lie in pages; 0 for none.
+        ring: slots of the ring; 0 without a ring.
+        span: tokens that a query sees, itself included, if queries come after the keys; None: each query sees all keys.
+        page, blocks: slots per block and number of blocks, if values lie in pages; else 0.
     """
 
     rows: Rows
@@ -145,11 +145,11 @@ class ScoredValues(NamedTuple):
 def scored_plan(
     live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], values: ScoredValues, asked: AttentionScale
 ) -> AttentionPlan:
-    """The plan of attention with scores that are there, for queries that see all keys; checked once for each form.
+    """The plan of attention with given scores, for queries that see all keys; checked once for each form.
 
     Args:
         live, operation: as in `channel_scores`.
-        arrays: q (B, Hq, T, D); k, the scores as `channel_scores` has them; v and v_scale; lens and table of pages.
+        arrays: q (B, Hq, T, D); k, the scores from `channel_scores`; v and v_scale; lens, and the table of pages.
         values: where V lies.
         asked: what turns products into scores.
     """

@@ -1,4 +1,4 @@
-"""Which tokens each query reads, where a caller chose some: the array `indices` and its checks."""
+"""The array `indices`, by which a caller chooses the tokens that each query reads, and its checks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tikv.ops import checks
 from tikv.ops.attention.options import CacheLayout, QueryShape
 from tikv.ops.indices import host_indices
 
-MOST_RING_LENGTH = 2**30  # of a ring, given as one number, which is made smaller from there on
+MOST_RING_LENGTH = 2**30  # a ring's length, given as one number, is reduced from here on
 
 
 def indices_by_head(arrays: Mapping[str, ArrayView]) -> bool:
-    """Whether KV heads read tokens of their own."""
+    """Whether each KV head reads its own tokens."""
     return "indices" in arrays and arrays["indices"].ndim == 4
 
 
 def check_indices(
     operation: str, arrays: Mapping[str, ArrayView], query: QueryShape, cache: CacheLayout, live: runtime.Runtime
 ) -> None:
-    """The form of the indices fits the queries and the cache.
+    """Check that the form of the indices fits the queries and the cache.
 
     Raises:
         ShapeError, DTypeError, ArchError: it does not.
@@ -46,18 +46,18 @@ def check_indices(
 def check_chosen(
     operation: str, arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
 ) -> None:
-    """Each index that the host knows is -1 or a token of its sequence; in debug mode none is there twice for a query.
+    """Check that each index known to the host is -1 or a token of its sequence; in debug mode, also for duplicates.
 
     Args:
-        operation: for messages.
-        arrays: indices, and lens where there are any.
-        cache: what is attended over.
-        length: of all sequences, where there is no array of lengths.
+        operation: the operation's name, for messages.
+        arrays: indices, and lens if they are given.
+        cache: the cache that is attended over.
+        length: the length of all sequences, if there is no array of lengths.
         live: the runtime.
 
     Raises:
-        PositionError: one is not, or is there twice.
-        CapacityError: a ring that has come further than its indices can be counted.
+        PositionError: an index is not, or a query has it twice.
+        CapacityError: a ring's length is too large for its indices to be counted.
     """
     if "lens" not in arrays and cache.place == "ring" and length >= MOST_RING_LENGTH:
         raise CapacityError(
@@ -92,7 +92,7 @@ def check_chosen(
 def _ends(
     arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
 ) -> np.ndarray[Any, Any]:
-    """Tokens of all sequences, of each, or of each KV head that has indices of its own: the most that there can be."""
+    """The most tokens that there can be: of all sequences, of each, or of each KV head if it has its own indices."""
     if "lens" not in arrays:
         return np.array(length)
     lens = host_indices(arrays["lens"], live)

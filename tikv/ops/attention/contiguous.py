@@ -100,9 +100,8 @@ def decode_attention(
         mask: (B, T, T) bool, or uint8 (B, T, ceil(T / 8)) of packed bits, the lowest first: which of the T new tokens
             each query sees, instead of those up to its own. All queries see the earlier tokens. NumPy or torch.
         parents: (B, T) int32 or int64, a tree of new tokens: the parent of each among them, -1 for the earlier tokens.
-            A query sees its ancestors and itself.
-            With a mask or parents, the depth of a query is the number of new tokens that it sees, and windows and
-            slopes count by depth, not by slots. Not with ``return_mass``.
+            A query sees its ancestors and itself. With a mask or parents, the depth of a query is the number of new
+            tokens that it sees, and windows and slopes count by depth, not by slots. Not with ``return_mass``.
         head_dim_v: with ``v_cache=None``, the values are the first ``head_dim_v`` columns of the keys (latent
             attention), and an 8-bit cache has only ``k_scale``.
         indices: (B, T, K) int32 or int64, or (B, H, T, K) by KV head: the tokens that each query reads, in any order,
@@ -157,14 +156,14 @@ def decode_attention(
     return refuse_backward(call.attend(q, results, impl, first_valid or 0), q, k_cache, v_cache)
 
 
-NAMES = {"q": "q", "k": "k_cache", "v": "v_cache", "lens": "seq_lens"}  # of parameters, by what attention reads
+NAMES = {"q": "q", "k": "k_cache", "v": "v_cache", "lens": "seq_lens"}  # parameters, by the array that attention reads
 
 
 class ContiguousCaches(NamedTuple):
     """Caches as a caller gave them, and how they are read.
 
-    `formats` are of a store's caches, either of which may be words of codes, whose numbers are the scales, or have no
-    scales. With `starts` (2 * B,) `seq_lens` are of each sequence its length and the first of its slots that is seen.
+    `formats` are those of a store's caches, each of which may hold words of codes, with the scales of their groups, or
+    have no scales. With `starts`, `seq_lens` is (2 * B,): for each sequence its length and the first slot that is seen.
     The other fields are parameters of `decode_attention`.
     """
 
@@ -183,7 +182,7 @@ class ContiguousCaches(NamedTuple):
 def contiguous_call(
     operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: bool = False
 ) -> AttentionCall:
-    """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
+    """A checked call of `decode_attention`, under the operation name that errors give."""
     request = request.checked(operation)
     k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats, starts = caches
     live = runtime_of(q, k_cache)
@@ -231,7 +230,7 @@ def _contiguous(
     operation: str,
     formats: Formats,
 ) -> CacheLayout:
-    """What contiguous caches and rings hold, checked."""
+    """The checked `CacheLayout` of contiguous caches and rings."""
     checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
     k, v = arrays["k"], arrays["v"]
     for name, a in (("k_cache", k), ("v_cache", v)):
@@ -263,10 +262,10 @@ def _contiguous(
 def contiguous_cache(
     arrays: Mapping[str, ArrayView], *, sinks: int = 0, ring: int = 0, formats: Formats = (None, None)
 ) -> CacheLayout:
-    """What attention reads of (B, H, capacity, D) arrays k and v, and their scales among `arrays`.
+    """The `CacheLayout` of (B, H, capacity, D) arrays k and v, and of their scales among `arrays`.
 
-    `ring` slots go round behind the sinks, 0 for none. Of a format of groups an array holds words of codes, and its
-    scales the numbers of the groups, side by side.
+    `ring` slots after the sinks form a ring; 0 without a ring. In a format of groups an array holds words of codes,
+    and its scales are the scales and biases of the groups, side by side.
     """
     (k, v), (of_k, of_v) = (arrays["k"], arrays["v"]), formats
     return CacheLayout(
@@ -283,7 +282,7 @@ def contiguous_cache(
 
 
 def _rows(a: ArrayView, scale: ArrayView | None, format: GroupFormat | None) -> Rows:
-    """The rows of a (B, H, capacity, D) array, and scales of each, or of fewer axes."""
+    """The rows of a (B, H, capacity, D) array, and their scales, one per row or of fewer axes."""
     where = None
     if scale is not None:
         step = scale.strides

@@ -1,4 +1,4 @@
-"""Whether the warpgroups of compute capability 9.0 attend: prompts, by kernels that the native launcher alone takes."""
+"""Whether warpgroups of compute capability 9.0 are used: for prompts, by kernels that need the native launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tikv.arrays import ArrayView
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
 from tikv.ops.attention.tensor_cores import why_not_tensor_cores
 
-LEAST_ROWS = 128  # query rows of a KV head: fewer would leave part of a block with nothing to do
+LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
 
 
 def why_not_warpgroups(
@@ -20,7 +20,7 @@ def why_not_warpgroups(
     cache: CacheLayout,
     options: AttentionOptions,
 ) -> str:
-    """Why they cannot attend over arrays of this form; empty where they serve."""
+    """Why warpgroups cannot attend over arrays of this form; empty if they can."""
     if reason := launch.why_no_warpgroups(live) or why_not_tensor_cores(live, arrays, cache):
         return reason
     if cache.chosen:
@@ -50,7 +50,7 @@ def choose_warpgroups(
     cache: CacheLayout,
     options: AttentionOptions,
 ) -> Any:
-    """How their work is shared out, `Warpgroups`; None where other kernels serve."""
+    """How the work of warpgroups is shared out, as `Warpgroups`; None if other kernels are used."""
     if why_not_warpgroups(live, arrays, query, cache, options):
         return None
     from tikv.kernels.attention import hopper

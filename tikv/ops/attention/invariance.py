@@ -1,18 +1,18 @@
-"""What attention does otherwise under ``tikv.init(invariant=True)``, all of it.
+"""Everything that attention does differently under ``tikv.init(invariant=True)``.
 
-A row of a result then has the same bits whatever the batch, the other sequences, pages or contiguous memory, the chunks
-in which its prompt came, and whether it is of a prompt or of one token. Sums of floats depend on their order, so what
-decides on the order of a row's sums may depend on none of these:
+A row of a result then has the same bits whatever the batch, the other sequences, the memory (pages or contiguous), the
+chunks of its prompt, and whether it belongs to a prompt or to a single token. Sums of floats depend on their order, so
+nothing that decides the order of a row's sums may depend on any of these:
 
-- Keys are cut at multiples of `SPLIT_KEYS` positions, however many there are and whatever has time for them. The parts
-  of the splits are merged one after another, of which those that a row sees nothing of leave each bit as it is.
-- There is one kernel for prompts and for one token, whose tasks have as many rows for any number of queries. Within a
-  split keys are taken in blocks from multiples of their length on, each in its place, seen or not.
-- Not taken are the kernels that do not do so: on CUDA those of the tensor cores, whose tiles follow from the number of
-  queries, and that of lanes, where the rows of a warp share when their maxima move; on CPU those of few rows, which
-  read pages and contiguous memory by other loops; and torch's.
+- Keys are split at multiples of `SPLIT_KEYS` positions, however many keys and idle processors there are. The parts are
+  merged one after another; a part in which a row sees no key leaves its bits unchanged.
+- One kernel serves prompts and single tokens; its tasks have the same number of rows for any number of queries. Within
+  a split, keys are processed in blocks that start at multiples of the block length, whether they are seen or not.
+- Kernels that do not work so are not used: on CUDA those of the tensor cores, whose tiles depend on the number of
+  queries, and that of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which
+  read pages and contiguous memory with different loops; and torch's.
 
-A store's ring, whose new tokens overwrite what a prompt's first queries see, takes a prompt one token at a time.
+A store's ring, whose new tokens overwrite keys that a prompt's first queries see, takes a prompt one token at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tikv.errors import OptionError
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
 
 SPLIT_KEYS = {"cpu": 1024, "cuda": 512, "vulkan": 512, "metal": 512, "amdgpu": 512}  # whole blocks of every kernel
-MOST_PARTS = 1 << 24  # numbers of the parts of one launch; more queries have several
+MOST_PARTS = 1 << 24  # numbers in the parts of one launch; more queries take several launches
 FEW_ROWS, MANY_ROWS = 4, 8  # query rows of a task on a GPU, by the query heads of a KV head
 
 
 def refuse_splits(live: runtime.Runtime, operation: str, options: AttentionOptions) -> None:
-    """No number of splits is asked for.
+    """Check that the caller did not ask for a number of splits.
 
     Raises:
-        OptionError: one is.
+        OptionError: one was given.
     """
     if live.invariant and options.splits is not None:
         raise OptionError(
@@ -40,7 +40,7 @@ def refuse_splits(live: runtime.Runtime, operation: str, options: AttentionOptio
 
 
 def fixed_rows(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, most: int) -> int:
-    """Query rows of a task for any number of queries, at most so many on a GPU; 0 where they may be chosen."""
+    """Query rows of a task, the same for any number of queries, at most `most` on a GPU; 0 if they may be chosen."""
     if not live.invariant:
         return 0
     if live.is_cpu:
@@ -53,16 +53,16 @@ def fixed_rows(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, mos
 def fixed_splits(
     live: runtime.Runtime, query: QueryShape, cache: CacheLayout, longest: int, options: AttentionOptions, sink: bool
 ) -> int:
-    """Splits of one length that hold all keys of the longest sequence which some query sees, and one for a sink logit.
+    """Splits of equal length for all keys of the longest sequence that some query sees, and one for a sink logit.
 
-    Of a window those between the fixed tokens and the first key behind them are left out.
+    With a window, the splits between the sinks and the first key of the window are left out.
     """
     keys = SPLIT_KEYS[live.arch]
     found = -(-longest // keys)
     if cache.chosen:
         pass
     elif cache.place == "ring":
-        if longest >= cache.capacity:  # as far as is known: positions go on, and what is held does not grow
+        if longest >= cache.capacity:  # the ring is full, or may be: its slots do not grow with positions
             found = -(-cache.ring // keys) + 1 + -(-cache.sinks // keys)
     elif options.span is not None:
         found = min(found, -(-(options.span + query.queries) // keys) + 1 + -(-cache.sinks // keys))
@@ -70,7 +70,7 @@ def fixed_splits(
 
 
 def queries_of_launch(live: runtime.Runtime, query: QueryShape, splits: int, width_v: int, whole: bool) -> int:
-    """How many queries one launch has, whose parts are kept until they are merged; all where `whole` says so."""
+    """How many queries one launch takes, as its parts are kept until they are merged; all queries if `whole`."""
     if not live.invariant or whole or splits == 1:
         return query.queries
     found = max(1, MOST_PARTS // max(1, query.batch * query.heads * splits * width_v))

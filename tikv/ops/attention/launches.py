@@ -1,7 +1,7 @@
-"""The launches of an attention: kernels chosen and bound for one way of splitting the keys.
+"""The launches of attention: kernels chosen and bound for one way of splitting the keys.
 
-Several splits leave normalised parts and their log-sum-exps in scratch memory, which a second launch merges. The mass
-of each key is one more launch.
+If there are several splits, they leave normalised parts and their log-sum-exps in scratch memory, and a second launch
+merges them. The mass of each key takes one more launch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.turned import turn_launch
 
 LEAST_SCRATCH = 1 << 16  # bytes
-MOST_DOUBLED = 1 << 26  # up to so many twice as many follow, so that what stays is no more than what is used
+MOST_DOUBLED = 1 << 26  # up to here scratch memory doubles, so that old blocks never exceed the newest
 
 
 def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> Entries:
-    """A length and a first position as entries, which fit 32 bits and leave the same tokens in the same slots.
+    """The entries of a length and a first position, reduced to 32 bits with the same tokens in the same slots.
 
-    With them goes how far what the queries see is ahead of the keys.
+    They include how far the queries are ahead of the keys.
     """
     if cache.place == "ring" and length >= 2**30:
         enough = cache.sinks + 2 * cache.ring + queries
@@ -48,10 +48,10 @@ def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: i
 
 
 def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
-    """Memory for what lies between launches; grown as needed, shared by all plans of a runtime, in launch order.
+    """Memory for results that one launch leaves for the next; it grows as needed and all plans of a runtime share it.
 
-    A CUDA graph that was captured goes on using what there was then, so where one may have been it stays: a launch that
-    is captured is on a stream of its own.
+    A captured CUDA graph keeps using the memory of its capture, so old memory is kept if there may be such a graph: a
+    captured launch is on a stream of its own.
     """
     kept = live.scratch
     if not kept or kept[-1].nbytes < nbytes:
@@ -59,7 +59,7 @@ def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
             live.synchronize()
             kept.clear()
         capturing = live.is_cuda and driver.capturing(live.index)
-        make = Memory if capturing else lasting_memory  # what a capture asks for is the graph's anyway
+        make = Memory if capturing else lasting_memory  # memory made during a capture belongs to the graph anyway
         least = 2 * kept[-1].nbytes if kept and kept[-1].nbytes < MOST_DOUBLED else LEAST_SCRATCH
         kept.append(make(max(nbytes, least), live))
     found: Memory = kept[-1]
@@ -67,34 +67,34 @@ def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
 
 
 class AttendedTokens(NamedTuple):
-    """Which tokens a call attends over, where there is no array of lengths, and where its queries stand."""
+    """The tokens that a call attends over, if there is no array of lengths, and the positions of its queries."""
 
-    length: int = 0  # of all sequences
-    first_valid: int = 0  # oldest position behind the sinks that is still there
+    length: int = 0  # the length of all sequences
+    first_valid: int = 0  # oldest position after the sinks that is still there
     ahead: int = 0  # tokens between the newest key and the newest query, whose position is length - 1 + ahead
-    first_query: int = 0  # of keys that are sharded over ranks, as `AttentionTerms` has it
+    first_query: int = 0  # for keys that are sharded over ranks, as in `AttentionTerms`
 
 
 ALL = AttendedTokens()
 
 
 class Scratch(NamedTuple):
-    """Where in the scratch memory things lie, in bytes, and its size."""
+    """Offsets in the scratch memory, in bytes, and its size."""
 
-    partials: int  # results of splits, from 0 on
-    lse: int  # of the result, where nobody asked for it
-    tree: int  # words of the new tokens, where they are a tree
-    turned: int  # queries, where keys are stored turned
-    work: int  # of the workers of a CPU
+    partials: int  # the results of splits begin at 0 and end here
+    lse: int  # the result's log-sum-exps, if the caller gets none
+    tree: int  # the words of the new tokens, if they form a tree
+    turned: int  # the rotated queries, if keys are stored rotated
+    work: int  # the memory of a CPU's workers
     nbytes: int
 
 
 class AttentionLaunches(Plan):
     """The launches of an `AttentionPlan` for one number of splits, bound at the first run; see `ops.plan`.
 
-    Without an array for the result they are that of the mass alone, by the log-sum-exps that attention left: of the
-    keys in the order of a store's `tokens`; with one it is by slot.
-    Results of splits, and log-sum-exps that nobody asked for, go to memory that all plans of a runtime share.
+    Without an array for the result there is only the launch of the mass, from the log-sum-exps that attention left: for
+    keys in the order of a store's `tokens`. With one, the mass is by slot. Results of splits, and log-sum-exps that the
+    caller does not get, go to memory that all plans of a runtime share.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class AttentionLaunches(Plan):
         self.weighs_only = "out" not in arrays
         written = [name == "mass" or (name in ("out", "lse") and not self.weighs_only) for name in arrays]
         super().__init__(live, operation, tuple(arrays), written)
-        self.lock = live.lock  # whose holder alone uses the scratch memory
+        self.lock = live.lock  # only its holder uses the scratch memory
         self.query, self.cache, self.options = query, cache, options
         self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
-        whole = bool(tree_of(arrays)) or options.sharded != (0, 0) or cache.scored  # which count queries from the first
+        whole = bool(tree_of(arrays)) or options.sharded != (0, 0) or cache.scored  # these count queries from the first
         self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
         partials = query.batch * query.heads * self.of_launch * self.splits if self.splits > 1 else 0
         checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
@@ -144,23 +144,23 @@ class AttentionLaunches(Plan):
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(partial_bytes, own_lse, tree, turned, work, nbytes)
-        self.memory: Memory | None = None  # that the launches are bound to
-        self.first_valid = 0  # that the launches have
+        self.memory: Memory | None = None  # the scratch memory that the launches are bound to
+        self.first_valid = 0  # the entry that the launches have
 
     @property
     def _seed(self) -> int | None:
-        """By whose signs the keys are turned; None where they are not."""
+        """The seed of the signs by which the keys are rotated; None if they are not."""
         return None if self.cache.k.format is None else self.cache.k.format.seed
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
-        """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
+        """Check nothing: a given `out` was checked before, and a new array overlaps nothing."""
 
     def attend(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> None:
-        """Launch over these arrays, as many tokens as a call has."""
+        """Launch over these arrays and tokens."""
         length, oldest, ahead, first_query = tokens
         with self.lock:
             self._find_scratch()
-            # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
+            # A CUDA graph would bake in a length on the host: it is set again each time, so that a capture refuses it.
             entries = NO_ENTRIES
             if "lens" not in arrays or oldest or self.first_valid:
                 ahead += self.options.newer
@@ -168,14 +168,14 @@ class AttentionLaunches(Plan):
                 if self.options.sharded[0]:
                     entries = {**entries, "first_query": first_query}
                 oldest = entries["first_valid"]
-            self.first_valid = max(oldest, self.first_valid)  # where the run is broken off, it is not said to be 0
+            self.first_valid = max(oldest, self.first_valid)  # so that it is not taken for 0 if the run is interrupted
             self.run(list(arrays.values()), entries)
             self.first_valid = oldest
 
     def attend_again(self, pointers: tuple[int, ...], length: int) -> bool:
-        """`attend` over arrays of the forms that were bound, at these addresses, by the cheapest calls.
+        """`attend` over arrays of the bound forms, at these addresses, with the least work.
 
-        The queries are those of the newest of so many tokens, all of which are there; False where nothing is bound.
+        The queries are those of the newest of `length` tokens, all of which are valid; False if nothing is bound yet.
         """
         with self.lock:
             self._find_scratch()
@@ -191,19 +191,19 @@ class AttentionLaunches(Plan):
         return True
 
     def prepare(self, arrays: Sequence[ArrayView]) -> None:
-        """As there, over the scratch memory of now."""
+        """As in `Plan`, over the current scratch memory."""
         with self.lock:
             self._find_scratch()
             super().prepare(arrays)
 
     def _find_scratch(self) -> None:
-        """The memory that the launches share with others; where that has grown they are bound again."""
+        """Find the scratch memory; if it has grown, the launches are bound again."""
         memory = scratch_of(self.live, self.scratch.nbytes)
         if memory is not self.memory:
             self.memory, self.launches, self.first_valid = memory, None, 0
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
-        """The launches over these arrays, without lengths that the host knows."""
+        """The launches over these arrays; lengths that the host knows are set in each run."""
         from tikv.kernels.attention import merge
 
         arrays = dict(zip(self.names, given, strict=True))
@@ -233,7 +233,7 @@ class AttentionLaunches(Plan):
             **_numbers_of_chosen(arrays),
         )
         rows = rows_of_task(self.query.queries, choices.group, chosen=cache.chosen)
-        # What attention leaves has the terms.
+        # The log-sum-exps that attention leaves include these terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
         plain = plain._replace(rows=rows, values=None, invariant=False, masked=masked(arrays, self.query, self.options))
         if self.weighs_only:
@@ -272,7 +272,7 @@ class AttentionLaunches(Plan):
         return found
 
     def _pieces(self, strides: Any, params: Any, split: bool) -> Iterator[tuple[Any, Any]]:
-        """Strides and numbers of each launch that attends, where one does not have all queries."""
+        """The strides and numbers of each launch that attends; there are several if one does not take all queries."""
         queries, most = self.query.queries, self.of_launch
         if most == queries:
             yield strides, params
@@ -299,21 +299,21 @@ class AttentionLaunches(Plan):
             )
 
     def _rows_of_task(self, group: int) -> int:
-        """Query rows of a task that attends."""
+        """The number of query rows in a task of attention."""
         cache = self.cache
         return rows_of_task(self.query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
 
     def _mass_launch(
         self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
     ) -> Launch:
-        """The launch that weighs the keys by the log-sum-exps of their queries; `params` is of attention's own."""
+        """The launch that weighs the keys by the log-sum-exps of their queries; `params` are those of attention."""
         to, style, cache = arrays["mass"], self.live.kernel_style, self.cache
         factory, own_choices = self._mass_factory(style, choices)
         heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
         keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
         if cache.chosen:
             keys, blocks = arrays["indices"].shape[-1], self.query.queries
-        by_key = factory.__name__ == "make_mass"  # a thread has one, not a part of a head's
+        by_key = factory.__name__ == "make_mass"  # a thread has one key, not a part of a head's keys
         items = heads * blocks * (keys if by_key else splits * _threads_of_task(style))
         numbers = params._replace(
             tasks=items if by_key else heads * blocks * splits,
@@ -339,7 +339,7 @@ class AttentionLaunches(Plan):
         return Launch(kernel.bind(items, *weighed, strides, numbers, self._scalars()), weighed)
 
     def _choices(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
-        """What the kernels are compiled for."""
+        """The compile-time choices of the kernels."""
         from tikv.kernels.attention.parameters import Choices, Kept
 
         cache, query, options = self.cache, self.query, self.options
@@ -381,7 +381,7 @@ class AttentionLaunches(Plan):
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
-        """Where rows lie: of q, of the result, of K and V in words, of scales, lengths and table."""
+        """The strides of q, of the result, of K and V in words, and of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
         to, lens, table = arrays.get("out", arrays["q"]), arrays.get("lens"), arrays.get("table")
@@ -399,14 +399,14 @@ class AttentionLaunches(Plan):
         return AttentionStrides(*found)
 
     def _lse_strides(self, lse: ArrayView | None) -> tuple[int, int, int]:
-        """Of a sequence, a head and a query, in the array that was given or in memory of our own."""
+        """The strides of a sequence, a head and a query, in the given array or in scratch memory."""
         queries = self.query.queries
         if lse is None:
             return self.query.heads * queries, queries, 1
         return (*lse.strides, 0) if lse.ndim == 2 else lse.strides  # type: ignore[return-value]
 
     def _params(self, out: ArrayView, lse: ArrayView) -> Any:
-        """The numbers of the launch that attends; `out` and `lse` are what it writes."""
+        """The numbers of the launch that attends; it writes `out` and `lse`."""
         from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
 
         cache, query, options = self.cache, self.query, self.options
@@ -438,7 +438,7 @@ class AttentionLaunches(Plan):
         )
 
     def _scalars(self) -> tuple[float, ...]:
-        """Scales of the logits, the soft cap and the log-sum-exps."""
+        """The scales of the logits, the soft cap and the log-sum-exps."""
         from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
 
         options, cap = self.options, self.options.softcap
@@ -455,7 +455,7 @@ class AttentionLaunches(Plan):
         )
 
     def _factory(self, style: str, choices: Any, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's factory, and the choices it takes before the common ones."""
+        """The kernel's factory, and the choices that it takes before the common ones."""
         if style == "cpu":
             from tikv.kernels.attention.cpu import make_attend_cpu
 
@@ -481,7 +481,7 @@ class AttentionLaunches(Plan):
         return make, (style, lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP)
 
     def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
-        """As `_factory`, of the mass."""
+        """As `_factory`, for the mass."""
         by_slot = not self.weighs_only
         if style == "cpu":
             from tikv.kernels.attention.mass_cpu import make_mass_cpu
@@ -491,7 +491,7 @@ class AttentionLaunches(Plan):
             from tikv.kernels.attention import cuda, mass_cuda
 
             if choices.bits == cuda.WORD_BITS and not choices.chosen:
-                # Without V's words there are registers for one block more.
+                # V's words are not held, which leaves registers for one more block.
                 shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, cuda.is_long(choices))
                 shape = shape._replace(resident=4)
                 single = self.query.queries * choices.group <= choices.rows
@@ -508,7 +508,7 @@ def choose_most_rows(
     cache: CacheLayout,
     options: AttentionOptions,
 ) -> int:
-    """Query rows of a task at most: more of a prompt on CPU, fewer on CUDA where the code of more would be too long."""
+    """The most query rows in a task: more for a prompt on CPU, fewer on CUDA if the code would become too long."""
     style = live.kernel_style
     if live.is_cpu and query.queries > 1 and not cache.chosen:
         from tikv.kernels.attention import cpu
@@ -542,15 +542,15 @@ def choose_most_rows(
 
 
 def masked(arrays: dict[str, ArrayView], query: QueryShape, options: AttentionOptions) -> bool:
-    """Whether queries of a task may see different keys; where tokens are chosen a task is of one query."""
+    """Whether queries of a task may see different keys; if tokens are chosen, a task has one query."""
     several = query.queries > 1 and "indices" not in arrays
     return options.causal and (several or bool(tree_of(arrays)))
 
 
 def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:
-    """Bits of a word of K and of V: an element on CPU, elsewhere the widest at which every row starts.
+    """Bits of a word of K and of V: an element on CPU, elsewhere the widest word to which every row is aligned.
 
-    K and V that are stored alike have the same; of others a word has 32 bits at most.
+    If K and V are stored alike, both have the same width; if not, a word has at most 32 bits.
     """
     itemsize = k.dtype.itemsize
     if not cache.alike:
@@ -568,7 +568,7 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
     widest = 0
-    if style == "cuda" and not cache.fixed_rows:  # else they are read as where memory is aligned for less
+    if style == "cuda" and not cache.fixed_rows:  # with fixed rows a word has at most 4 bytes
         from tikv.kernels.attention import cuda
 
         widest = cuda.MAX_WIDTH
@@ -578,27 +578,27 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
 
 
 def _bits_of_other(rows: Rows, a: ArrayView, width: int, style: str) -> int:
-    """Bits of a word of K, or of V, beside one that is stored otherwise."""
+    """Bits of a word of K, or of V, if the other one is stored differently."""
     if style == "cpu" or rows.format is not None:
         return a.dtype.itemsize * 8
     return max(a.dtype.itemsize, _bytes_of_rows(rows, a, width, 4)) * 8
 
 
 def row_bytes(k: ArrayView, v: ArrayView, cache: CacheLayout, most: int) -> int:
-    """The most bytes, a power of two up to `most`, at a multiple of which every row of K and V, or piece, starts."""
+    """The largest power of two, in bytes up to `most`, to which every row of K and V, or piece of a row, is aligned."""
     both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
     return min(_bytes_of_rows(rows, a, width, most) for rows, a, width in both)
 
 
 def _bytes_of_rows(rows: Rows, a: ArrayView, width: int, most: int) -> int:
-    """`row_bytes` of K, or of V."""
+    """`row_bytes` for K, or for V."""
     jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
     common = math.gcd(most, a.ptr or 0, a.offset, *(n * a.dtype.itemsize for n in jumps))
     return common & -common
 
 
 def _numbers_of_chosen(arrays: dict[str, ArrayView]) -> dict[str, int]:
-    """Where the chosen tokens of a query stand, and how many they are, as of `AttentionParams`."""
+    """The entries of `AttentionParams` for chosen tokens: where those of a query lie, and how many there are."""
     if "indices" not in arrays:
         return {}
     a, by_head = arrays["indices"], indices_by_head(arrays)
@@ -612,12 +612,12 @@ def _numbers_of_chosen(arrays: dict[str, ArrayView]) -> dict[str, int]:
 
 
 def _first(array: ArrayView | None) -> int:
-    """The first element of an array, counted from where its memory begins; 0 for none."""
+    """The offset of an array's first element from where its memory begins; 0 for None."""
     return 0 if array is None else array.offset // array.dtype.itemsize
 
 
 def _in_pairs(out: ArrayView, shape: QueryShape) -> bool:
-    """Whether each two columns of a result begin at a multiple of the size of both."""
+    """Whether each pair of columns of a result is aligned to the size of both."""
     both = 2 * out.dtype.itemsize
     return not any(n % both for n in (out.ptr or 0, out.offset, *(n * out.dtype.itemsize for n in shape.strides)))
 

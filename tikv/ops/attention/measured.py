@@ -1,4 +1,4 @@
-"""What `tikv bench --attention` measured on this machine: from how many queries on torch's attention is faster."""
+"""What `tikv bench --attention` measured here: the number of queries from which torch's attention is faster."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from tikv import runtime
 from tikv.errors import TikvError
 
-VARIABLE = "TIKV_ATTENTION_TABLE"  # names another file than the user's own; "off" does without one
+VARIABLE = "TIKV_ATTENTION_TABLE"  # names a file other than the default; "off" uses none
 OFF = "off"
-FORM = 1  # of the file
+FORM = 1  # the version of the file's form
 
 
 class Timing(NamedTuple):
-    """Microseconds of both for one shape: a causal call with so many queries of a sequence over so many keys."""
+    """Microseconds of both implementations for one shape: a causal call with some queries per sequence and keys."""
 
     dtype: str
     head_dim: int
@@ -32,9 +32,9 @@ class Timings(NamedTuple):
     """What was measured on one device.
 
     Attributes:
-        day: when, as 2026-11-25.
+        day: the date of the measurement, such as 2026-11-25.
         torch: the version of torch.
-        rows: one for each shape.
+        rows: one timing for each shape.
     """
 
     day: str
@@ -42,7 +42,7 @@ class Timings(NamedTuple):
     rows: tuple[Timing, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """These timings as a dict for JSON."""
         return {**self._asdict(), "rows": [row._asdict() for row in self.rows]}
 
     def knows(self, dtype: str) -> bool:
@@ -50,7 +50,7 @@ class Timings(NamedTuple):
         return any(row.dtype == dtype for row in self.rows)
 
     def least_queries(self, dtype: str, head_dim: int) -> int | None:
-        """From how many queries on torch is faster, for the timed width nearest to `head_dim`; None if it never is."""
+        """The least number of queries for which torch is faster, for the nearest timed width; None if it never is."""
         timed = [row for row in self.rows if row.dtype == dtype]
         width = min({row.head_dim for row in timed}, key=lambda width: (abs(width - head_dim), width))
         least = None
@@ -62,7 +62,7 @@ class Timings(NamedTuple):
 
 
 def path() -> pathlib.Path:
-    """The file: what the variable TIKV_ATTENTION_TABLE names, or one in the user's folder for caches."""
+    """The file's path: the one that TIKV_ATTENTION_TABLE names, or one in the user's cache folder."""
     if given := os.environ.get(VARIABLE):
         return pathlib.Path(given)
     if sys.platform == "darwin":
@@ -76,18 +76,18 @@ def path() -> pathlib.Path:
 
 @functools.cache
 def device_of(arch: str) -> str:
-    """The name by which the file has the device of a back end."""
+    """The file's name for the device of a back end."""
     cores = f", {os.cpu_count()} cores" if arch == "cpu" else ""
     return f"{arch}: {runtime.device_name(arch)}{cores}"
 
 
 def timings(live: runtime.Runtime) -> Timings | None:
-    """What was measured on the device of the live runtime, with the torch that is installed; None if nothing was."""
+    """The timings of the live runtime's device with the installed version of torch; or None."""
     return _found(path(), device_of(live.arch))[0]
 
 
 def report(live: runtime.Runtime) -> str:
-    """By what `impl="auto"` chooses between tikv's kernel and torch's attention, for people."""
+    """How `impl="auto"` chooses between tikv's kernel and torch's attention, as text for people."""
     return _found(path(), device_of(live.arch))[1]
 
 
@@ -122,7 +122,7 @@ def _read(file: pathlib.Path) -> dict[str, Timings]:
 
 
 def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
-    """Put what was measured on the live runtime's device into the file; what it has of other devices stays.
+    """Write the timings of the live runtime's device into the file; those of other devices stay.
 
     Raises:
         TikvError: the file cannot be written, or the environment asks for none.
@@ -136,7 +136,7 @@ def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
     try:
         devices = _read(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        devices = {}  # there is none, or none that can be read, as `report` has said
+        devices = {}  # there is no file, or it cannot be read, which `report` has said
     devices[device_of(live.arch)] = found
     told = {name: timed.as_dict() for name, timed in devices.items()}
     beside = file.with_name(f"{file.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Attention states of several sets of keys made one: `merge_states` of two, `merge_parts` of any number."""
+"""Merges attention states of several sets of keys: `merge_states` merges two, `merge_parts` any number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tikv.ops.attention.options import QUERIES
 from tikv.ops.plan import Launch, Plan
 
 STATES = ("out_a", "out_b", "lse_a", "lse_b")
-SERIAL_ELEMENTS = 1 << 16  # on CPU, below this the calling thread is done before another one is awake
+SERIAL_ELEMENTS = 1 << 16  # on CPU, below this the calling thread finishes before another one wakes
 
 
 def merge_states(
@@ -25,11 +25,11 @@ def merge_states(
     Use it for a prefix that sequences share, a prompt in chunks, or keys on several devices.
 
     Args:
-        out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
+        out_a, out_b: results over each set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
         lse_a, lse_b: their log-sum-exps, float32 (...) with any strides; -inf for an empty set, whose result is then
             ignored. A NaN makes the new row and its log-sum-exp NaN.
-        lse_base2: both, and the new one, are in base 2 instead of e.
-        out: array for the result, whose last axis is contiguous; None for a new one of the kind and dtype of `out_a`.
+        lse_base2: both log-sum-exps, and the new one, are in base 2 instead of e.
+        out: array for the result, with a contiguous last axis; None for a new array of the kind and dtype of `out_a`.
 
     Returns:
         (out, lse) of both sets together.
@@ -56,7 +56,7 @@ def merge_states(
 
 
 def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any, lse: Any) -> tuple[Any, Any]:
-    """`merge_states` of (out_a, lse_a, out_b, lse_b), also into an array for the log-sum-exps, of any strides."""
+    """`merge_states` of (out_a, lse_a, out_b, lse_b), which may also be given an array for the log-sum-exps."""
     out_a, lse_a, out_b, lse_b = states
     live = runtime_of(out_a, out_b)
     arrays = [view(a, n, operation) for n, a in zip(STATES, (out_a, out_b, lse_a, lse_b), strict=True)]
@@ -75,7 +75,7 @@ def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any,
 
 
 def _check_states(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
-    """Refuse two states that cannot be merged, and a result that theirs does not fit."""
+    """Refuse two states that cannot be merged, and an array for the result that does not fit them."""
     first, second, _, _, to, _ = arrays
     checks.on_device(list(zip(STATES, arrays[:4], strict=True)), live, operation)
     for name, a in zip(STATES[:2], arrays[:2], strict=True):
@@ -131,14 +131,14 @@ def merge_parts(
     sink_logits: ArrayView | None = None,
     base2: bool = False,
 ) -> None:
-    """Merge any number of states that lie in one array: each row's result and, behind it, its log-sum-exp.
+    """Merge any number of states that lie in one array: each row holds a result followed by its log-sum-exp.
 
     Args:
-        operation: for messages.
+        operation: the operation's name, for messages.
         parts: (number, B, Hq, T, D_v + 1) float32, contiguous.
         out: (B, Hq, T, D_v), of any float dtype and strides whose last is 1.
         lse: (B, Hq, T) float32, of any strides.
-        sink_logits: (Hq,) float32, which count once, whatever the number of parts; None for none.
+        sink_logits: (Hq,) float32, which count once, whatever the number of parts; or None.
         base2: the log-sum-exps are in base 2 rather than e.
     """
     live = runtime_of(parts)

@@ -1,4 +1,4 @@
-"""What is asked of a cache: how it lies, what is asked, the shape of queries, and their checks."""
+"""A cache's layout, the options of a call, the shape of its queries, and the checks of all three."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
 
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
-READ_SCALES = (*dtypes.SCALES, dtypes.float8_e8m0fnu, dtypes.float8_e4m3fn)  # the last two of formats that are checked
+READ_SCALES = (*dtypes.SCALES, dtypes.float8_e8m0fnu, dtypes.float8_e4m3fn)  # formats check the last two
 MOST_ROWS = 8  # query rows that share a pass over the keys
 
 
@@ -33,62 +33,62 @@ class CacheLayout(NamedTuple):
     width: int
     width_v: int
     place: str  # "linear", "ring" or "table"
-    capacity: int  # tokens that a length may count; slots, or what the table can name
+    capacity: int  # the greatest length: slots, or tokens that the table can name
     page: int = 0
     blocks: int = 0
     sinks: int = 0
     ring: int = 0
-    tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
-    most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
-    chosen: bool = False  # whether a query reads some tokens only, so that no other shares its keys
-    starts: bool = False  # whether lengths are (2 * B,): of each sequence the length, and the first key that is seen
-    scored: bool = False  # K holds products of queries and keys; `k.block` is from a query row's to the next one's
-    fixed_rows: int = 0  # query rows of a task for any number of queries; 0 where `most_rows` are shared out
+    tile: Any = None  # a `Tile`, if CUDA's tensor cores are used
+    most_rows: int = MOST_ROWS  # query rows that one task computes, if they are not used
+    chosen: bool = False  # whether each query reads chosen tokens, so that queries share no keys
+    starts: bool = False  # whether lengths are (2 * B,): each sequence's length and its first key that is seen
+    scored: bool = False  # K holds products of queries and keys; `k.block` is the step between query rows
+    fixed_rows: int = 0  # query rows of a task for any number of queries; 0 if up to `most_rows` are chosen
 
     @property
     def alike(self) -> bool:
-        """Whether K and V are stored in one format; keys alone may be turned."""
+        """Whether K and V are stored in one format; the keys alone may be rotated."""
         return not self.scored and self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
 
     @property
     def scales(self) -> list[Scale]:
-        """Those of K and of V that there are; they lie alike."""
+        """The scales of K and V, as far as there are any; both have the same strides."""
         return [rows.scale for rows in (self.k, self.v) if rows.scale is not None]
 
     @property
     def scale_strides(self) -> tuple[int, int, int, int]:
-        """Entries from the scales of a sequence, a block, a token and a head to the next's."""
+        """The steps, in entries, between the scales of sequences, blocks, tokens and heads."""
         found = self.scales
         return (found[0].sequence, found[0].block, found[0].token, found[0].head) if found else (0, 0, 0, 0)
 
 
 class AttentionOptions(NamedTuple):
-    """What is asked of a cache, without the arrays."""
+    """The options of a call of attention, without the arrays."""
 
     scale: float | None = None
     causal: bool = True
-    span: int | None = None  # tokens behind the sinks that a query sees
+    span: int | None = None  # tokens after the sinks that a query sees
     softcap: float | None = None
     splits: int | None = None
     base2: bool = False
     mass: bool = False
-    newer: int = 0  # tokens behind its own that a causal query sees; its span counts them too
-    short: bool = False  # lengths may be shorter than the queries, of which the first then see nothing
-    sharded: tuple[int, int] = (0, 0)  # keys of a block of this rank, and of the others' between two; for slopes
+    newer: int = 0  # tokens after its own that a causal query sees; its span counts them too
+    short: bool = False  # a length may be less than the number of queries; the first queries then see nothing
+    sharded: tuple[int, int] = (0, 0)  # keys per block of this rank, and of other ranks between two; for slopes
 
 
 class QueryShape(NamedTuple):
-    """What the shape and strides of q or of the result say."""
+    """The sizes and strides of q or of the result."""
 
     batch: int
     heads: int
     queries: int
     width: int
-    strides: tuple[int, int, int]  # of a sequence, a head, a query
+    strides: tuple[int, int, int]  # those of a sequence, a head, a query
 
 
 def real(value: Any, name: str, operation: str) -> float | None:
-    """A number of the options as a float, so that equal ones have one form."""
+    """A number among the options as a float, so that equal numbers give equal keys."""
     if value is None or type(value) is float:
         return value
     try:
@@ -100,17 +100,17 @@ def real(value: Any, name: str, operation: str) -> float | None:
 
 
 MOST_SPLITS = 1024
-MOST_QUERIES = 256  # of a prompt that a launch serves: it reads from what its first sees to what its last sees
+MOST_QUERIES = 256  # queries of a prompt per launch, which reads all keys that its first to last query see
 MOST_WARPGROUP_QUERIES = 1 << 14
 INTEGERS = (int, np.integer)
 
 
 NO_ARRAYS: Mapping[str, ArrayView] = {}
-STORED = ("k", "v", "k_scale", "v_scale")  # what a cache of codes is stored in
+STORED = ("k", "v", "k_scale", "v_scale")  # the arrays that store a cache of codes
 
 
 def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What an `AttentionPlan` is found by; the options are checked, so that equal ones are of one type."""
+    """The key of an `AttentionPlan`; the options are checked, so that equal ones have the same type."""
     return (operation, *arrays, *[a.key for a in arrays.values()], *options)
 
 
@@ -134,7 +134,7 @@ def check_form(
     batch: int,
     options: AttentionOptions,
 ) -> None:
-    """Every precondition that is left of the form of a call."""
+    """Check every remaining precondition of the form of a call."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
@@ -183,17 +183,17 @@ def check_form(
 
 
 def lens_by_head(arrays: dict[str, ArrayView]) -> bool:
-    """Whether KV heads have lengths of their own."""
+    """Whether each KV head has its own length."""
     return "lens" in arrays and arrays["lens"].ndim == 2
 
 
 def table_by_head(arrays: dict[str, ArrayView]) -> bool:
-    """Whether KV heads have pages of their own."""
+    """Whether each KV head has its own pages."""
     return "table" in arrays and arrays["table"].ndim == 3
 
 
 def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what: str, operation: str) -> None:
-    """A length is within the cache, and long enough for the queries.
+    """Check that a length is within the cache, and long enough for the queries.
 
     Raises:
         CapacityError, PositionError: it is not.
@@ -212,15 +212,15 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
 def check_table(
     operation: str, table: np.ndarray[Any, Any] | None, length: np.ndarray[Any, Any] | int, cache: CacheLayout
 ) -> None:
-    """Each block of each context is in the pool; `length` of each sequence, of each head, or one of all."""
+    """Check that each block of each context is in the pool; `length` is per sequence, per head, or one for all."""
     if table is None or table.size == 0:
         return
-    unsigned = table.view(np.uint32 if table.itemsize == 4 else np.uint64)  # a negative block is above all others
-    if np.maximum.reduce(unsigned, axis=None) < cache.blocks:  # needed or not
+    unsigned = table.view(np.uint32 if table.itemsize == 4 else np.uint64)  # a negative block becomes the greatest
+    if np.maximum.reduce(unsigned, axis=None) < cache.blocks:  # all blocks are valid, needed or not
         return
     lens = np.full(len(table), length) if isinstance(length, int) else length
     if table.ndim == 2 and lens.ndim == 2:
-        lens = lens.max(axis=1)  # of a sequence's heads, which share its blocks
+        lens = lens.max(axis=1)  # the longest of a sequence's heads, which share its blocks
     elif table.ndim == 3 and lens.ndim == 1:
         lens = np.broadcast_to(lens[:, None], table.shape[:2])
     used = np.arange(table.shape[-1]) < -(-lens.astype(np.int64)[..., None] // cache.page)
@@ -236,14 +236,14 @@ def check_table(
 def views_of(
     operation: str, given: dict[str, Any], names: Mapping[str, str], head_dim_v: Any = None
 ) -> dict[str, ArrayView]:
-    """Views of q and what else is given, by their roles, of which `names` has the parameters.
+    """Views of q and the other given arrays, by role; `names` gives the parameter of each role.
 
     Raises:
-        ShapeError: as `values_of`, where V is None.
+        ShapeError: as in `values_of`, if V is None.
     """
     q = given["q"]
     if head_dim_v is None and given.get("v", q) is not None:
-        if type(q) is ArrayView:  # of a store: nothing to remember
+        if type(q) is ArrayView:  # it is a store's, and need not be remembered
             return {role: view(array, names[role], operation) for role, array in given.items()}
         views = view_all(tuple(given.values()), [names[role] for role in given], operation)
         return dict(zip(given, views, strict=True))
@@ -253,10 +253,10 @@ def views_of(
 
 
 def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
-    """The values: an array's, or without an array the first `head_dim_v` columns of the keys.
+    """The values: a given array, or else the first `head_dim_v` columns of the keys.
 
     Raises:
-        ShapeError: neither is given, or both differ; or the keys have fewer columns.
+        ShapeError: neither is given, or the two disagree; or the keys have fewer columns.
     """
     if head_dim_v is not None:
         head_dim_v = checks.integer(head_dim_v, "head_dim_v", operation, low=1)
@@ -276,14 +276,14 @@ def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) 
 
 
 def window_or_none(window: Any, operation: str) -> int | None:
-    """A window of at least one token, or None."""
+    """The window, checked to be at least one token; or None."""
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
 def add_scales(
     arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, live: runtime.Runtime, operation: str, both: bool = True
 ) -> None:
-    """Views of the scales into `arrays`; both have to be given, unless they are a store's.
+    """Add views of the scales to `arrays`; both must be given, unless they are a store's.
 
     Raises:
         ShapeError: one is missing.
@@ -298,7 +298,7 @@ def add_scales(
 
 
 def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
-    """The scales of K and V, where there are any; they lie alike."""
+    """The scales of K and V, if there are any; both have the same strides."""
     found = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
     if len(found) < 2:
         return found

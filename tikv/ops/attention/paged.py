@@ -58,7 +58,7 @@ def paged_decode_attention(
     head_dim_v: int | None = None,
     indices: Any = None,
 ) -> Any:
-    """Attend with the queries of the newest tokens over page pools, in place, as `decode_attention` by a block table.
+    """Attend with the queries of the newest tokens over page pools, in place: `decode_attention` with a block table.
 
     Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
 
@@ -80,15 +80,15 @@ def paged_decode_attention(
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
     Returns:
-        As `decode_attention`.
+        As `decode_attention` does.
 
     Raises:
-        PositionError: a context on the host is negative, shorter than T or longer than its table; a block of it, on the
-            host, is not in the pool; an index on the host is not a token of its sequence. Contexts that only the device
-            knows are limited to the valid range, and such blocks and indices are ignored.
-        ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
+        PositionError: a context on the host is negative, shorter than T or longer than its table; a table on the host
+            names a block outside the pool; an index on the host is not a token of its sequence. Contexts that only the
+            device knows are limited to the valid range, and such blocks and indices are ignored.
+        ShapeError, DTypeError, OptionError, CapacityError: as in `decode_attention`.
 
-    Exactness, cost: as `decode_attention`.
+    Exactness, cost: as in `decode_attention`.
     Source: ``paged_decode_attention``, ``int8_paged_decode_attention``, ``BatchPagedDecodePlan``.
 
     Examples:
@@ -109,15 +109,15 @@ def paged_decode_attention(
     return refuse_backward(found, q, k_pool, v_pool)
 
 
-# Of parameters, by what attention reads.
+# The parameters, by the array that attention reads.
 NAMES = {"q": "q", "k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
 
 
 class PagedCaches(NamedTuple):
     """Page pools as a caller gave them, and how they are read.
 
-    `formats` are of a store's pools, either of which may be groups of codes, whose numbers are the scales, or have no
-    scales; the other fields are parameters of `paged_decode_attention`.
+    `formats` are those of a store's pools, each of which may hold groups of codes, with their scales and biases, or
+    have no scales; the other fields are parameters of `paged_decode_attention`.
     """
 
     k_pool: Any
@@ -134,9 +134,9 @@ class PagedCaches(NamedTuple):
 def paged_call(
     operation: str, q: Any, pools: PagedCaches, request: AttendRequest, terms: Mapping[str, ArrayView] | None = None
 ) -> AttentionCall:
-    """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
+    """A checked call of `paged_decode_attention`, under the operation name that errors give.
 
-    `terms` are views of the request's, where there are some already.
+    `terms` are views of the request's terms, if there are some already.
     """
     request = request.checked(operation)
     k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
@@ -189,18 +189,18 @@ def check_paged_queries(
     terms: Mapping[str, ArrayView],
     table_heads: int | None,
 ) -> None:
-    """Queries (B, Hq, T, D) can be asked of these pools, whatever the block tables and lengths are to be.
+    """Check that queries (B, Hq, T, D) fit these pools, whatever the block tables and lengths will be.
 
     Args:
-        operation: for messages.
+        operation: the operation's name, for messages.
         q, request, terms: as in `paged_call`.
-        pools: of a store; their block tables and lengths are not looked at.
-        table_heads: how many KV heads have block tables of their own; None where they share them.
+        pools: a store's pools; their block tables and lengths are not checked.
+        table_heads: how many KV heads have block tables of their own; None if they share them.
 
     Raises:
         ShapeError, DTypeError, OptionError: they cannot.
 
-    Cost: once for each form; nothing is made on the device.
+    Cost: the work is done once for each form; nothing is allocated on the device.
     """
     live = runtime_of(pools.k_pool)
     scales = {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
@@ -222,7 +222,7 @@ def check_paged_queries(
 def _pages(
     arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats
 ) -> CacheLayout:
-    """What page pools hold behind a block table, checked."""
+    """The checked `CacheLayout` of page pools with a block table."""
     table = arrays["table"]
     checks.indices(table, "block_tables", operation)
     checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) by KV head", operation)
@@ -238,7 +238,7 @@ def _pool_layout(
     formats: Formats,
     table: tuple[int, int | None, int],
 ) -> CacheLayout:
-    """What page pools hold for block tables of so many sequences, KV heads (None: shared) and blocks; checked."""
+    """The checked `CacheLayout` of page pools for tables of so many sequences, KV heads (None: shared) and blocks."""
     batch, table_heads, table_blocks = table
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)

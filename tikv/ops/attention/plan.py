@@ -37,66 +37,66 @@ from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
 
-FOLLOWED = {  # by parameter; may change in a graph
+FOLLOWED = {  # by parameter: the arrays that may change in a graph
     "seq_lens": "lens",
     "context_lens": "lens",
     "block_tables": "table",
     "indices": "indices",
 }
-RESULTS = ("out", "lse", "mass")  # what is not of a plan's form
-MOST_LAUNCHES = 64  # of a plan: for alignments of results, and splits that lengths on the host ask for
+RESULTS = ("out", "lse", "mass")  # arrays that are not part of a plan's form
+MOST_LAUNCHES = 64  # per plan: they differ by alignment of results and by the splits that lengths on the host need
 
 
 class Results(NamedTuple):
-    """Where a call's results go, and which order of axes a caller has, if that is not the plan's."""
+    """Where a call's results go, and the caller's order of axes, if it is not the plan's."""
 
-    out: Any = None  # None: a new array of the kind of the queries
+    out: Any = None  # None: a new array of the queries' kind
     return_lse: bool = False
-    lse: Any = None  # float32 of any strides, as the plan writes it; None: a new array, where it is wanted
-    is_partial: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
-    is_new: bool = False  # `out` was made for this call, so that does not existhing to check
-    lead: tuple[int, ...] = ()  # the caller's axes but for the columns
-    as_read: Callable[[ArrayView], ArrayView] | None = None  # how an array with those is seen as the plan has it
+    lse: Any = None  # float32 of any strides, in the plan's order of axes; None: a new array, if it is wanted
+    is_partial: bool = False  # `out` is float32 for any dtype of q, since it is merged before it is rounded
+    is_new: bool = False  # `out` was made for this call, so there is nothing to check
+    lead: tuple[int, ...] = ()  # the caller's axes except the columns
+    as_read: Callable[[ArrayView], ArrayView] | None = None  # makes a view in the plan's order of axes
 
 
 NEW = Results()
 
 
 class ReadyAttention(NamedTuple):
-    """Attention of which everything is checked and nothing computed."""
+    """A call of attention that is fully checked and not yet computed."""
 
     results: tuple[Any, ...] = ()  # arrays that the caller gets, once `run` has computed them
-    start: Callable[[], None] | None = None  # None: there is nothing to compute
+    start: Callable[[], None] | None = None  # None if there is nothing to compute
     launches: AttentionLaunches | None = None
     arrays: Mapping[str, ArrayView] = MappingProxyType({})
-    given: Any = None  # the array for the log-sum-exp, if it was the caller's
-    owners: tuple[Any, ...] = ()  # what views do not keep alive
+    given: Any = None  # the caller's array for the log-sum-exp, if there is one
+    owners: tuple[Any, ...] = ()  # objects that own the memory, which views do not keep alive
 
     def prepared(self, *owners: Any) -> ReadyAttention:
-        """The same, with everything of `run` done that can fail, as `Plan.prepare` does it."""
+        """The same call, after every step of `run` that can fail, as in `Plan.prepare`."""
         if self.launches is not None:
             self.launches.prepare(list(self.arrays.values()))
         return self._replace(owners=owners)
 
     def run(self) -> Any:
-        """Attend, and give the result, or the results."""
+        """Attend, and return the result or results."""
         if self.start is not None:
             self.start()
         return _handed_over(self.results, self.given)
 
 
 def _handed_over(results: tuple[Any, ...], given: Any) -> Any:
-    """What a caller gets of one result or of several, of which one may be an array that it gave."""
+    """What the caller gets: one result or several, one of which may be an array that it gave."""
     if len(results) == 1:
         return handed_over(results[0])
     return tuple([a if a is given else handed_over(a) for a in results])
 
 
 class AttentionPlan(Plan):
-    """Attention over arrays of one form with one set of options. What follows from those is checked when it is made.
+    """Attention over arrays of one form with one set of options, which are checked when the plan is made.
 
-    Left to each call are the values of lengths and tables that lie on the host, and the result. How the keys are split
-    depends on them, so a plan has an `AttentionLaunches` for each way of splitting.
+    Each call brings the values of lengths and tables on the host, and the result. How the keys are split depends on
+    them, so a plan has an `AttentionLaunches` for each way of splitting.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AttentionPlan(Plan):
             cache = cache._replace(chosen=True)
         self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
-        cache = cache._replace(fixed_rows=int(live.invariant))  # how many they are depends on words that this decides
+        cache = cache._replace(fixed_rows=int(live.invariant))  # this decides the width of words
         most_rows = choose_most_rows(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
         self.cache = cache._replace(
@@ -141,12 +141,12 @@ class AttentionPlan(Plan):
         self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype, q.shape[-1])
         self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
-        self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
-        self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # its form and all addresses
+        self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
+        self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
         self.by_head = lens_by_head(arrays)
         self.has_sink_logits = "sink_logits" in arrays
-        self.limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity  # of a length
-        self.needed = self.query.queries if options.causal and not options.short else 0  # its tokens at least, if any
+        self.limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity  # the greatest length
+        self.needed = self.query.queries if options.causal and not options.short else 0  # the least length, if not 0
 
     def attend(
         self,
@@ -160,9 +160,9 @@ class AttentionPlan(Plan):
 
         Args:
             like: what the caller gave as q; new arrays are of its kind.
-            arrays: q, k, v; lens, table, k_scale and v_scale where there are any. The results are added.
-            tokens: which are attended over.
-            results: where they go.
+            arrays: q, k, v; lens, table, k_scale and v_scale if there are any. The results are added.
+            tokens: the tokens that are attended over.
+            results: where the results go.
             impl: one of `IMPLEMENTATIONS`.
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
@@ -177,7 +177,7 @@ class AttentionPlan(Plan):
     def ready(
         self, like: Any, arrays: dict[str, ArrayView], tokens: AttendedTokens = ALL, results: Results = NEW
     ) -> ReadyAttention:
-        """`attend` by tikv's kernels, up to where it computes: its values are checked, and its results have memory."""
+        """`attend` with tikv's kernels, without the launches: values are checked and results are allocated."""
         lengths, tokens = self._checked_tokens(arrays, tokens)
         found = self._add_results(like, arrays, results)
         if self.empty:
@@ -186,16 +186,16 @@ class AttentionPlan(Plan):
         return ReadyAttention(found, functools.partial(launches.attend, arrays, tokens), launches, arrays, results.lse)
 
     def _checked_tokens(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> tuple[Lengths, AttendedTokens]:
-        """The most keys that a query may have, and the tokens as kernels take them: their values are checked."""
+        """The most keys that a query may have, and the tokens in the kernels' form; their values are checked."""
         if "parents" in arrays:
             check_parents(self.operation, arrays["parents"], self.live)
-        if tokens.first_valid:  # made to fit 32 bits together with a length on the host
+        if tokens.first_valid:  # reduced to 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
             tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
         return self._lengths(arrays, tokens.length, tokens.ahead), tokens
 
     def _add_results(self, like: Any, arrays: dict[str, ArrayView], results: Results) -> tuple[Any, ...]:
-        """The arrays that a caller gets, new where it gave none; views of them, which keep none alive, to `arrays`."""
+        """The arrays that a caller gets, its own or new ones; adds views, which keep no array alive, to `arrays`."""
         live, operation, (out, return_lse, lse, is_partial, is_new, lead, as_read) = self.live, self.operation, results
         shape, lse_shape = (self.shape, self.lse_shape) if as_read is None else ((*lead, self.shape[-1]), lead)
         if out is None:
@@ -225,7 +225,7 @@ class AttentionPlan(Plan):
     def _check_out(
         self, arrays: dict[str, ArrayView], out: ArrayView, shape: tuple[int, ...], is_partial: bool
     ) -> None:
-        """An array for the result has this shape and q's dtype, may be written, and shares nothing with the others."""
+        """Check that `out` has this shape and q's dtype, is writable, and shares nothing with the other arrays."""
         pointers = (out.ptr, *[a.ptr for a in arrays.values()])
         key = (out.key, shape, is_partial, *pointers)
         if key in self.fitting_out:
@@ -238,12 +238,12 @@ class AttentionPlan(Plan):
         if out.shape != shape:
             raise ShapeError(f"{operation}: out is {describe(out)} where {shape} is needed.")
         checks.disjoint([("out", out, True), *[(name, a, False) for name, a in arrays.items()]], operation)
-        if 0 not in pointers and not self.live.is_spirv:  # there an address alone says whose memory it is
+        if 0 not in pointers and not self.live.is_spirv:  # an address alone identifies memory
             self.fitting_out[key] = True
 
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths) -> AttentionLaunches:
-        """The launches over arrays of this form and so many tokens."""
-        if self.warpgroups_serve and launch.why_no_warpgroups(self.live):  # another launcher was chosen meanwhile
+        """The launches over arrays of this form and these lengths."""
+        if self.warpgroups_serve and launch.why_no_warpgroups(self.live):  # another launcher has been chosen since
             self._leave_warpgroups()
         shares = self._shares(lengths)
         key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
@@ -254,7 +254,7 @@ class AttentionPlan(Plan):
             if self.warpgroups_serve:
                 try:
                     launches.prepare(list(arrays.values()))
-                except launch.NeedsNativeLauncher:  # which did not take their kernel: `launcher_report` says why
+                except launch.NeedsNativeLauncher:  # it refused the kernel: `launcher_report` says why
                     self._leave_warpgroups()
                     return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
@@ -262,11 +262,11 @@ class AttentionPlan(Plan):
 
     @property
     def most_queries(self) -> int:
-        """Of a prompt that a launch shall serve: warpgroups read what the queries of a block see, and no more."""
+        """The most queries of a prompt per launch; all with warpgroups, whose blocks read only what they see."""
         return MOST_WARPGROUP_QUERIES if self.warpgroups_serve else MOST_QUERIES
 
     def _leave_warpgroups(self) -> None:
-        """From now on take the kernels that every launcher takes."""
+        """From now on, use the kernels that every launcher supports."""
         self.warpgroups_serve, self.cache = False, self.cache._replace(tile=self.other_tile)
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()
@@ -274,19 +274,19 @@ class AttentionPlan(Plan):
     def weigh(
         self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
     ) -> None:
-        """The attention mass of the keys: how much weight the queries give each, summed over those of a KV head.
+        """The attention mass of the keys: the weight that each gets from the queries, summed over those of a KV head.
 
         Args:
-            arrays, tokens: as in `attend`, whose queries these are, or the last of them.
-            lse: the log-sum-exps that it gave for them.
-            mass: (batch, heads, n) float32 zeros, of keys in the order of a store's `tokens`, at most n of a head.
+            arrays, tokens: as in `attend`; the queries are those of `attend`, or the last of them.
+            lse: the log-sum-exps that `attend` gave for them.
+            mass: (batch, heads, n) float32 zeros, for keys in the order of a store's `tokens`, at most n per head.
         """
         self.ready_to_weigh(arrays, lse, mass, tokens).run()
 
     def ready_to_weigh(
         self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
     ) -> ReadyAttention:
-        """`weigh` up to where it computes."""
+        """`weigh` without the launches."""
         lengths = self._lengths(arrays, tokens.length, tokens.ahead)
         if self.empty or 0 in mass.shape:
             return ReadyAttention()
@@ -311,7 +311,7 @@ class AttentionPlan(Plan):
         return checks.integer(value, "first_valid", self.operation, high=high)
 
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
-        """Check the lengths that the host knows, and chosen tokens by them; the most keys that a query may have."""
+        """Check lengths that the host knows, and chosen tokens; return the most keys that a query may have."""
         lengths = Lengths(self.cache.capacity) if self.device_only else self._known_lengths(arrays, length, ahead)
         if not self.cache.chosen:
             return lengths
@@ -319,7 +319,7 @@ class AttentionPlan(Plan):
         return Lengths(arrays["indices"].shape[-1])
 
     def _known_lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int) -> Lengths:
-        """Check the lengths that the host knows; the most tokens a sequence may have."""
+        """Check the lengths that the host knows; return the most tokens that a sequence may have."""
         cache, operation, limit, needed = self.cache, self.operation, self.limit, max(0, self.needed - ahead)
         if "lens" not in arrays:
             check_length(length, needed, limit, cache, "the length", operation)
@@ -342,7 +342,7 @@ class AttentionPlan(Plan):
         return Lengths(longest, -(-int(known.sum(dtype=np.int64)) // known.size) if self.by_head else None)
 
     def _shares(self, lengths: Lengths) -> Shares:
-        """How the keys are shared out among so many tokens."""
+        """How the keys of these lengths are split."""
         known, shares = self.last_shares
         if known != lengths:
             given = self.live, self.query, self.cache, lengths, self.options
@@ -353,16 +353,16 @@ class AttentionPlan(Plan):
         return shares
 
     def alike_until(self, length: int, last: int) -> int:
-        """Up to which length the launches of one serve others: to `last`, or fewer that share out the keys likewise."""
+        """The greatest length, at most `last`, whose keys are split as those of `length`, so one launch serves both."""
         shares = self._shares(Lengths(length))
-        while last > length and self._shares(Lengths(last)) != shares:  # more keys never make fewer parts
+        while last > length and self._shares(Lengths(last)) != shares:  # more keys never give fewer parts
             last = (length + last) // 2
         return last
 
     def revalidate(
         self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
     ) -> tuple[tuple[int, ...], Entries]:
-        """Check lengths and blocks that the host knows; launches are chosen by how the keys are split."""
+        """Check lengths and blocks that the host knows; how the keys are split selects the launches."""
         found = {FOLLOWED[name]: a for name, a in arrays.items() if name in FOLLOWED}
         length = numbers.get("seq_lens", numbers.get("context_lens", 0))
         oldest = self._first_valid(numbers.get("first_valid", 0), 2**31 - 1)
@@ -372,7 +372,7 @@ class AttentionPlan(Plan):
         return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
 
     def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
-        """Whether torch's own attention is to be used; with impl="torch" it must be."""
+        """Whether to use torch's own attention; with impl="torch" it raises where torch cannot be used."""
         if impl == "auto" and ("torch" not in sys.modules or not self.torch_is_faster):
             return False
         reason = self.not_torch
@@ -388,24 +388,24 @@ class AttentionPlan(Plan):
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention whose form is checked: `attend` runs it, once or again."""
+    """A call of attention whose form is checked; `attend` runs it, once or several times."""
 
     plan: AttentionPlan
     arrays: dict[str, ArrayView]
-    length: int  # of all sequences, where there is no array of lengths
-    owners: tuple[Any, ...]  # what views do not keep alive
+    length: int  # the length of all sequences, if there is no array of lengths
+    owners: tuple[Any, ...]  # objects that own the memory, which views do not keep alive
 
     def attend(self, like: Any, results: Results = NEW, impl: str = "taichi", first_valid: int = 0) -> Any:
         """`AttentionPlan.attend` over these arrays."""
         return self.plan.attend(like, dict(self.arrays), AttendedTokens(self.length, first_valid), results, impl)
 
     def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
-        """`attend` but for the computing: whatever can fail has not, and `run` of what is returned computes."""
+        """`attend` without the launches: every step that can fail is done, and `run` of the result computes."""
         found = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
         return found.prepared(like, results, *self.owners)
 
     def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
-        """`weigh` likewise."""
+        """`weigh` in the same way."""
         found = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
         return found.prepared(lse, mass, *self.owners)
 

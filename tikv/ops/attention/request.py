@@ -1,4 +1,4 @@
-"""AttendRequest: what is asked of attention over a cache, one field for each option that callers have."""
+"""AttendRequest: the options of attention over a cache, one field for each option of the public functions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AttentionScale(NamedTuple):
 class AttendRequest(NamedTuple):
     """The options of one call of attention as a caller gave them, as `decode_attention` and `KVCacheStore.attend` do.
 
-    A public function lists them as keywords and makes this of them; whatever stores tokens reads what it can serve and
-    refuses the others by `refuse`. `newer` and `short` are those of `AttentionOptions`.
+    A public function lists them as keywords and collects them in this class; each store reads the options that it
+    supports, and refuses the others with `refuse`. `newer` and `short` are those of `AttentionOptions`.
     """
 
     layout: str = "token_major"
@@ -45,7 +45,7 @@ class AttendRequest(NamedTuple):
     newer: int = 0
     short: bool = False
     shared_prefix: str = "off"
-    # From here on arrays; what is before them is `choices`.
+    # The fields from here on are arrays; those before are `choices`.
     out: Any = None
     seq_lens: Any = None
     sink_logits: Any = None
@@ -60,10 +60,10 @@ class AttendRequest(NamedTuple):
         return self[:CHOICES]
 
     def checked(self, operation: str) -> AttendRequest:
-        """These options, each choice of its own type: a str, True or False, a float, an int, or None.
+        """These options, with each choice converted to its type: a str, a bool, a float, an int, or None.
 
         Raises:
-            OptionError, DTypeError: one is of another kind.
+            OptionError, DTypeError: one cannot be converted.
         """
         types = tuple(map(type, self[:CHOICES]))
         if types in _checked_types:
@@ -88,15 +88,15 @@ class AttendRequest(NamedTuple):
 
     @property
     def terms(self) -> Terms:
-        """What is added to the scores, which of the new tokens queries see, and which tokens they read."""
+        """The terms added to the scores, the new tokens that each query sees, and the tokens that it reads."""
         if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
             return NO_TERMS
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, self.parents, self.indices)
 
     def options(self, mass: bool = False) -> AttentionOptions:
-        """What a plan is made for, of `checked` options. Its `span` is the window as it was given, the sinks included.
+        """The options that a plan is made for, from `checked` options. `span` is the given window, sinks included.
 
-        `mass` is whether the attention itself gives the mass of each slot.
+        `mass` says whether the attention itself gives the mass of each slot.
         """
         return AttentionOptions(
             self.scale, self.causal, self.window, self.softcap, self.num_splits, self.lse_base2, mass, self.newer,
@@ -109,7 +109,7 @@ class AttendRequest(NamedTuple):
         return AttentionScale(self.scale, self.softcap)
 
     def check_choices(self, operation: str, impl: Iterable[str] = IMPLEMENTATIONS) -> None:
-        """`impl`, `missing` and `shared_prefix` are some that there are.
+        """Check that `impl`, `missing` and `shared_prefix` are among their choices.
 
         Raises:
             OptionError: they are not.
@@ -119,12 +119,12 @@ class AttendRequest(NamedTuple):
         checks.option(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX)
 
     def asked_mass(self, operation: str, keys: GroupFormat | None = None) -> int | None:
-        """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
+        """The number of last queries whose mass is wanted: None for all of them, 0 for no mass.
 
         Raises:
-            PositionError: less than one.
-            OptionError: a number, and no mass is wanted; or the mass with lengths on the device, of scores with slopes,
-                of a tree, of some of the queries with indices, or of `keys` in groups of codes.
+            PositionError: the number is less than one.
+            OptionError: there is a number but no mass is wanted; or a mass is wanted with lengths on the device, slopes
+                or a tree, of some of the queries with indices, or of `keys` in groups of codes.
         """
         return_mass: bool = self.return_mass
         wanted: int | None = self.mass_queries
@@ -154,10 +154,10 @@ class AttendRequest(NamedTuple):
         return wanted
 
     def refuse(self, operation: str, names: Iterable[str], why: str, remedy: str) -> None:
-        """None of these options is asked for.
+        """Refuse these options.
 
         Raises:
-            OptionError: one is.
+            OptionError: one of them is given.
         """
         for name in names:
             if (value := getattr(self, name)) is not None and value is not False:
@@ -165,4 +165,4 @@ class AttendRequest(NamedTuple):
 
 
 CHOICES = AttendRequest._fields.index("out")
-_checked_types: BoundedCache[tuple[type, ...], bool] = BoundedCache()  # of `choices` that are as `checked` leaves them
+_checked_types: BoundedCache[tuple[type, ...], bool] = BoundedCache()  # types that need no conversion

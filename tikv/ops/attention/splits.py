@@ -1,4 +1,4 @@
-"""How the keys and the query rows of a call are shared out: parts, workers, heads read together."""
+"""How the keys and query rows of a call are shared out: splits, workers, heads that are read together."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from tikv import launch, runtime
 from tikv.ops.attention.invariance import SPLIT_KEYS, fixed_splits
 from tikv.ops.attention.options import MOST_ROWS, MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
-LEAST_KEYS = 256  # of a split that nobody asked for
-WAKING_PRODUCTS = 1 << 20  # that a thread of a CPU does, about 0.07 ms, until the others are awake
-SERIAL_MERGE = 1 << 18  # below so many products one thread merges; each of them reads a number of its own
+LEAST_KEYS = 256  # the least keys in a split, unless the caller gave their number
+WAKING_PRODUCTS = 1 << 20  # products that a CPU thread computes (about 0.07 ms) until the others wake
+SERIAL_MERGE = 1 << 18  # with fewer products one thread merges; each product reads a number of its own
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
-BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
-FILLED, FEW_IDLE = 0.95, 0.85  # of so many blocks, and of the places in the waves of more than there is room for
-EVEN_KEYS = 16  # a multiple of which `least_share` is, so that the parts stay as they are for some tokens
-MASS_KEYS = 512  # of a part of the mass, about: enough parts to fill a device, none of which takes long
-MOST_BLOCKS = 16  # times `GPU_BLOCKS`: of heads of different lengths, most of whose blocks may have nothing to do
+BUSY = 0.9  # a sufficient share of busy multiprocessors, on average over the waves of blocks
+FILLED, FEW_IDLE = 0.95, 0.85  # sufficient shares: in a single wave of the filling blocks, in several of their places
+EVEN_KEYS = 16  # `least_share` is a multiple of this, so that the splits stay the same for some tokens
+MASS_KEYS = 512  # keys in a part of the mass, about: enough parts to fill a device, each of them short
+MOST_BLOCKS = 16  # times `GPU_BLOCKS`, for heads of different lengths, many of whose blocks may be idle
 
 
 class Lengths(NamedTuple):
-    """What the host knows of the lengths of a call."""
+    """What the host knows about the lengths of a call."""
 
     longest: int
-    mean: int | None = None  # over KV heads, where they have lengths of their own and the host knows them
+    mean: int | None = None  # over KV heads, if each has its own length and the host knows them
 
 
 class Shares(NamedTuple):
@@ -34,9 +34,9 @@ class Shares(NamedTuple):
 
     splits: int
     workers: int  # threads on CPU
-    least_share: int = 0  # keys of a split at least; those behind the end of a short head have none
+    least_share: int = 0  # the least keys in a split; splits beyond the end of a short head have none
     mass_splits: int = 1  # parts in which keys are weighed for their mass
-    split_keys: int = 0  # positions of a split, where all have as many
+    split_keys: int = 0  # positions in a split, if all splits have the same number; else 0
 
 
 def choose_shares(
@@ -47,12 +47,12 @@ def choose_shares(
     options: AttentionOptions,
     sink: bool = False,
 ) -> Shares:
-    """Parts and workers for lengths up to the longest, and as many parts as `options` ask for.
+    """The splits and workers for lengths up to the longest; as many splits as `options` ask for, if they do.
 
-    `sink` is whether there are sink logits.
+    `sink` says whether there are sink logits.
 
-    Heads of different lengths take the time of their sum. On CUDA a task has equally many keys of a short and a long
-    head: as many as those of heads that all had the mean. On CPU each worker has its share of every head.
+    Heads of different lengths take the time of their sum. On CUDA a task has the same number of keys for a short and a
+    long head: as many as if all heads had the mean length. On CPU each worker has its share of every head.
     """
     longest, splits = most_keys(cache, lengths), options.splits
     if live.invariant:
@@ -79,17 +79,17 @@ def choose_shares(
 
 
 def most_keys(cache: CacheLayout, lengths: Lengths) -> int:
-    """Keys that a head may have."""
+    """The most keys that a head may have."""
     return min(lengths.longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
 
 
 def choose_mass_splits(cache: CacheLayout, lengths: Lengths) -> int:
-    """Parts of the keys, for their mass."""
+    """The number of parts in which the mass of keys is computed."""
     return max(1, -(-most_keys(cache, lengths) // MASS_KEYS))
 
 
 def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:
-    """Enough parts to fill the device, none with fewer than `LEAST_KEYS` keys."""
+    """Enough splits to fill the device, each with at least `LEAST_KEYS` keys."""
     tasks = tasks_of_split(query, cache)
     most = max(1, min(keys // LEAST_KEYS, 128))
     if cache.tile is not None:
@@ -102,7 +102,7 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
 
 
 def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
-    """Tasks that one part of the keys has, over all sequences and KV heads, a head each."""
+    """The number of tasks in one split, over all sequences and KV heads, if a task has one head."""
     group = query.heads // cache.heads
     rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
     return query.batch * cache.heads * -(-query.queries * group // rows)
@@ -110,10 +110,10 @@ def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
 
 @functools.cache
 def whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
-    """Parts, `least` or some more, for which the last wave of blocks leaves few multiprocessors idle.
+    """The number of splits, `least` or slightly more, for which the last wave of blocks leaves few processors idle.
 
-    It does so for any number of blocks that a multiprocessor may hold. 256 tasks in 5 parts keep 132 multiprocessors of
-    4 blocks busy for 2.4 waves of 3, and reach 0.81 of their speed; in 12 parts for 5.8 of 6.
+    This holds for any number of blocks that a multiprocessor may hold. 256 tasks in 5 splits keep 132 multiprocessors
+    of 4 blocks busy for 2.4 waves of 3, and reach 0.81 of their speed; in 12 splits, for 5.8 of 6.
     """
     found, best = least, 0.0
     for splits in range(least, min(most, 4 * least) + 1):
@@ -128,11 +128,11 @@ def whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
 
 @functools.cache
 def fewest_splits(tasks: int, most: int, multiprocessors: int, resident: int, filling: int) -> int:
-    """The fewest parts with which the tensor cores' kernel keeps the memory busy, of which some hold `resident` blocks.
+    """The fewest splits that keep memory busy in the tensor cores' kernel, with `resident` blocks per multiprocessor.
 
-    `filling` blocks on each multiprocessor do: two of float16, since they read at any time. More blocks than there is
-    room for have to leave few places idle in their last wave. On an H200 256 tasks of 8,192 keys in 1 part take 265 us,
-    in 3 parts 281.
+    `filling` blocks on each multiprocessor are enough: two for float16, since they read all the time. If there are more
+    blocks than fit at once, the last wave must leave few places idle. On an H200, 256 tasks of 8,192 keys take 265 us
+    in 1 split, and 281 in 3.
     """
     found, best = 1, 0.0
     for splits in range(1, most + 1):
@@ -147,24 +147,24 @@ def fewest_splits(tasks: int, most: int, multiprocessors: int, resident: int, fi
 
 
 def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares, by_head: bool) -> tuple[int, int, int]:
-    """On CPU: KV heads of a task, keys of a head that it reads before the next head's, whose heads lie side by side.
+    """On CPU: (KV heads of a task, keys of one head that it reads before the next head, what is prefetched).
 
-    Where those of a token or of a page do, a chunk of all is loaded in the order of memory before it is computed with.
-    Few sequences are cut into tasks of fewer heads, so that each worker has one.
+    If the heads of a token, or of a page, lie side by side, a chunk of all heads is prefetched in the order of memory.
+    With few sequences, tasks have fewer heads, so that each worker has one.
     """
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
     if cache.chosen and not (cache.k.inner[0] or cache.v.inner[0] or cache.k.format):
-        side = cpu.PREFETCH_PAGES  # no row follows another
+        side = cpu.PREFETCH_PAGES  # chosen rows do not follow each other
     rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows, cache.chosen)
     if cache.fixed_rows:
         rows = query.queries * query.heads // cache.heads
-    if rows >= cpu.NUMBER_ROWS or not cache.alike:  # each head's keys are made numbers
+    if rows >= cpu.NUMBER_ROWS or not cache.alike:  # the keys of each head are converted to numbers
         return 1, near, side
-    if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
+    if by_head or cache.k.format is not None:  # heads of a task share one list of keys; codes need unpacking
         if cache.place == "table" and not (cache.k.head or cache.k.inner[0] or cache.v.inner[0]):
-            near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # pages of one head
+            near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # a page has one head
         return 1, near, side
     if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
         side = cpu.PREFETCH_TOKENS
@@ -173,7 +173,7 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     else:
         return 1, near, side
     if cache.k.inner[0] or cache.v.inner[0]:
-        side = 0  # rows in pieces are not loaded ahead
+        side = 0  # rows in pieces are not prefetched
     most = cpu.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
     blocks = -(-shares.workers // (query.batch * shares.splits))
     return min(most, -(-cache.heads // blocks)), near, side
@@ -182,10 +182,10 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
 def rows_of_task(
     queries: int, group: int, tile: Any = None, most: int = MOST_ROWS, chosen: bool = False, fixed: int = 0
 ) -> int:
-    """Query rows that one task computes, of those that share a KV head; by tensor cores those of a `Tile`.
+    """Query rows that one task computes, among those that share a KV head; with tensor cores, those of a `Tile`.
 
-    Those of a prompt are 4 or the most whatever its length: a kernel of its own for each would be compiled for seconds.
-    Where each query has chosen tokens of its own they are rows of one query, and none is left over.
+    For a prompt they are 4 or the most, whatever its length: a kernel for each number would take seconds to compile.
+    If each query has chosen tokens of its own, they are rows of one query, and divide its rows evenly.
     """
     if chosen:
         most = fixed or (most if tile is None else tile.rows)
@@ -200,6 +200,6 @@ def rows_of_task(
 
 
 def choose_workers(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:
-    """Threads that attend on CPU: all, where they save more than waking them takes; else one."""
+    """Threads that attend on CPU: all if that saves more than waking them costs, else one."""
     products = query.batch * query.heads * query.queries * keys * (cache.width + cache.width_v)
     return live.threads if live.is_cpu and products * (live.threads - 1) >= WAKING_PRODUCTS * live.threads else 1

@@ -1,4 +1,4 @@
-"""Whether CUDA's tensor cores attend, and how their work is shared out."""
+"""Whether attention uses CUDA's tensor cores, and how their work is shared out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tikv.ops.attention.terms import TREES, Terms
 
 
 def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
-    """Why they cannot attend over arrays of this form; empty where they serve."""
+    """Why tensor cores cannot attend over arrays of this form; empty if they can."""
     if reason := launch.why_no_tensor_cores(live):
         return reason
     from tikv.kernels.attention import tensor_cores
@@ -36,7 +36,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
 
 
 def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
-    """`why_not_tensor_cores` of what follows from K and V as codes."""
+    """The part of `why_not_tensor_cores` for K and V that are codes."""
     from tikv.kernels.attention import tensor_codes
 
     storage = cache.k.storage
@@ -65,7 +65,7 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
 def choose_tile(
     live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout, softcap: bool = False
 ) -> Any:
-    """How the tensor cores' work is shared out, a `Tile`; None where the other kernels serve."""
+    """How the tensor cores' work is shared out, as a `Tile`; None if other kernels are used."""
     if why_not_tensor_cores(live, arrays, cache):
         return None
     from tikv.kernels.attention import tensor_cores
@@ -74,7 +74,7 @@ def choose_tile(
     group, codes = query.heads // cache.heads, cache.k.storage not in HALVES
     rows, long = group * query.queries, softcap or cache.sinks > 0
     if cache.chosen:
-        rows = group  # of a task: those of one query
+        rows = group  # a task has the rows of one query
     else:
         long = query.queries > 1 and (long or cache.place == "table")
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)

@@ -1,4 +1,4 @@
-"""What a caller adds to the scores beside q.k, which tokens queries see or read; and the checks of these."""
+"""The terms that a caller adds to the scores, the tokens that queries see or read, and the checks of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tikv.ops.plan import Launch
 
 
 class Terms(NamedTuple):
-    """The arrays as a caller gave them, parents and indices also as lists; None for those that it did not."""
+    """The arrays as a caller gave them, None for those that it did not give; parents and indices may be lists."""
 
     sink_logits: Any = None
     alibi_slopes: Any = None
@@ -26,7 +26,7 @@ class Terms(NamedTuple):
     indices: Any = None
 
     def views(self, operation: str) -> dict[str, ArrayView]:
-        """A view of each array that was given, by its name; "mask_bits" is a mask of 8 keys a byte."""
+        """A view of each array that was given, by its name; "mask_bits" is a mask with 8 keys per byte."""
         found: dict[str, ArrayView] = {}
         if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
             return found
@@ -47,11 +47,11 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 TREES = ("mask", "mask_bits", "parents")  # names of arrays that say which of the new tokens a query sees
 NAMES = ("sink_logits", "alibi_slopes", *TREES)
-UNCOUNTED = NAMES[1:]  # by which the mass of keys is not counted
+UNCOUNTED = NAMES[1:]  # with these, the mass of keys is not computed
 
 
 def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
-    """("mask" or "mask_bits", the same memory as int8): of bool or uint8, which no other array here is.
+    """("mask" or "mask_bits", the same memory as int8) for a mask of bool or uint8, dtypes that no other array has.
 
     Raises:
         DTypeError: it is neither.
@@ -80,7 +80,7 @@ def check_terms(
     options: AttentionOptions,
     live: runtime.Runtime,
 ) -> None:
-    """The terms among the arrays fit the queries, the cache and the other options.
+    """Check that the terms among the arrays fit the queries, the cache and the other options.
 
     Raises:
         ShapeError, DTypeError, ArchError, OptionError, CapacityError: one does not.
@@ -115,7 +115,7 @@ def check_terms(
 def check_scores(
     operation: str, arrays: Mapping[str, ArrayView], batch: int, heads: int, live: runtime.Runtime
 ) -> None:
-    """What is added to the scores fits so many sequences and query heads.
+    """Check that the arrays added to the scores fit the numbers of sequences and query heads.
 
     Raises:
         ShapeError, DTypeError, ArchError: it does not.
@@ -139,7 +139,7 @@ def check_scores(
 
 
 def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> None:
-    """Each parent that the host knows comes before its token; -1 is the prefix.
+    """Check that each parent known to the host comes before its token; -1 is the prefix.
 
     Raises:
         PositionError: one does not.
@@ -157,12 +157,12 @@ def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> 
 
 
 def tree_words(tokens: int) -> int:
-    """Words of a new token: its depth, and a bit for each new token."""
+    """The number of words for a new token: its depth, and a bit for each new token."""
     return 1 + -(-tokens // 32)
 
 
 def term_numbers(arrays: Mapping[str, ArrayView], tree: ArrayView | None, tokens: int) -> Any:
-    """Where the terms lie, as `AttentionTerms`."""
+    """The strides of the terms, as `AttentionTerms`."""
     from tikv.kernels.attention.parameters import AttentionTerms
 
     sinks, slopes = arrays.get("sink_logits"), arrays.get("alibi_slopes")

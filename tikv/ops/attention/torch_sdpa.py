@@ -1,4 +1,4 @@
-"""The same attention by torch's own, over the same memory, where that can be."""
+"""Attention by torch's own function, over the same memory, in the cases that it supports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tikv.ops.attention import measured
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 from tikv.ops.attention.terms import NAMES
 
-BLOCK_QUERIES = 512  # of a prompt on CPU that torch attends with at once
-MOST_CACHED_BYTES = 1 << 24  # of the mask of a plan
-LEAST_QUERIES = {float32: 64, float16: 64}  # of a prompt on CPU for which torch is faster, by 4,096 keys
+BLOCK_QUERIES = 512  # queries of a prompt that torch processes at once on CPU
+MOST_CACHED_BYTES = 1 << 24  # the most for the mask of a plan
+LEAST_QUERIES = {float32: 64, float16: 64}  # a prompt on CPU with so many is faster in torch, at 4,096 keys
 
 
 def why_not_torch(
@@ -46,10 +46,11 @@ def why_not_torch(
 
 
 def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType, head_dim: int) -> bool:
-    """Whether "auto" leaves a call to torch, which can serve it.
+    """Whether "auto" gives a call that torch supports to torch.
 
-    As `tikv bench --attention` measured on this device, or else: on CPU prompts, of which torch's take 0.4 to 0.8 of
-    the time; on CUDA what the tensor cores do not serve: their kernel returns to the caller ten times as soon.
+    It follows what `tikv bench --attention` measured on this device. Without measurements torch gets prompts on CPU,
+    where it takes 0.4 to 0.8 of the time, and on CUDA the calls that the tensor cores do not support: the tensor cores'
+    kernel returns to the caller ten times sooner.
     """
     if live.invariant:
         return False
@@ -67,16 +68,16 @@ class TorchAttention:
 
     def __init__(self, live: runtime.Runtime, queries: int, options: AttentionOptions) -> None:
         self.live = live
-        self.queries = queries  # of a sequence
+        self.queries = queries  # queries per sequence
         self.options = options
-        self._cached_mask: Any = None  # the last one, which later calls take a part of
+        self._cached_mask: Any = None  # the last mask; later calls use a part of it
 
     def attend(self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int) -> bool:
-        """Attend over `length` tokens, those before `first_valid` left out; False where the result cannot be taken.
+        """Attend over the tokens from `first_valid` to `length`; False if the result cannot be used.
 
-        Torch adds minus infinity to the scores of what a query does not see and weighs its values by 0, both of which
-        leave a NaN one, and make one of infinity. So a NaN in the result of queries that see different keys proves
-        nothing.
+        Torch adds minus infinity to the scores of keys that a query does not see, and their values have weight 0. Both
+        keep a NaN, and turn an infinity into one. So a NaN in the result may come from keys that the query does not
+        see.
         """
         options, q = self.options, arrays["q"]
         torch = extras.need("torch", f"{operation}: impl='torch'")
@@ -89,7 +90,7 @@ class TorchAttention:
             launch.refuse_during_capture(self.live, operation, "a length on the host")
         oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
         if self.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
-            # Torch takes 1.2 to 2 times as long with halves, which it widens again and again.
+            # Torch takes 1.2 to 2 times as long with float16, which it widens repeatedly.
             queries, k, v = queries.float(), k[:, :, oldest:length].float(), v[:, :, oldest:length].float()
         else:
             k, v = k[:, :, oldest:length], v[:, :, oldest:length]
@@ -117,10 +118,10 @@ class TorchAttention:
         return True
 
     def _mask(self, torch: Any, queries: int, keys: int, span: int, like: Any) -> Any:
-        """What the newest `queries` of so many keys see, each `span` tokens: 0, and minus infinity elsewhere.
+        """The mask of the newest `queries` over `keys` keys, of which each sees `span`: 0 if seen, else minus infinity.
 
-        On CPU numbers, which torch would make of a mask of bools in each call; one is cached, of whose lower right
-        corner those of fewer keys are, where no query sees the end of its span.
+        On CPU it holds numbers, since torch would convert a mask of bools in each call. One mask is cached; a mask for
+        fewer keys is its lower right corner, if no query reaches the end of its span.
         """
         cached = self._cached_mask
         slides = span < keys
