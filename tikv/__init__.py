@@ -1,7 +1,7 @@
 """tikv: the KV-cache op library for transformer research models. One Taichi source for Metal, CUDA, Vulkan and CPU.
 
-Importing it starts nothing; the first operation attaches to the Taichi you started, or starts one. The public names are
-loaded on first use: type checkers and editors read the imports below, and Python takes the same ones from `_NAMES`.
+Importing it starts nothing; the first operation attaches to the Taichi that you started, or starts one. Public names
+are loaded on first use: type checkers and editors read the imports below, and Python finds the same ones in `_NAMES`.
 """
 
 import importlib
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from tikv.tools.doctor import info as info
     from tikv.tools.warmup import warmup as warmup
 
-# By the module that defines them, or of which they are modules.
+# Public names, by the module that defines them or the package that contains them.
 _NAMES = {
     "tikv": ("compat", "distributed", "dtypes", "errors", "integrations", "reference"),
     "tikv.arrays": ("CacheArray",),
@@ -121,7 +121,7 @@ _NAMES = {
     "tikv.tools.warmup": ("warmup",),
 }
 
-if not TYPE_CHECKING:  # or a type checker would take any name
+if not TYPE_CHECKING:  # else a type checker would accept any name
     _HOMES = {name: home for home, names in _NAMES.items() for name in names}
     # Modules that need torch are left out of a star import.
     _APART = ("compat", "distributed", "integrations", "torch_ops")
@@ -139,7 +139,7 @@ if not TYPE_CHECKING:  # or a type checker would take any name
             holder = importlib.import_module(home)
             value = vars(holder)[name] if name in vars(holder) else importlib.import_module(f"{home}.{name}")
         except ImportError as error:
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # `from tikv import`, which would lose the reason
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # `from tikv import` would lose the reason
                 raise
             raise AttributeError(str(error)) from None  # which is what hasattr and inspect expect
         globals()[name] = value

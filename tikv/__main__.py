@@ -74,7 +74,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def show_checks(checks: Sequence[doctor.Check]) -> None:
-    """A row for each back end, and below the table a paragraph for each; no line is wider than 80 characters."""
+    """Print a row for each back end, then a paragraph for each; no line is wider than 80 characters."""
     default = runtime.candidate_archs()[0]
     rows = [
         (c.arch + (" *" if c.arch == default else ""), c.status, span(c.first_calls), span(c.later_calls))
@@ -99,7 +99,7 @@ def show_checks(checks: Sequence[doctor.Check]) -> None:
 
 
 def span(times: tuple[float, float] | None) -> str:
-    """The shortest and the longest of some calls."""
+    """The shortest and the longest time of some calls, as text."""
     return "" if times is None else f"{times[0]:.1f} to {times[1]:.1f} s"
 
 
@@ -199,7 +199,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return bench_attention(arguments, archs)
     if arguments.plot and len(archs) > 1:
         return _fail("bench: --plot draws one back end; name one with --arch", 2)
-    runs: list[tuple[str, list[bench.Row]]] = []  # of each back end: the machine in words, and the rows so far
+    runs: list[tuple[str, list[bench.Row]]] = []  # for each back end: the machine in words, and the rows so far
     stopped = False
     with progress("tikv bench", len(bench.CASES) * len(archs)) as step:
         try:
@@ -294,7 +294,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
-    """The table of one back end; figures of a noisy run are marked, and such a share of memcpy is not given."""
+    """Print the table of one back end; figures of a noisy run are marked, and have no share of memcpy."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
     header = ["case", "tikv us", *(f"{peer} us" for peer in peers), "memcpy us", "tikv GB/s", "of memcpy"]
     cells = [
@@ -327,7 +327,7 @@ def back_ends(text: str) -> list[str]:
 
 
 def add_archs(command: argparse.ArgumentParser, what: str) -> None:
-    """Let a command take back ends, by position or as --arch."""
+    """Let a command accept back ends, by position or as --arch."""
     help_text = f"only these back ends: {', '.join(runtime.ARCHS)} or auto; each must then {what}"
     command.add_argument("place", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
     command.add_argument(
@@ -336,7 +336,7 @@ def add_archs(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def asked_archs(arguments: argparse.Namespace) -> list[str]:
-    """The back ends that were named, each once; none when all are meant."""
+    """The back ends that were named, each once; an empty list means all."""
     named = itertools.chain(*arguments.place, *arguments.arch)
     return list(dict.fromkeys(runtime.candidate_archs()[0] if name == "auto" else name for name in named))
 
@@ -350,7 +350,7 @@ def seconds(text: str) -> float:
 
 
 def svg(text: str) -> str:
-    """An argument that is a picture to write; known to be wrong before anything is timed."""
+    """An argument that is a picture to write; it is checked before anything is timed."""
     try:
         return str(picture.target_of(text, "bench"))
     except TikvError as error:
@@ -506,10 +506,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as when `head` has read enough
+    except BrokenPipeError:  # for example, `head` has read enough
         _drop_output()
         return 141
-    except OSError as error:  # as when the disk of the file behind stdout is full
+    except OSError as error:  # for example, stdout is a file on a full disk
         _drop_output()
         return _fail(str(error), 1)
     except TikvError as error:
@@ -519,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    """Say why on stderr, where there is one."""
+    """Print the reason on stderr, if there is a stderr."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"tikv: {message}", file=sys.stderr)
@@ -527,7 +527,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _drop_output() -> None:
-    """Let go of what stdout no longer takes, which Python would try once more to write at its end."""
+    """Drop the output that stdout no longer accepts, which Python would try to write again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -31,10 +31,10 @@ class DType:
         return self.numpy.itemsize
 
     def __reduce__(self) -> Any:
-        return parse, (self.name, "unpickling")  # a copy, and what pickle brings back, is the same object
+        return parse, (self.name, "unpickling")  # a copy, or an unpickled row, is the same object
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DType:
-        return self  # also one that a storage has for itself, which `parse` does not know
+        return self  # even a storage's own row, which `parse` does not know
 
     def __repr__(self) -> str:
         return self.name
@@ -58,9 +58,9 @@ uint32 = DType("uint32", "u32", np.dtype(np.uint32), (1, 32))  # words of codes,
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
 ALL = (*STORED, *INDICES, uint32, float8_e8m0fnu)
-QUANTIZABLE = (float32, float16, bfloat16)  # into int8, and by a scale into 8 bits of floating point
-SCALES = (float16, float32)  # of int8
-GROUP_SCALES = (float16, float32, bfloat16)  # of groups of codes
+QUANTIZABLE = (float32, float16, bfloat16)  # to int8, and with a scale to 8-bit floats
+SCALES = (float16, float32)  # dtypes of int8's scales
+GROUP_SCALES = (float16, float32, bfloat16)  # dtypes of the scales of groups of codes
 ATTENDED = (float32, float16, bfloat16, *FLOATS8, int8)  # caches that attention reads
 
 CONVERSIONS = {
@@ -76,7 +76,7 @@ CONVERSIONS = {
     "uint32": ("uint32",),
     "float8_e8m0fnu": ("float8_e8m0fnu",),
 }
-"""What a copy may turn a source dtype into, without being asked for more."""
+"""The dtypes that a copy converts each source dtype to, without further options."""
 
 APPENDED = {
     "float32": ("float32",),
@@ -87,7 +87,7 @@ APPENDED = {
     "float8_e5m2": ("float32", "float16", "bfloat16", "float8_e5m2"),
     "int8": ("float32", "float16", "bfloat16"),
 }
-"""What may be appended to a cache of each dtype; its keys are the dtypes that a cache may have."""
+"""The dtypes that may be appended to a cache of each dtype; its keys are the dtypes that a cache may have."""
 
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
@@ -100,7 +100,7 @@ def of_numpy(dtype: np.dtype[Any]) -> DType | None:
 
 
 def of_size(itemsize: int) -> DType | None:
-    """A row whose elements have so many bytes, for code that moves bits and reads no numbers; None if no dtype has."""
+    """A row with elements of so many bytes, for code that moves bits without reading numbers; None if no row has."""
     return {1: int8, 2: float16, 4: int32, 8: int64}.get(itemsize)
 
 
@@ -116,7 +116,7 @@ def of_torch(dtype: Any) -> DType | None:
 
 @functools.cache
 def to_torch(name: str) -> Any:
-    """The torch dtype of a row's name, once a caller has brought torch."""
+    """The torch dtype of a row's name; torch must have been imported."""
     return getattr(sys.modules["torch"], name)
 
 
@@ -126,7 +126,7 @@ def parse(dtype: Any, operation: str, also: str = "") -> DType:
     ``also`` ends the list of what the caller may use.
 
     Raises:
-        DTypeError: nothing here is called that.
+        DTypeError: no row has that name.
 
     Examples:
         >>> parse("bfloat16", "example"), parse(np.float16, "example")
@@ -139,7 +139,7 @@ def parse(dtype: Any, operation: str, also: str = "") -> DType:
         found = _BY_NAME.get(dtype.removeprefix("torch."))
     elif type(dtype).__module__ == "torch":
         found = of_torch(dtype)
-    elif dtype is not None:  # which NumPy takes for float64
+    elif dtype is not None:  # NumPy takes None for float64
         try:
             found = of_numpy(np.dtype(dtype))
         except TypeError:

@@ -1,7 +1,7 @@
-"""The engines that compile and run the kernels: Taichi, and Quadrants, the fork of it that is maintained.
+"""The engines that compile and run the kernels: Taichi, and Quadrants, its maintained fork.
 
-A class an engine: its names, the versions that were tried, where it runs, and every name and form inside it that the
-other has otherwise. Nothing else asks which engine it is. Neither is imported here: `runtime/engine.py` does that.
+Each engine has a class with its names, the versions that were tried, where it runs, and everything inside it that is
+different in the other. No other module asks which engine it is. `runtime/engine.py` imports them; this module does not.
 
 `import tikv` loads this module, so what takes long to load is imported where it is used.
 """
@@ -17,45 +17,45 @@ from tikv import extras
 
 
 class Engine:
-    """What is asked of an engine. The methods work once it has been imported; they are written for Taichi 1.7."""
+    """The interface of an engine. Its methods work once the engine is imported; they are written for Taichi 1.7."""
 
-    name: str  # of the module, and of the distribution
-    title: str  # in messages
-    alias: str  # by which its users import it
+    name: str  # the name of the module and of the distribution
+    title: str  # its name in messages
+    alias: str  # the name as which its users import it
     least: str  # the oldest version that was tried
-    below: str  # the first version that was not
+    below: str  # the first newer version that was not tried
     pythons: str
     archs: tuple[str, ...] = ("metal", "cuda", "vulkan", "cpu")
     quiet: ClassVar[Mapping[str, str]]  # environment variables without which its import prints, or asks a server
     cache_variable: str  # the environment variable that names the folder of its compiled kernels
-    policy_variable: str  # the one that says which of them are deleted when a process ends
-    cache_lock: str  # where in that folder a process has the lock of it
+    policy_variable: str  # the environment variable that says which of these are deleted when a process ends
+    cache_lock: str  # the path of the folder's lock, within it
     program_of: attrgetter[Any]  # the program of `settings`, or None
-    has_graphs: bool  # graphs of kernels that are compiled as one
-    has_modules: bool  # modules of kernels that are compiled ahead of time
+    has_graphs: bool  # whether it has graphs of kernels that are compiled as one
+    has_modules: bool  # whether it has modules of kernels that are compiled ahead of time
     has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
     has_bitcode: bool  # whether its CUDA kernels may call functions of LLVM bitcode
     mps_arch: str | None = None  # the arch on which PyTorch can see its memory, as tensors on MPS
-    word: str = "u32"  # the element type of memory of our own
-    core_name: str  # of its C++ module
+    word: str = "u32"  # the element type of memory that tikv allocates
+    core_name: str  # the name of its C++ module
     context_class: str  # what walks through a kernel's source
-    position_method: str  # its method that draws the line of a source that is compiled
+    position_method: str  # its method that formats the current source line for messages
     source_reader: str  # the module whose `getsourcelines` and `getsourcefile` it calls
     source_parser: str  # the module that parses the source
-    writes_trees_anew: bool  # whether it may read a tree of the source again: what it noted is overwritten
+    writes_trees_anew: bool  # whether it may read a syntax tree again, since it overwrites its notes in it
 
     @property
     def requirement(self) -> str:
-        """For pip."""
+        """The requirement for pip."""
         return f"{self.name}>={self.least},<{self.below}"
 
     @property
     def remedy(self) -> str:
-        """What to do where it is missing or of the wrong version."""
+        """What to do if it is missing or has the wrong version."""
         return f"Install {self.requirement} on {self.pythons}."
 
     def version(self) -> str | None:
-        """The installed version, or None; it is not imported."""
+        """The installed version, or None; the engine is not imported."""
         return version_of(self.name)
 
     def why_refused(self, version: str) -> str | None:
@@ -68,31 +68,31 @@ class Engine:
 
     @property
     def others(self) -> list[Engine]:
-        """All engines but this one."""
+        """All engines except this one."""
         return [engine for engine in ALL.values() if engine is not self]
 
     @property
     def is_imported(self) -> bool:
-        """Whether anybody has imported it."""
+        """Whether any code has imported it."""
         return self.name in sys.modules
 
     def part(self, name: str) -> Any:
-        """One of its modules, or None while that is not imported."""
+        """One of its modules, or None if that is not imported."""
         return sys.modules.get(f"{self.name}.{name}")
 
     @property
     def settings(self) -> Any:
-        """Its own runtime in Python, which holds some settings of the compiler. Every start makes another one."""
+        """Its Python runtime, which holds some settings of the compiler. Each start makes a new one."""
         return self.part("lang.impl").get_runtime()
 
     @property
     def front(self) -> Any:
-        """An object whose `prog` is the program that runs, and None before the start and after the end."""
+        """An object whose `prog` is the running program, or None before the start and after the end."""
         return self.settings
 
     @property
     def program(self) -> Any:
-        """The program that runs, or None; also while this engine is being imported, or is not."""
+        """The running program, or None; it may be called before and during the engine's import."""
         return self.program_of(self.settings) if hasattr(self.part("lang.impl"), "get_runtime") else None
 
     @property
@@ -106,24 +106,24 @@ class Engine:
         return name
 
     def annotations(self, kernel: Any) -> list[Any]:
-        """Those of a kernel's arguments. `kernel` is the `_primal` of what `ti.kernel` makes."""
+        """The annotations of a kernel's arguments. `kernel` is the `_primal` of the object that `ti.kernel` makes."""
         return [argument.annotation for argument in kernel.arguments]
 
     def traced(self, kernel: Any, placeholders: list[Any]) -> Any:
-        """What the source of a kernel becomes, for arguments of the kinds of these; it is not compiled yet."""
+        """A kernel traced for arguments of the kinds of these placeholders; it is not compiled yet."""
         return kernel.compiled_kernels[kernel.ensure_compiled(*placeholders)]
 
     def compiled(self, program: Any, traced: Any) -> Any:
-        """A kernel compiled, or found in the cache on disk, as `program.launch_kernel` takes it."""
+        """The compiled kernel for `program.launch_kernel`, which may come from the cache on disk."""
         return program.compile_kernel(program.config(), program.get_device_caps(), traced)
 
     def start_options(self, arch: str) -> dict[str, Any]:
-        """What a start on this arch is told beside what the caller says."""
-        # For a GPU's vendor it is fixed at the start whether a product and a sum may become one rounding. Ours may not.
+        """The options of a start on this arch, beside the caller's."""
+        # For NVIDIA and AMD, the start fixes whether a product and a sum may be fused. Here they may not be.
         return {"fast_math": False} if arch in ("cuda", "amdgpu") else {}
 
     def is_on_queue_of_torch(self, program: Any) -> bool:
-        """Whether a program launches kernels on PyTorch's own queue of Metal's."""
+        """Whether a program launches kernels on PyTorch's own Metal queue."""
         return False
 
     def as_torch(self, ndarray: Any) -> Any:
@@ -131,24 +131,24 @@ class Engine:
         raise NotImplementedError
 
     def place(self, i: int) -> Any:
-        """How a launch context names argument `i`. Entry `j` of a vector is (i, j) for every engine."""
+        """The index of argument `i` in a launch context. Entry `j` of a vector is (i, j) for every engine."""
         return (i,)
 
     def address_of(self, function: Any) -> int:
-        """Where the C++ object of a real function lies: pybind11 keeps that right behind Python's own part."""
+        """The address of a real function's C++ object: pybind11 stores it right after Python's own part."""
         import ctypes
 
         found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
         return found or 0
 
     def bitcode(self, path: str) -> Any:
-        """The functions of a file of LLVM bitcode, which CUDA kernels call with local variables."""
+        """The functions of an LLVM bitcode file, which CUDA kernels call with local variables."""
         import importlib
 
         return importlib.import_module(f"{self.name}.lang.source_builder").SourceBuilder.from_file(path)
 
     def over_subgroup(self, reduction: str) -> Any:
-        """A function for kernels: over a subgroup, its "add", "min" or "max"; each thread has the result."""
+        """A function for kernels that reduces over a subgroup by "add", "min" or "max"; all threads get the result."""
         return getattr(self.part("lang.simt.subgroup"), f"reduce_{reduction}")
 
 
@@ -167,7 +167,7 @@ class _Taichi(Engine):
 
 
 class _ProgramOf:
-    """In the place of Quadrants' own runtime, whose `prog` raises where there is no program."""
+    """A substitute for Quadrants' own runtime, whose `prog` raises if there is no program."""
 
     __slots__ = ("settings",)
 
@@ -187,7 +187,7 @@ class _Quadrants(Engine):
     cache_lock = "kernel_compilation_manager/qdcache.lock"
     has_graphs = has_modules = has_known_ptx = has_bitcode = writes_trees_anew = False
     mps_arch = "metal"
-    word = "i32"  # it shows PyTorch no unsigned integers
+    word = "i32"  # it cannot export unsigned integers to PyTorch
     core_name = "_qd_core"
     context_class, position_method = "ASTTransformerFuncContext", "memoized_get_pos_info"
     source_reader, source_parser = "lang._wrap_inspect", "lang._func_base"
@@ -219,7 +219,7 @@ class _Quadrants(Engine):
         return [argument.annotation for argument in kernel.arg_metas]
 
     def traced(self, kernel: Any, placeholders: list[Any]) -> Any:
-        kernel.raise_on_templated_floats = False  # else only the public call sets it
+        kernel.raise_on_templated_floats = False  # otherwise only the public call sets it
         return kernel.materialized_kernels[kernel.ensure_compiled(*placeholders)]
 
     def compiled(self, program: Any, traced: Any) -> Any:
@@ -231,13 +231,13 @@ class _Quadrants(Engine):
     def address_of(self, function: Any) -> int:
         import ctypes
 
-        # nanobind: behind Python's own part is written how many bytes from the object's start the address is kept.
+        # nanobind: the word after Python's own part is the offset of the address from the object's start.
         offset = ctypes.c_int32.from_address(id(function) + object.__basicsize__).value
         found: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
         return found or 0
 
     def over_subgroup(self, reduction: str) -> Any:
-        # What Taichi calls so leaves the result with the first thread alone here.
+        # Here the function that has Taichi's name gives the result to the first thread only.
         return getattr(self.part("lang.simt.subgroup"), f"reduce_all_{reduction}")
 
 
@@ -262,7 +262,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """A version as numbers that compare: what stands behind them, as in 1.8.0rc1, is left out."""
+    """A version as numbers that compare; a suffix, as in 1.8.0rc1, is left out."""
     import re
 
     found = re.match(r"\d+(\.\d+)*", version)
@@ -271,7 +271,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def chosen_by_itself() -> tuple[Engine, str]:
-    """(engine, why) where nobody names one: the one that runs or is imported, else Taichi where it can be had."""
+    """(engine, why) if the caller names none: the one that runs or is imported, else Taichi if it is available."""
     running = [engine for engine in ALL.values() if engine.program is not None]
     if len(running) == 1:
         return running[0], "it runs already"
@@ -288,7 +288,7 @@ def chosen_by_itself() -> tuple[Engine, str]:
 
 
 def _has_no_taichi() -> bool:
-    """Whether this is a Python or a machine that Taichi has no wheels for."""
+    """Whether Taichi has no wheels for this Python or this machine."""
     import platform
 
     return sys.version_info >= (3, 14) or (sys.platform == "linux" and platform.machine() == "aarch64")

@@ -17,7 +17,7 @@ class DTypeError(TikvError, TypeError):
 
 
 class CopyError(TikvError, TypeError):
-    """What `copy` or `pickle` cannot take along; the message says which method does."""
+    """An object that `copy` or `pickle` cannot copy; the message says which method can."""
 
 
 class OptionError(TikvError, ValueError):
@@ -41,11 +41,11 @@ class MissingPackageError(ArchError, ImportError):
 
 
 class GroupError(TikvError, RuntimeError):
-    """A group of processes that is missing or gone, lost one of them, or disagrees on a call."""
+    """A process group that is missing or was destroyed, lost a process, or disagrees on a call."""
 
 
 class StaleRuntimeError(TikvError, RuntimeError):
-    """Memory or a compiled object that belongs to a Taichi runtime which no longer exists, or is a parent process's."""
+    """Memory or a compiled object of a Taichi runtime that no longer exists, or belongs to a parent process."""
 
 
 class CacheFileError(TikvError, OSError):

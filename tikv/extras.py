@@ -1,4 +1,4 @@
-"""Packages that this library can do without, and what to install where one of them is missing: its extras."""
+"""Optional packages, and the extra to install if one of them is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tikv.errors import MissingPackageError
 
-# By the package, the extra of pyproject.toml that brings it.
+# For each package, the extra of pyproject.toml that installs it.
 EXTRAS = {
     "cuda": "cuda",
     "matplotlib": "plot",
@@ -18,7 +18,7 @@ EXTRAS = {
     "transformers": "transformers",
 }
 
-LEAST = {"torch": (2, 4), "transformers": (4, 56)}  # versions
+LEAST = {"torch": (2, 4), "transformers": (4, 56)}  # the oldest supported versions
 
 
 def need(module: str, what: str) -> Any:
@@ -34,10 +34,10 @@ def need(module: str, what: str) -> Any:
 
 
 def require_version(module: Any) -> None:
-    """A package that was imported is not older than what this library can work with.
+    """Check that an imported package is not older than this library supports.
 
     Raises:
-        ImportError: it is, for `missing`.
+        ImportError: it is older; `missing` takes this error.
     """
     name = module.__name__
     if tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2]) < LEAST[name]:
@@ -46,7 +46,7 @@ def require_version(module: Any) -> None:
 
 
 def missing(what: str, error: ImportError, extra: str = "") -> MissingPackageError:
-    """What to raise in the place of an ImportError; `extra` is the one that brings all that `what` needs."""
+    """The error to raise instead of an ImportError; `extra` is the extra that installs all that `what` needs."""
     package = (error.name or "a package").partition(".")[0]
     if isinstance(error, ModuleNotFoundError):
         fault = "is not installed"
@@ -62,5 +62,5 @@ INSTALL = "Install taichi-kv with all that it needs (pip install taichi-kv; in a
 
 
 def install(extra: str) -> str:
-    """How to install an extra, from the index of packages and from a clone; a sentence without its end."""
+    """How to install an extra, from the package index and from a clone; a sentence without its full stop."""
     return f'Install taichi-kv[{extra}] (pip install "taichi-kv[{extra}]"; in a clone pip install -e ".[{extra}]")'

@@ -1,6 +1,6 @@
-"""What a forked process has to know of its parent: it inherits an engine, and none of the threads that this waits for.
+"""What a forked process must know about its parent: it inherits an engine, but not the threads that the engine needs.
 
-`import tikv` loads this module alone, so that a fork before the first operation is seen too.
+`import tikv` loads this module at once, so that a fork before the first operation is seen too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from tikv import engines
 from tikv.engines import Engine
 
-left_behind: tuple[Any, ...] = ()  # programs that ran when this process was forked, and may not be run here
-in_child: list[Callable[[], None]] = []  # what else is to be done in a new process, when `left_behind` is known
+left_behind: tuple[Any, ...] = ()  # programs that were running at the fork, and may not run here
+in_child: list[Callable[[], None]] = []  # what a new process also calls, once `left_behind` is known
 
 
 def never_free(objects: Iterable[Any]) -> None:
-    """Keep the engines' programs for good: to free one waits for its threads, and without them no process would end."""
+    """Keep the engines' programs for good: freeing one waits for its threads, which are missing, so it would hang."""
     import ctypes
 
     for each in objects:

@@ -1,9 +1,9 @@
-"""One row a format that keeps numbers as codes of 2 to 8 bits, which a scale makes numbers again.
+"""One row per format that stores numbers as codes of 2 to 8 bits, which a scale turns back into numbers.
 
-A format says which numbers share a scale, how many bits a code has, and by which rule both are found. int8 has a scale
-for each row; formats of groups have one, and maybe a bias, for so many columns; floats of 8 bits have none, or one for
-all rows of a head, or of all heads, which the caller gives. The rules are in `kernels/codec.py` and, of groups,
-`kernels/groups.py`, and in `reference.py`.
+A format says which numbers share a scale, how many bits a code has, and by which rule both are computed. int8 has a
+scale for each row; formats of groups have one, and perhaps a bias, for each group of columns; 8-bit floats have none,
+or one for all rows of a head, or of all heads, which the caller gives. The rules are in `kernels/codec.py`, for groups
+in `kernels/groups.py`, and in `reference.py`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tikv import dtypes
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, ShapeError
 
-WORD_BITS = 32  # codes of groups lie in words of so many bits, the first in the lowest
+WORD_BITS = 32  # codes of groups are packed in words of so many bits, the first code in the lowest
 BITS = (2, 3, 4, 8)
 GROUPS = (32, 64, 128)
 MOST_RESIDUAL = 1 << 30
 HADAMARD = "hadamard"
 MOST_SEED = 1 << 31
-FLOAT_RULES = ("mxfp8", "mxfp4", "nvfp4")  # whose codes are floats themselves
+FLOAT_RULES = ("mxfp8", "mxfp4", "nvfp4")  # rules whose codes are floats themselves
 
 
 @dataclass(frozen=True)
 class Format:
-    """A row: its name, what has a scale, bits of a code, rule, dtype of the array of codes, dtypes of scales."""
+    """A row: its name, what shares a scale, bits per code, rule, dtype of the array of codes, dtypes of scales."""
 
     name: str
-    scale_of: Literal["row", "group", "head"]  # that of a head, or of all heads, is the caller's
+    scale_of: Literal["row", "group", "head"]  # the caller gives the scale of a head, or of all heads
     bits: int
     rule: str  # "int8", "float8", "affine", "q8_0", "q4_0", or one of `FLOAT_RULES`
     stored: DType
@@ -44,18 +44,18 @@ class Format:
 
     @property
     def finds_scales(self) -> bool:
-        """Whether a write finds the scales, and stores them beside the codes."""
+        """Whether a write computes the scales, and stores them beside the codes."""
         return self.scale_of != "head"
 
     def numbers_of(self, width: int) -> int:
-        """Scales of a row, those of groups with their biases; 0 where rows have none of their own."""
+        """The number of scales of a row, with the biases of groups; 0 if rows have no scales of their own."""
         return int(self.finds_scales)
 
     def check_scale_dtype(self, dtype: DType, operation: str, name: str = "scale_dtype") -> DType:
-        """A dtype that its scales may have, in an array.
+        """`dtype`, checked to be one that an array of its scales may have.
 
         Raises:
-            DTypeError: they may not.
+            DTypeError: it is not.
         """
         if dtype not in self.scale_dtypes:
             raise DTypeError(
@@ -70,31 +70,31 @@ class Format:
 
 @dataclass(frozen=True)
 class GroupFormat(Format):
-    """A row of a format whose groups of columns have numbers of their own."""
+    """A row of a format whose groups of columns have scales, and perhaps biases, of their own."""
 
-    group: int  # codes
+    group: int  # codes per group
     numbers: int  # 2: a scale and a bias; 1: a scale
-    tensor_scale: float = 1.0  # of nvfp4: what all numbers are divided by before they are encoded
-    seed: int | None = None  # of the signs by which rows are turned before that; None where they are not
+    tensor_scale: float = 1.0  # for nvfp4: all numbers are divided by it before they are encoded
+    seed: int | None = None  # of the signs by which rows are rotated before that; None if they are not
 
-    def __hash__(self) -> int:  # of what tells them apart: plans are found by it in each call
+    def __hash__(self) -> int:  # only of what distinguishes rows: each call looks up its plan by it
         return hash((self.name, self.seed, self.tensor_scale))
 
     @property
     def code(self) -> str:
-        """What kernels are compiled for: words of codes say too little."""
+        """The name that kernels are compiled for, since words of codes do not tell the format."""
         return self.name
 
     def numbers_of(self, width: int) -> int:
-        """Scales and biases of a row."""
+        """The number of scales and biases of a row."""
         return width // self.group * self.numbers
 
     def words(self, width: int) -> int:
-        """Words of a row of codes."""
+        """The number of words in a row of codes."""
         return width * self.bits // WORD_BITS
 
     def columns(self, words: int) -> int:
-        """Columns of a row of so many words."""
+        """The number of columns in a row of so many words."""
         return words * WORD_BITS // self.bits
 
     def __str__(self) -> str:
@@ -103,33 +103,33 @@ class GroupFormat(Format):
 
     @property
     def unturned(self) -> GroupFormat:
-        """The same of rows that are not turned: of values, where this is of keys."""
+        """The same format without rotation: that of the values, if this is that of the keys."""
         return self if self.seed is None else replace(self, seed=None)
 
     def scaled(self, tensor_scale: float) -> GroupFormat:
-        """The same whose numbers are all divided by a scale first."""
+        """The same format, in which all numbers are first divided by a scale."""
         return replace(self, tensor_scale=tensor_scale)
 
     @property
     def own_scale_dtype(self) -> DType | None:
-        """The dtype of its scales where no other is offered, and ``scale_dtype`` says nothing of them."""
+        """The dtype of its scales if the format fixes it, so that ``scale_dtype`` does not apply; else None."""
         return self.scale_dtypes[0] if self.is_float else None
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floats, and scales floats of 8 bits."""
+        """Whether codes are floats, and scales are 8-bit floats."""
         return self.rule in FLOAT_RULES
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether all numbers have a scale, beside those of their groups."""
+        """Whether one scale applies to all numbers, in addition to those of their groups."""
         return self.rule == "nvfp4"
 
     def groups(self, width: int, what: str, operation: str) -> int:
-        """Groups of a row.
+        """The number of groups in a row.
 
         Raises:
-            ShapeError: they do not divide it.
+            ShapeError: groups do not divide it.
         """
         if width % self.group or width == 0:
             raise ShapeError(
@@ -141,23 +141,23 @@ class GroupFormat(Format):
 
 @dataclass(frozen=True)
 class Quant:
-    """A format as mlx quantises: groups of numbers, each with a scale and a bias.
+    """A format with mlx's quantisation: groups of numbers, each with a scale and a bias.
 
     Args:
-        bits: of a code: 2, 3, 4 or 8.
+        bits: bits per code: 2, 3, 4 or 8.
         group: numbers that share a scale and a bias: 32, 64 or 128.
-        axis: "head_dim", along the columns of a row; or "tokens": of keys a channel over a group of tokens, of values
-            still along the columns, as KIVI has it. Stores, pools and `TikvCache` keep it.
-        residual: with "tokens", how many of the newest tokens, at least, stay as they came; not below the group.
-        rotate: "hadamard": keys are turned before they become codes, by signs and a Hadamard matrix of the largest
-            power of two that divides their width, in the launch that writes them; so are the queries of each call of
-            attention, once, and rounded to their dtype. Values are not turned, and keys that are read as numbers are
-            turned back. Not with "tokens", whose channels have scales of their own. A NaN or an infinity reaches all
-            numbers of its block.
-        seed: which signs, from 0 on. Each is compiled for.
+        axis: "head_dim": groups lie along the columns of a row. "tokens": a group of keys is one channel of several
+            tokens, and values still group along the columns, as in KIVI. Stores, pools and `TikvCache` support it.
+        residual: with "tokens", how many of the newest tokens, at least, are stored unquantised; at least ``group``.
+        rotate: "hadamard": keys are multiplied by signs and a Hadamard matrix of the largest power of two that divides
+            their width before they become codes, in the launch that writes them; so are the queries, once in each call
+            of attention, and they are rounded to their dtype. Values are not rotated, and keys that are read as numbers
+            are rotated back. It cannot be used with "tokens", where each channel has its own scale. A NaN or an
+            infinity spreads to all numbers of its block.
+        seed: which signs are used, from 0 on. Kernels are compiled for each seed.
 
     Raises:
-        OptionError: another number of bits or columns, another axis, a residual that does not fit, or another rotation.
+        OptionError: bits, group, axis or rotate is not one of these choices, or the residual does not fit.
 
     Examples:
         >>> Quant(bits=4).format.name
@@ -200,16 +200,16 @@ class Quant:
 
     @property
     def row(self) -> GroupFormat:
-        """The row of the table, by which groups are encoded, whatever their axis."""
+        """The row of the table that encodes the groups, whatever their axis."""
         name = f"quant{self.bits}_{self.group}"
         return GROUP_FORMATS[name] if self.rotate is None else turned(name, self.seed)
 
     @property
     def format(self) -> GroupFormat:
-        """The row of the table, of groups of columns.
+        """The row of the table for groups of columns.
 
         Raises:
-            OptionError: the groups are of tokens.
+            OptionError: the groups lie along tokens.
         """
         if self.axis == "tokens":
             raise OptionError(
@@ -220,7 +220,7 @@ class Quant:
 
     @property
     def by_tokens(self) -> GroupFormat:
-        """What a store of groups along tokens is said to keep."""
+        """The format that a store of groups along tokens reports."""
         return replace(self.row, name=f"{self.row.name}_tokens", rule="tokens")
 
 
@@ -244,19 +244,19 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# The rows of groups, which kernels know by the same names; all rows by the names that kernels have for them.
+# The rows of groups, which have the same names in kernels; then all rows by their names in kernels.
 GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, GroupFormat)}
 OF_CODE = {row.code: row for row in FORMATS.values()}
 _OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}
 
 _TURNED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
 
-# What a message about a dtype adds where a format is taken as well.
+# What a message about a dtype adds if a format is accepted too.
 OR_FORMATS = ", q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
 
 
 def format_of(kept: DType | GroupFormat) -> Format | None:
-    """The row of what rows are kept as; None for a model's own dtypes.
+    """The format in which rows are stored; None for a model's own dtypes.
 
     Examples:
         >>> print(format_of(dtypes.int8), format_of(dtypes.float16))
@@ -267,12 +267,12 @@ def format_of(kept: DType | GroupFormat) -> Format | None:
 
 @functools.cache
 def turned(name: str, seed: int) -> GroupFormat:
-    """The row of that name, of rows that are turned by signs of that seed."""
+    """The row of that name for rows that are rotated with the signs of that seed."""
     return replace(GROUP_FORMATS[name], seed=seed)
 
 
 def block_of(width: int) -> int:
-    """Columns of a row of that width that are turned together: the largest power of two that divides it.
+    """The number of columns that are rotated together in a row: the largest power of two that divides its width.
 
     Examples:
         >>> block_of(128), block_of(96), block_of(80)
@@ -282,7 +282,7 @@ def block_of(width: int) -> int:
 
 
 def parse_format(value: Any) -> GroupFormat | None:
-    """The row of groups that a user's argument means, a `Quant`, a name or a row; None for anything else."""
+    """The row of groups that a user's argument means (a `Quant`, a name or a row); None for anything else."""
     if isinstance(value, Quant):
         return value.format
     if isinstance(value, GroupFormat):

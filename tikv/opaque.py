@@ -1,11 +1,11 @@
-"""What `torch.compile` does not look into: this library and its engine run as they are, between the graphs it makes.
+"""Keeps `torch.compile` out of this library and its engine: they run uncompiled, between the graphs that it makes.
 
-Its tracer, Dynamo, reads the Python of all that a compiled function calls. Here it would come upon an engine that
-compiles Python too, and upon counts that change with each token. So it is told which files to leave alone, as soon as
-it is imported: a call is then a break in the graph and is made as without `torch.compile`, and ``fullgraph=True``
-refuses it before anything runs. torch is not imported for this, and calls outside of compiled code go through nothing.
+Its tracer, Dynamo, reads the Python of everything that a compiled function calls. Here it would meet an engine that
+compiles Python too, and counts that change with each token. So it is told which files to skip, as soon as it is
+imported: a call is then a graph break and runs as without `torch.compile`, and ``fullgraph=True`` refuses it before
+anything runs. torch is not imported for this, and calls outside compiled code have no extra step.
 
-What is written to be traced are the operators and the cache of `integrations`, and the counts that the cache reads.
+Only the operators and the cache of `integrations`, and the counts that the cache reads, are written to be traced.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ REASON = (
 )
 TRACED = ("tikv.integrations", "tikv.stores.layers.growing")
 
-_RULES = "torch._dynamo.trace_rules"  # Dynamo's module with the list of files that it leaves alone
-_marked: set[str] = set()  # modules whose functions say why they are left alone
+_RULES = "torch._dynamo.trace_rules"  # Dynamo's module with the list of files that it skips
+_marked: set[str] = set()  # modules whose functions say why they are skipped
 
 
 def watch() -> None:
-    """Tell Dynamo when it is imported, or now if it is here."""
+    """Tell Dynamo which files to skip: now if it is imported, else when it is."""
     if _RULES in sys.modules:
         _tell(sys.modules[_RULES])
     else:
@@ -39,10 +39,10 @@ def watch() -> None:
 
 
 def mark() -> None:
-    """Have the functions of the modules that are loaded say why they are left alone, once Dynamo is here.
+    """Make the functions of loaded modules say why they are skipped, once Dynamo is imported.
 
-    torch shows it with ``fullgraph=True``. What they call elsewhere is left alone with them, such as what Python makes
-    for a dataclass, which is in no file.
+    torch shows the reason with ``fullgraph=True``. Functions that they call are skipped too, such as those that Python
+    generates for a dataclass, which are in no file.
     """
     if _RULES not in sys.modules:
         return
@@ -53,14 +53,14 @@ def mark() -> None:
             continue
         _marked.add(name)
         for function in functions_of(module):
-            # As torch.compiler.disable marks the function that it returns.
+            # torch.compiler.disable marks the function that it returns in this way.
             function._torchdynamo_disable = True  # type: ignore[attr-defined]
             function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
             leave_alone(function.__code__)
 
 
 def _with_all_it_calls() -> Callable[[types.CodeType], None]:
-    """How Dynamo is told to leave a function alone and all that it calls; older versions of torch: the function."""
+    """The call that makes Dynamo skip a function and all that it calls; in older torch, the function alone."""
     frames: Any = sys.modules["torch"]._C._dynamo.eval_frame
     if not hasattr(frames, "_FrameExecStrategy"):
         found: Callable[[types.CodeType], None] = getattr(frames, "skip_code", lambda code: None)
@@ -85,7 +85,7 @@ def functions_of(holder: Any) -> Iterator[types.FunctionType]:
 
 
 def _tell(rules: Any) -> None:
-    """Put the files into Dynamo's list. It is not a public part of torch; from torch 2.2 on it is this one."""
+    """Add the files to Dynamo's list. It is not public; torch has had it under this name since 2.2."""
     if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "_recompile_re"):
         rules.SKIP_DIRS.extend([*_files(os.path.dirname(__file__)), *_engines()])
         rules._recompile_re()
@@ -93,7 +93,7 @@ def _tell(rules: Any) -> None:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """The files and folders that are left alone; a folder ends in a separator."""
+    """The files and folders that are skipped; a folder ends in a separator."""
     root = os.path.dirname(os.path.dirname(__file__))
     traced = [os.path.join(root, *name.split(".")) for name in TRACED]
     for entry in os.scandir(folder):
@@ -109,16 +109,16 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def _engines() -> Iterator[str]:
-    """The folders of the engines that are installed; none is imported."""
+    """The folders of the installed engines; no engine is imported."""
     for name in engines.ALL:
-        with contextlib.suppress(ValueError):  # of a module that is there without having been imported
+        with contextlib.suppress(ValueError):  # a module that is there without having been imported
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.origin is not None:
                 yield os.path.dirname(spec.origin) + os.sep
 
 
 class _Watch:
-    """A finder of modules, which finds one: that of Dynamo's list, to be added to when it is loaded."""
+    """A finder for one module: that of Dynamo's list, which gets its additions when it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _RULES:
@@ -133,7 +133,7 @@ class _Watch:
 
 
 class _Loader:
-    """Loads a module by its own loader, which it has again then."""
+    """Loads a module with its own loader, which is then restored."""
 
     def __init__(self, loader: Any, watch: _Watch) -> None:
         self.loader = loader

@@ -1,8 +1,8 @@
-"""What every operation must leave behind, in NumPy and by another method than the kernels.
+"""The expected result of every operation, in NumPy and by a different method than the kernels.
 
-The kernels compute addresses; here tokens are kept in lists, slots come off a wheel that is turned one notch a token,
-and paged pools are reshaped to one row a slot. Nothing is written in place: each function returns the cache as it must
-be. Taichi is never imported.
+The kernels compute addresses; here tokens are kept in lists, slots come from a wheel that turns one notch per token,
+and paged pools are reshaped to one row per slot. Nothing is written in place: each function returns the expected cache.
+Taichi is never imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONVERSIONS = {
     ("float32", "bfloat16"): ml_dtypes.bfloat16,
     ("bfloat16", "float32"): np.float32,
 }
-_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # and its largest number
+_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # each with its largest number
 for _name in _FLOAT8:
     for _wide in (np.float32, np.float16, ml_dtypes.bfloat16):
         _CONVERSIONS[np.dtype(_wide).name, _name] = getattr(ml_dtypes, _name)
@@ -32,12 +32,12 @@ for _name in _FLOAT8:
 def encode(rows: Array, dtype: Any) -> Array:
     """Rows as a cache of `dtype` stores them: the same bits, or rounded to nearest even.
 
-    What is beyond the largest number of float8_e4m3fn or float8_e5m2, infinity too, becomes that number.
+    Numbers beyond the largest of float8_e4m3fn or float8_e5m2, and infinities, become the largest number.
 
     Args:
         rows: any shape.
-        dtype: the type of `rows`; or float16 or bfloat16 for float32 rows; or float32 for bfloat16 rows; or one of the
-            two types of 8 bits for rows of float32, float16 or bfloat16, or any of these three for rows of 8 bits.
+        dtype: the type of `rows`; or a conversion: float32 to float16 or bfloat16, bfloat16 to float32, and float32,
+            float16 or bfloat16 to or from one of the two 8-bit types.
 
     Returns:
         An array of the same shape in `dtype`.
@@ -101,7 +101,7 @@ def copy(
     src_layout: str = "token_major",
     cache_layout: str = "head_major",
 ) -> Array:
-    """The cache after rows of `src` were written to it, one after the other, so that a later token wins its slot.
+    """The cache after the rows of `src` were written to it one by one, so that of two tokens in a slot the later stays.
 
     Args:
         src: (T, H, D) token-major or (H, T, D) head-major.
@@ -163,7 +163,7 @@ def linearize(cache: Array, *, length: int, cache_layout: str = "head_major") ->
 
 
 def compact(cache: Array, keep: Any) -> Array:
-    """The cache after each head kept some of its rows, in front and in their order; the rows behind are as they were.
+    """The cache after each head moved the rows it keeps to the front, in their order; later rows stay as they were.
 
     `cache` is (B, H, S, ...), `keep` ascending indices (B, H, n) or (B, n), or a mask (B, H, S) or (B, S).
 
@@ -180,7 +180,7 @@ def compact(cache: Array, keep: Any) -> Array:
 
 
 def append_ragged(new: Array, cache: Array, offsets: Sequence[int] | Array) -> Array:
-    """The cache after each sequence got its rows from its own offset on; rows that fall outside are left out.
+    """The cache after each sequence got new rows from its own offset on; rows that fall outside are skipped.
 
     Args:
         new: (B, H, L, D).
@@ -206,7 +206,7 @@ def append_ragged(new: Array, cache: Array, offsets: Sequence[int] | Array) -> A
 
 
 def pool_rows(pool: Array, layout: str = "NHD") -> Array:
-    """A pool as one row a slot and head, (N * block_size, H, D), copied.
+    """A pool as one row per slot and head, (N * block_size, H, D), copied.
 
     Args:
         pool: "NHD" (N, bs, H, D); "HND" (N, H, bs, D); "VLLM" keys (N, H, D // x, bs, x) or values (N, H, D, bs).
@@ -243,7 +243,7 @@ def pool_from_rows(rows: Array, pool: Array, layout: str = "NHD") -> Array:
 
 
 def write_slots(rows: Array, pool: Array, slot_mapping: Sequence[int] | Array, *, layout: str = "NHD") -> Array:
-    """The pool after row `t` went to slot `slot_mapping[t]`; negative slots are left out.
+    """The pool after row `t` went to slot `slot_mapping[t]`; negative slots are skipped.
 
     Args:
         rows: (T, H, D).
@@ -282,7 +282,7 @@ def gather_paged(pool: Array, block_table: Sequence[int] | Array, length: int, *
 
 
 def copy_blocks(source: Array, target: Array, pairs: Sequence[Sequence[int]] | Array) -> Array:
-    """The target pool after each pair's block was copied into it; pairs with a negative block are left out.
+    """The target pool after each pair's block was copied into it; pairs with a negative block are skipped.
 
     Examples:
         >>> copy_blocks(np.array([[1], [2]]), np.array([[3], [4]]), [(0, 1), (-1, 0)]).ravel().tolist()
@@ -328,8 +328,8 @@ def quantize(rows: Array, scale_dtype: Any = np.float16) -> tuple[Array, Array]:
 def sum_of_squares(rows: Array) -> Array:
     """The sum of each row's squares, in the order of the kernels: (..., D) to (...).
 
-    There are 4 to 128 running sums, about D / 2, n of them each of every n-th column. Their second half is added to the
-    first until 16 are left, these are added up by fours, and then again the second half to the first.
+    There are n running sums, 4 to 128 and about D / 2, each over every n-th column. The second half of the sums is
+    added to the first until 16 are left; these are added in fours, and then again the second half to the first.
 
     Examples:
         >>> sum_of_squares(np.float32([[3.0, 4.0], [1.0, 1.0]]))
@@ -363,7 +363,7 @@ def norm_rope(
 ) -> Array:
     """Rows normalised and rotated, one pair of columns after the other, in the arithmetic of `dtype`.
 
-    In float32 each product is rounded, then their sum: what norms and rotations are without fused multiply-adds.
+    In float32 each product is rounded, and then their sum, as without fused multiply-adds.
 
     Args:
         rows: (T, H, D).
@@ -403,10 +403,10 @@ def norm_rope(
 
 
 def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = False, dtype: Any = np.float32) -> Array:
-    """Rows (..., D) turned from the position they were rotated for to another, in the arithmetic of `dtype`.
+    """Rows (..., D) rotated from the position they were rotated for to another, in the arithmetic of `dtype`.
 
-    `moved_by` (...) has the differences of positions, where a row that stays is not touched; `inv_freq` (D_r / 2,) and
-    `interleaved` are as in `tikv.Rope`.
+    `moved_by` (...) has the differences of positions; a row whose difference is 0 is unchanged. `inv_freq` (D_r / 2,)
+    and `interleaved` are as in `tikv.Rope`.
 
     Examples:
         >>> rotate(np.array([[1.0, 0.0]]), np.array([1]), [np.pi / 2], dtype=np.float64).round(3).tolist()
@@ -445,7 +445,7 @@ def dequantize(q: Array, scale: Array, dtype: Any = np.float32) -> Array:
 
 
 def hadamard_signs(width: int, seed: int = 0) -> Array:
-    """Of each column 1 or -1, by which rows that are turned are multiplied first, float32.
+    """The factor of each column, 1 or -1, by which rows are multiplied before the Hadamard matrix; float32.
 
     Examples:
         >>> hadamard_signs(8).astype(int).tolist()
@@ -461,7 +461,7 @@ def hadamard_signs(width: int, seed: int = 0) -> Array:
 
 
 def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.float32) -> Array:
-    """Rows (..., D) turned by signs and a Hadamard matrix, or turned back, in the arithmetic of `dtype`.
+    """Rows (..., D) rotated by signs and a Hadamard matrix, or rotated back, in the arithmetic of `dtype`.
 
     Blocks of n columns, the largest power of two that divides D, are multiplied by the matrix and by n ** -0.5.
 
@@ -492,14 +492,14 @@ _ELEMENTS: dict[str, Any] = {
 
 
 def _float_groups(x: Array, rule: str, tensor_scale: Any) -> tuple[Array, Array]:
-    """The codes and scales of groups (n, group) of float32 whose codes are floats, saturated at their largest."""
+    """The codes and scales of float32 groups (n, group) in a format whose codes are floats, which saturate."""
     element, largest = _ELEMENTS[rule], 448.0 if rule == "mxfp8" else 6.0
     edge = np.where(np.isfinite(x), abs(x), 0).max(1)
     x, edge = (np.divide(a, tensor_scale, dtype=np.float32) for a in (x, edge))
     if rule == "nvfp4":
         scales = np.minimum(edge / np.float32(6), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     else:
-        power = np.frexp(edge)[1] - np.frexp(largest)[1]  # the largest magnitude in the last octave of an element
+        power = np.frexp(edge)[1] - np.frexp(largest)[1]  # puts the largest magnitude in an element's last octave
         scales = np.exp2(np.where(edge < 2.0**-126, -126, np.maximum(power, -126)).astype(np.float32))
     nothing = (edge < 2.0**-100) if rule != "nvfp4" else scales == 0
     y = np.nan_to_num(x, nan=np.nan, posinf=np.finfo(np.float32).max, neginf=-np.finfo(np.float32).max)
@@ -513,15 +513,15 @@ def _float_groups(x: Array, rule: str, tensor_scale: Any) -> tuple[Array, Array]
 def quantize_groups(
     rows: Array, bits: int, group: int, rule: str, scale_dtype: Any = np.float16, tensor_scale: float = 1.0
 ) -> tuple[Array, Array, Array | None]:
-    """Groups of columns as codes with a scale, and with a bias where the rule is mlx's.
+    """Groups of columns as codes with a scale, and with a bias if the rule is mlx's.
 
     Args:
         rows: (..., D) float32, float16 or bfloat16.
-        bits: of a code.
-        group: columns of a group.
+        bits: bits per code.
+        group: columns per group.
         rule: "affine", "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4".
-        scale_dtype: of scales and biases; of the last three float8_e8m0fnu, and of nvfp4 float8_e4m3fn.
-        tensor_scale: what all numbers are divided by first, of nvfp4.
+        scale_dtype: dtype of scales and biases; float8_e8m0fnu for mxfp8 and mxfp4, float8_e4m3fn for nvfp4.
+        tensor_scale: for nvfp4, the number by which all numbers are divided first.
 
     Returns:
         (..., D * bits / 32) uint32, (..., D / group) and the same or None.
@@ -628,7 +628,7 @@ class History:
 
     @property
     def length(self) -> int:
-        """Tokens appended since the start, less those trimmed."""
+        """The number of tokens appended since the start, less those trimmed."""
         return len(self._tokens)
 
     def append(self, tokens: Sequence[Any] | Array) -> None:
@@ -640,7 +640,7 @@ class History:
             self._oldest = max(self._oldest, self.length - (self.window - self.sinks))
 
     def trim(self, n: int) -> None:
-        """Drop the `n` newest tokens; those the ring had overwritten by then stay lost."""
+        """Drop the `n` newest tokens; tokens that the ring has overwritten stay lost."""
         if n:
             del self._tokens[-n:]
 
@@ -666,13 +666,13 @@ def visible_positions(
 
     Args:
         length: tokens of the sequence, the newest included.
-        query: which of the newest tokens asks.
-        queries: how many of them ask.
+        query: which of the newest tokens has the query.
+        queries: how many of the newest tokens have queries.
         causal: False lets each see what the newest sees.
         window: tokens a query sees, itself and the sinks included.
         sinks: first tokens that the window leaves visible.
-        held: slots of a ring, sinks included, beyond whose newest tokens nothing is left; None for a linear cache.
-        first_valid: oldest position behind the sinks that is still there.
+        held: slots of a ring, sinks included, which holds no older tokens; None for a linear cache.
+        first_valid: oldest position after the sinks that is still there.
 
     Examples:
         >>> visible_positions(7, 1, 2, window=3, sinks=1), visible_positions(7, 0, 2, window=3, sinks=1)
@@ -707,11 +707,11 @@ def visible_in_tree(
 ) -> tuple[list[int], list[int]]:
     """(tokens that a query sees, the positions they count as), in a sequence of `length` whose last T are a tree.
 
-    A new token stands as deep as it sees new tokens, itself not counted, and for a query no later than the query.
+    The depth of a new token is the number of new tokens that it sees besides itself; for a query, at most its own.
 
     Args:
         length: tokens of the sequence, the new ones included.
-        query: which of the new tokens asks.
+        query: which of the new tokens has the query.
         mask: (T, T), which of the new tokens each sees.
         window, sinks: as in `visible_positions`.
 
@@ -740,16 +740,16 @@ def attention(
 ) -> tuple[Array, float]:
     """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
 
-    A score that is NaN or infinity makes all of both NaN, as inf - inf does. One of -infinity weighs 0, and where all
-    are, the log-sum-exp is -infinity. 0 times a value that is NaN or infinite is NaN.
+    A score that is NaN or infinity makes both results NaN, as inf - inf does. A score of -infinity has weight 0, and if
+    all are, the log-sum-exp is -infinity. 0 times a value that is NaN or infinite is NaN.
 
     Args:
         q: (D,).
-        keys, values: (n, D) and (n, D_v); with n of 0 the result is 0 and -inf.
-        scale: of q.k.
+        keys, values: (n, D) and (n, D_v); if n is 0, the result is 0 and -inf.
+        scale: factor of q.k.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        sink_logit: of a key more that has no value; None or -inf for none.
-        bias: (n,), added to the scores in the end, such as ALiBi's `slope * (key position - query position)`.
+        sink_logit: the logit of one more key, which has no value; None or -inf for no such key.
+        bias: (n,), added to the scores after all else, such as ALiBi's `slope * (key position - query position)`.
 
     Examples:
         >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
@@ -769,9 +769,9 @@ def attention(
 
 
 def summarize_pages(keys: Array, length: int, page: int) -> tuple[Array, Array]:
-    """The least and the greatest number of each column of `keys` (S, D), of pages of the first `length` rows.
+    """The least and the greatest number in each column of `keys` (S, D), for each page of the first `length` rows.
 
-    -0 is less than 0. NaN where one is there; 0 in both of a page without rows.
+    -0 is less than 0. If a column has a NaN, both are NaN; a page without rows has 0 in both.
 
     Examples:
         >>> [a.ravel().tolist() for a in summarize_pages(np.array([[3.0], [1.0], [2.0]]), 3, 2)]
@@ -804,7 +804,7 @@ def page_scores(queries: Array, least: Array, greatest: Array) -> Array:
 
 
 def select(scores: Array, k: int, valid: int, *, page: int = 1, sinks: int = 0, recent: int = 0) -> list[int]:
-    """The tokens of the k highest of a row of scores, by a stable sort, with those that are always kept; in order.
+    """The tokens of the k highest scores in a row, by a stable sort, with those that are always kept; ascending.
 
     Examples:
         >>> select(np.array([0.5, 3.0, 3.0]), 1, 3), select(np.array([0.5, 3.0]), 1, 3, page=2, recent=1)

@@ -225,7 +225,7 @@ def _seen(causal: bool, window_left: int, queries: int, capacity: int) -> dict[s
         return {"window": None if window_left < 0 else window_left + 1}
     if window_left < 0:
         return {"causal": False}
-    newer = capacity + queries  # the first of more queries than there are tokens lies before all of them
+    newer = capacity + queries  # if there are more queries than tokens, the first query comes before all tokens
     return {"newer": newer, "window": window_left + 1 + newer}
 
 
@@ -242,7 +242,7 @@ def _check_layout(kv_layout: Any, operation: str) -> None:
 
 
 def _pools(paged_kv_cache: Any, layout: str, operation: str) -> tuple[Any, Any]:
-    """K's and V's pool, of a pair or of one array, with an axis for the tokens of a page.
+    """The pools of K and V, from a pair or from one array, with an axis for the tokens of a page.
 
     Raises:
         ShapeError, DTypeError: it is neither.
@@ -271,14 +271,14 @@ def _pools(paged_kv_cache: Any, layout: str, operation: str) -> tuple[Any, Any]:
 
 
 def _slots_of_page(pool: Any, layout: str) -> int:
-    """Tokens of a page."""
+    """The number of tokens per page."""
     return int((pool.codes if isinstance(pool, Quantized) else pool).shape[1 if layout == "NHD" else 2])
 
 
 def _lengths_and_table(
     operation: str, indptr: Any, indices: Any, last_page_len: Any, batch: int, block_size: int
 ) -> tuple[np.ndarray[Any, Any], Any]:
-    """Tokens of each request, on the host, and a row of pages for each, where the pages lie.
+    """(the tokens of each request, on the host; a table with a row of pages for each, where the pages lie).
 
     Raises:
         ShapeError, DTypeError, PositionError: the arrays do not fit the queries or one another.
@@ -315,7 +315,7 @@ def _lengths_and_table(
 
 
 def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.ndarray[Any, Any], queries: int) -> Any:
-    """(B, T, T) bool of masks (T, length), flattened and one after the other: what queries see of the new tokens.
+    """(B, T, T) bool: the new tokens that each query sees, from concatenated, flattened masks (T, length).
 
     Raises:
         ShapeError, DTypeError: the mask has another size or dtype.
@@ -419,7 +419,7 @@ def get_batch_indices_positions(
 
 
 def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
-    """An array of the caller's that takes so many indices.
+    """Check that a caller's array takes so many indices.
 
     Raises:
         ShapeError, DTypeError: it does not.

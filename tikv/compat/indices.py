@@ -29,10 +29,10 @@ def on_host(array: Any) -> bool:
 
 
 def refuse_option(operation: str, **options: Any) -> None:
-    """Refuse an option whose value this library does not offer; each option is given as (value, what is offered).
+    """Refuse an option whose value is not supported; each option is given as (value, the supported value).
 
     Raises:
-        OptionError: naming the option.
+        OptionError: it names the option.
     """
     for name, (value, offered) in options.items():
         raise OptionError(f"{operation}: {name}={value!r} is not supported. Use {offered}.")
@@ -61,7 +61,7 @@ class Indices:
     device, without waiting for it.
 
     Args:
-        operation: for messages.
+        operation: the operation's name, for messages.
         given: the arguments by name; None for those that were not given.
     """
 
@@ -143,7 +143,7 @@ class Indices:
 
 
 def for_operation(array: Any, like: Any) -> Any:
-    """Indices in int32, where an operation over `like` reads them without waiting: on its device if that is a GPU."""
+    """Indices in int32, where an operation over `like` can read them without waiting: on its device if it is a GPU."""
     if isinstance(array, np.ndarray):
         narrow = np.ascontiguousarray(array, np.int32)
         return narrow if on_host(like) else library_of(like).as_tensor(narrow, device=like.device)
@@ -159,7 +159,7 @@ def _integers(values: Any, name: str, operation: str) -> Any:
     values = index_array(values, name, operation)
     if is_number(values):
         values = np.asarray(int(values), np.int64)
-    if not isinstance(values, np.ndarray) and library_of(values) is np:  # of another library
+    if not isinstance(values, np.ndarray) and library_of(values) is np:  # an array of another library
         seen = view(values, name, operation)
         values = as_numpy(seen) if seen.device == "cpu" else read_host(seen, current())
     kind = str(getattr(values, "dtype", "")).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""What both versions of flash-attention's `flash_attn_with_kvcache` do: rotate, append and attend.
+"""What both versions of flash-attention's `flash_attn_with_kvcache` share: they rotate, append and attend.
 
-A call is checked from its first argument to the binding of its last launch before a row is written. Attention reads
+A call is checked completely, and its last launch is bound, before a row is written. Attention reads
 every cache as pages through a table: a row of a contiguous cache is one page. Left padding and chunks use a table of
 single tokens, so that a sequence, or each query, can start at any slot.
 """
@@ -75,19 +75,19 @@ class Layout(NamedTuple):
     """Where the tokens of each sequence lie."""
 
     table: Any  # (B, pages)
-    page: int  # tokens of a page
+    page: int  # tokens per page
     before: Any  # (B,) tokens before the call
     lengths: Any  # (B,) with the new ones
     pads: Any  # (B,) slots before the first token; None for 0
 
     @property
     def capacity(self) -> int:
-        """Slots of a sequence."""
+        """The number of slots of a sequence."""
         return int(self.table.shape[1]) * self.page
 
 
 class CacheCall:
-    """A call of either version, checked when it is made; `run` does it.
+    """A call of either version, checked when the object is made; `run` executes it.
 
     Raises:
         TikvError: arguments that do not fit each other or the cache. Nothing is written.
@@ -120,7 +120,7 @@ class CacheCall:
         self.out, self.lse, self.attention = self._attention(queries)
 
     def run(self) -> tuple[Any, Any]:
-        """(out, lse), after the new rows were written."""
+        """Write the new rows, then return (out, lse)."""
         if self.write is not None:
             self.write.run()
         self.attention.run()
@@ -136,13 +136,13 @@ class CacheCall:
             return out, lse
         asked = self.asked
         at = asked.number - asked.counts[asked.sequence] + self.queries
-        at = self.index.library.clip(at, 0, max(0, self.queries - 1))  # of rows that are of no sequence too
+        at = self.index.library.clip(at, 0, max(0, self.queries - 1))  # valid for rows of no sequence too
         row, at, inside = (place(a, out) for a in (asked.sequence, at, asked.inside))
         out = ragged_rows.chosen(inside[:, None, None], out[row, at], 0.0)
         return out, ragged_rows.chosen(inside[:, None], lse[row, :, at], -math.inf).T
 
     def _views(self) -> dict[str, ArrayView]:
-        """The arrays that were given, of the right number of axes, and those that go together both given.
+        """Views of the given arrays; checks their numbers of axes, and that arrays of a pair are both given.
 
         Raises:
             ShapeError, DTypeError: they are not.
@@ -177,7 +177,7 @@ class CacheCall:
         return found
 
     def _most_queries(self) -> int:
-        """Queries of a sequence, the most there are."""
+        """The most queries that a sequence has."""
         most, index = self.given.max_seqlen_q, self.index
         if most is not None:
             most = checks.integer(most, "max_seqlen_q", self.operation, high=MOST)
@@ -206,7 +206,7 @@ class CacheCall:
         return found
 
     def _layout(self, added: RaggedRows | None) -> Layout:
-        """Where the sequences' tokens lie, and that there is room for the new ones."""
+        """Where the tokens of the sequences lie; checks that there is room for the new ones."""
         index, name, batch, page = self.index, self.given.table_name, self.batch, self.views["k_cache"].shape[1]
         chosen = index.array("cache_batch_idx", (batch,), "(B,)") if index.has("cache_batch_idx") else None
         if index.has(name):
@@ -233,7 +233,7 @@ class CacheCall:
         return found
 
     def _check_layout(self, layout: Layout, counts: Any) -> None:
-        """Lengths, pages and padding, where the host knows their values."""
+        """Check lengths, pages and padding, if the host knows their values."""
         index, blocks, capacity = self.index, self.views["k_cache"].shape[0], layout.capacity
         table, before, lengths, pads = layout.table, layout.before, layout.lengths, layout.pads
         index.refuse_where(
@@ -260,10 +260,10 @@ class CacheCall:
             )
 
     def _check_options(self) -> None:
-        """What is computed before the launches: the arrays for it, of one kind and fitting.
+        """Check that the arrays of the arithmetic before the launches are of one kind and fit each other.
 
         Raises:
-            OptionError, ShapeError, DTypeError: they are not.
+            OptionError, ShapeError, DTypeError: they do not.
         """
         given, operation, views = self.given, self.operation, self.views
         own = {"q": given.q}
@@ -291,7 +291,7 @@ class CacheCall:
             ragged_rows.require_library(operation, own, "Such a call")
 
     def _slots(self, added: RaggedRows) -> Any:
-        """The slot of each new row; -1, which is not written, of one for which the device finds no room."""
+        """The slot of each new row; -1, which is not written, if the device finds no room for a row."""
         index, layout = self.index, self.layout
         position = layout.before[added.sequence] + added.number
         nowhere = index.library.zeros_like(position) - 1
@@ -303,7 +303,7 @@ class CacheCall:
         return index.library.where(fits, block * layout.page + position % layout.page, nowhere)
 
     def _rows(self, name: str, rows: RaggedRows, by_number: bool, rotate: bool = True) -> Any:
-        """The rows (total, heads, D) of q, k or v, rotated by where their sequence starts, and by their number."""
+        """The rows (total, heads, D) of q, k or v, rotated by their sequence's start, and perhaps by their number."""
         given, index = self.given, self.index
         x, ragged = getattr(given, name), index.has("cu_seqlens_q" if name == "q" else "cu_seqlens_k_new")
         if not ragged:
@@ -320,9 +320,9 @@ class CacheCall:
         return ragged_rows.rotated(x, position, given.rotary_cos, given.rotary_sin, bool(given.rotary_interleaved))
 
     def _queries(self) -> Any:
-        """The queries as attention takes them, (B, T, Hq, D or what qv makes of it), in a dtype that it reads.
+        """The queries for attention, (B, T, Hq, D), with qv of D + D_v, in a dtype that it reads.
 
-        Where sequences have different numbers of queries the last of each are the last of T; nobody reads the others.
+        If sequences have different numbers of queries, each one's are the last of its T; the others are not used.
         """
         given, views, beside = self.given, self.views, self.given.qv
         found, shape = given.q, (self.batch, self.queries, *views["q"].shape[-2:])
@@ -348,10 +348,10 @@ class CacheCall:
         return ragged_rows.joined(parts if self._joint_cache()[1] else parts[::-1])
 
     def _joint_cache(self) -> tuple[ArrayView, bool]:
-        """The rows of K and V as one, where they lie side by side, and whether those of K come first.
+        """(K and V as one array of adjacent columns, whether those of K come first).
 
         Raises:
-            OptionError: they lie apart.
+            OptionError: the columns of K and V are not adjacent.
         """
         k, v = self.views["k_cache"], self.views["v_cache"]
         width, size = k.shape[3] + v.shape[3], k.dtype.itemsize
@@ -371,7 +371,7 @@ class CacheCall:
         raise AssertionError
 
     def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
-        """(out, lse, what computes them): attention of (B, T, Hq, D) queries, all that can fail done."""
+        """(out, lse, what computes them) for (B, T, Hq, D) queries; every step that can fail is done."""
         given, views, layout, sight = self.given, self.views, self.layout, self.sight
         k, v = views["k_cache"], views["v_cache"]
         scale = real(given.softmax_scale, "softmax_scale", self.operation)
@@ -412,7 +412,7 @@ class CacheCall:
         return out, lse, ready._replace(owners=(*ready.owners, queries, scales))
 
     def _descales(self) -> dict[str, Any]:
-        """The scales of K and V, a sequence and head, as attention takes them: both, or neither."""
+        """The scales of K and V per sequence and head, as options of attention: both, or neither."""
         given = self.given
         one = given.v_descale if given.k_descale is None else given.k_descale
         if one is None:
@@ -425,7 +425,7 @@ class CacheCall:
         return found
 
     def _chunks(self, queries: int) -> tuple[Any, Any, int]:
-        """(first slot, tokens, the most of any) that each query sees of its chunk, of each of (B * T) queries."""
+        """(first slot, number of tokens) of its chunk that each of (B * T) queries sees, and the most tokens of any."""
         library, layout, sight = self.index.library, self.layout, self.sight
         pads = layout.pads if layout.pads is not None else layout.before * 0
         held = (layout.lengths - pads)[:, None]
@@ -443,10 +443,10 @@ class CacheCall:
     def _token_table(
         self, table: Any, starts: Any, most: int, caches: tuple[ArrayView, ArrayView]
     ) -> tuple[Any, tuple[ArrayView, ArrayView]]:
-        """A table (R, most) of the tokens from (R,) slots on, each a page, by a table (R, pages); and such caches.
+        """A table (R, most) of single tokens from (R,) slots on, made from a table (R, pages); and such caches.
 
         Raises:
-            ShapeError: tokens of the caches are not numbered by one step.
+            ShapeError: the tokens of a cache do not follow each other with one stride.
         """
         seen = [_by_token(a, self.operation) for a in caches]
         apart = seen[0][1]
@@ -462,7 +462,7 @@ class CacheCall:
 
 
 def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
-    """A cache (N, page, H, D) as pages of one token, and how many tokens a row or page is from the next."""
+    """A cache (N, page, H, D) as pages of one token, and the step in tokens from one page to the next."""
     (blocks, page, heads, width), (row, token, head, last) = a.shape, a.strides
     apart = 1 if page == 1 else page
     if page == 1:
@@ -479,7 +479,7 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
 
 
 def _sight(given: Arguments) -> Sight:
-    """What the options say of what queries see.
+    """The keys that queries see, from the options.
 
     Raises:
         OptionError: a window that is not a pair of integers.
@@ -498,10 +498,10 @@ def _sight(given: Arguments) -> Sight:
 
 
 def _seen(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
-    """The same as options of attention."""
+    """The keys that queries see, as options of attention."""
     farthest = capacity + queries  # from a query before the first token to the last one
     left, right = min(sight.left, farthest), min(sight.right, farthest)
-    if queries == 1:  # nothing lies behind it
+    if queries == 1:  # no token comes after it
         right = 0
     if right < 0 and left < 0 and not slopes:
         return {"causal": False}
@@ -510,12 +510,12 @@ def _seen(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, 
 
 
 def _by_query_head(descale: Any, heads: int) -> Any:
-    """(B, H) as (B, 1, Hq, 1): a number for each query head."""
+    """(B, H) as (B, 1, Hq, 1): one number for each query head."""
     group = heads // max(1, descale.shape[1])
     spread = np.repeat(descale, group, 1) if isinstance(descale, np.ndarray) else descale.repeat_interleave(group, 1)
     return spread[:, None, :, None]
 
 
 def _repeated(array: Any, times: int) -> Any:
-    """Each row so many times."""
+    """Each row repeated `times` times."""
     return np.repeat(array, times, 0) if isinstance(array, np.ndarray) else array.repeat_interleave(times, 0)

@@ -25,7 +25,7 @@ from tikv.stores.files import tensor_file
 from tikv.stores.layers.counts import require_uncompacted
 from tikv.stores.store import KVCacheStore
 
-SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
+SINCE = ("0.32", "0.6")  # the first mlx-lm that reads each format
 
 
 PARTS = ("words", "scales", "biases")
@@ -38,7 +38,7 @@ class Rotation(NamedTuple):
     keep: int
     max_size: int
     offset: int  # tokens so far
-    idx: int  # the slot behind the newest
+    idx: int  # the slot after the newest token
 
 
 def save_prompt_cache(
@@ -59,11 +59,11 @@ def save_prompt_cache(
 
     Raises:
         OptionError: ``since`` is unknown; the store has another dtype, or two dtypes, which mlx-lm's caches cannot
-            hold; it has a window over a `tikv.Quant`, which they do not offer; or its ring was trimmed after it
-            wrapped, which they cannot describe.
+            hold; it has a window and a `tikv.Quant`, which they do not support together; or its ring was trimmed after
+            it wrapped, which they cannot describe.
         CacheFileError: the system refuses to write.
 
-        Exactness: every bit is kept.
+    Exactness: every bit is kept.
     """
     operation = "mlx.save_prompt_cache"
     checks.option(since, "since", operation, SINCE)
@@ -85,7 +85,7 @@ def save_prompt_cache(
         )
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     classes: list[str] = []
-    numbers: dict[str, int] = {}  # of the layers, by the names of either form
+    numbers: dict[str, int] = {}  # those of the layers, by their names in either format
     for i, (state, arrays) in enumerate(cache.host_layers()):
         require_uncompacted([state], operation, "A prompt cache has no place for positions: save() the store.")
         if state.ring and state.valid_from > max(0, state.length - state.ring):
@@ -186,9 +186,9 @@ def load_prompt_cache(
 
 
 class _Loaded(NamedTuple):
-    """A layer of a file: `keep` and `window` of one that rotates, its tokens, and K and V in our slots.
+    """A layer of a file: `keep` and `window` if it rotates, its tokens, and K and V in the slots of a store.
 
-    Of codes the arrays are their words, and the scales and biases of both as a store has them.
+    For codes, the arrays are the words, and the scales and biases of both in a store's form.
     """
 
     keep: int
@@ -199,7 +199,7 @@ class _Loaded(NamedTuple):
 
 
 def _is_newer(file: tensor_file.TensorFile) -> bool:
-    """The form since 0.32."""
+    """Whether the file has the format of 0.32 and newer."""
     return file.metadata.get("2.0") == ""
 
 
@@ -207,7 +207,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     """The layers of a prompt cache, each checked before its arrays are read.
 
     Raises:
-        CacheFileError: it is not such a file, or says what cannot be.
+        CacheFileError: it is not such a file, or its contents are impossible.
         OptionError: a kind of cache that is not supported.
     """
     listed = "1." if _is_newer(file) else "2."
@@ -252,7 +252,7 @@ def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
     """One layer.
 
     Raises:
-        KeyError, ValueError, TypeError: what the file says of it cannot be.
+        KeyError, ValueError, TypeError: what the file says about it is impossible.
     """
     k, v, first = (file.entries[name] for name in (f"{i}.0", f"{i}.1", "0.0"))
     if (
@@ -284,16 +284,16 @@ def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
 
 
 def _parts(format: GroupFormat, words: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> list[Any]:
-    """Words, scales and biases of rows of codes, whose scales and biases lie side by side in a store."""
+    """Words, scales and biases of rows of codes, from a store, which interleaves scales and biases."""
     groups = format.columns(words.shape[3]) // format.group
     return [words, numbers[..., 0 : 2 * groups : 2], numbers[..., 1 : 2 * groups : 2]]
 
 
 def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None) -> _Loaded:
-    """One layer of a quantised cache; `first` is layer 0, if this is another.
+    """One layer of a quantised cache; `first` is layer 0, if this is another layer.
 
     Raises:
-        KeyError, ValueError, TypeError: what the file says of it cannot be.
+        KeyError, ValueError, TypeError: what the file says about it is impossible.
         OptionError: bits or groups that no format has.
     """
     newer = _is_newer(file)
@@ -336,7 +336,7 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
     return _Loaded(0, None, length, arrays, format)
 
 
-_SCALES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}  # of a file, and of a store
+_SCALES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}  # in a file: in a store
 
 
 def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
@@ -357,9 +357,9 @@ def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
 
 
 def _in_slots(a: np.ndarray[Any, Any], keep: int, window: int, length: int, index: int) -> np.ndarray[Any, Any]:
-    """The rows of a rotating cache in our slots: its own once it rotates, else in temporal order."""
+    """The rows of a rotating cache in a store's slots: the same slots once it rotates, else in temporal order."""
     held = a.shape[2]
-    first = max(keep, length - (held - min(keep, held)))  # position of the oldest row behind the kept ones
+    first = max(keep, length - (held - min(keep, held)))  # position of the oldest row after the kept ones
     kept, rest = a[:, :, : min(keep, held)], a[:, :, keep:]
     turn = max(0, index - keep) if held >= window else 0
     temporal = np.concatenate([kept, rest[:, :, turn:], rest[:, :, :turn]], axis=2)

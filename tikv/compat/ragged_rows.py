@@ -1,4 +1,4 @@
-"""Rows of many sequences, (B, S, ...) or one sequence after the other: which sequence each is of, and its rotation."""
+"""Rows of many sequences, (B, S, ...) or concatenated: the sequence of each row, and its rotation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
 
 
 class RaggedRows(NamedTuple):
-    """Rows of all sequences, one sequence after the other, each with its sequence and its number there."""
+    """Concatenated rows of all sequences, each with its sequence and its number in it."""
 
     sequence: Any
     number: Any
     counts: Any  # (B,) rows of each sequence
-    inside: Any  # whether a row is of any sequence
+    inside: Any  # whether a row belongs to a sequence
 
 
 def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str) -> RaggedRows:
@@ -46,7 +46,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
 
 
 def flat(array: Any, name: str, operation: str) -> Any:
-    """(B, S, ...) as (B * S, ...): a copy only where the sequences do not follow one another in memory."""
+    """(B, S, ...) as (B * S, ...): a copy only if the sequences do not follow one another in memory."""
     seen = view(array, name, operation)
     batch, each = seen.shape[:2]
     if batch > 1 and each > 1 and seen.strides[0] != each * seen.strides[1]:

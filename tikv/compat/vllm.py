@@ -19,7 +19,7 @@ STORED = "'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
 
 
 def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
-    """A pool as one of 8-bit floats: as it is, or a view of vLLM's bytes.
+    """A pool as 8-bit floats: the pool itself, or a view of vLLM's bytes.
 
     Raises:
         DTypeError: it is neither.
@@ -53,10 +53,10 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
 
 
 def _first_rows(array: Any, tokens: int, name: str, operation: str) -> ArrayView:
-    """The rows that have slots; those behind are padding.
+    """The rows that have slots; later rows are padding.
 
     Raises:
-        ShapeError: there are fewer.
+        ShapeError: there are fewer rows.
     """
     found = view(array, name, operation)
     if found.ndim == 0 or found.shape[0] < tokens:
@@ -294,7 +294,7 @@ def _starts(operation: str, index: Indices, batch: int) -> Any:
     """The rows where so many sequences start, and the row after the last sequence.
 
     Raises:
-        ShapeError: there are fewer.
+        ShapeError: there are fewer sequences.
     """
     starts = index.array("cu_seq_lens", (None,), "(B + 1,)")
     if starts.shape[0] <= batch:
@@ -317,13 +317,13 @@ def _gather(
     """Copy rows of sequences from their pages; each row names its sequence.
 
     Args:
-        operation, index: as there.
+        operation, index: the public function's name, and its index arguments.
         source: (N, bs, W) or (N, bs, H, D).
         rows: (at least as many as `sequence`, W) or (..., H, D), written.
         table: (B, blocks) pages.
-        sequence: (T,) of each row; B for none.
-        factor: by which stored numbers are multiplied; None: they are copied.
-        batch: sequences that there have to be; None for as many as the table has.
+        sequence: (T,) the sequence of each row; B for a row without one.
+        factor: the factor of stored numbers; None to copy them.
+        batch: the required number of sequences; None for the table's number.
     """
     if batch is not None and table.shape[0] < batch:
         raise ShapeError(f"{operation}: block_table has {table.shape[0]} rows for {batch} sequences.")

@@ -1,1 +1,1 @@
-"""The source systems by their own names: `variants` (rows of `spec`), `layers`, `append_plan`."""
+"""The source systems' functions under their own names: `variants` (rows of `spec`), `layers`, `append_plan`."""

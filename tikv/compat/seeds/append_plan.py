@@ -1,4 +1,4 @@
-"""`KVCacheAppendPlan`: the seed's plan of a ragged append, by its own names."""
+"""`KVCacheAppendPlan`: the seed's plan of a ragged append, under its own names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tikv.runtime.cache import BoundedCache
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheAppendDescriptor:
-    """The problem a `KVCacheAppendPlan` is made for. Extents may be zero.
+    """The problem that a `KVCacheAppendPlan` is made for. Extents may be zero.
 
     Args:
-        batch_size: sequences, B.
-        num_heads: KV heads, H.
-        new_len: new rows a sequence, L.
-        max_cache_len: slots a sequence, M.
+        batch_size: number of sequences, B.
+        num_heads: number of KV heads, H.
+        new_len: new rows per sequence, L.
+        max_cache_len: slots per sequence, M.
         d_k, d_v: widths of a row of K and of V.
-        dtype: of all four arrays: float32, float64, float16 or bfloat16.
+        dtype: dtype of all four arrays: float32, float64, float16 or bfloat16.
     """
 
     batch_size: int
@@ -48,7 +48,7 @@ class KVCacheAppendArgs:
 
 
 class PrecisionGuarantee(NamedTuple):
-    """What holds for every run of a plan."""
+    """The guarantees that hold for every run of a plan."""
 
     bit_exact: bool = True
     deterministic: bool = True
@@ -57,10 +57,11 @@ class PrecisionGuarantee(NamedTuple):
 class KVCacheAppendPlan(runtime.NotCopied):
     """`append_ragged` for one problem, checked and bound once: ``select``, then ``run`` as often as you like.
 
-    ``run`` with the arrays of the last run costs a bare launch; with others of the same form, new addresses.
+    ``run`` with the arrays of the last run costs only the launch; with other arrays of the same form it also sets their
+    addresses.
 
     Attributes:
-        descriptor: what it was selected for.
+        descriptor: the problem that it was selected for.
         workspace_size: bytes of scratch memory needed; always 0.
         sku: a readable identity of the kernel.
         precision_guarantee: bit-exact and deterministic.
@@ -103,7 +104,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
 
         Raises:
             ShapeError: an extent is negative.
-            DTypeError: no cache has the dtype, or the arch lacks it; or an extent is not an integer.
+            DTypeError: caches do not support the dtype, or the arch lacks it; or an extent is not an integer.
         """
         operation = "KVCacheAppendPlan.select"
         for name in ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v"):
@@ -120,12 +121,12 @@ class KVCacheAppendPlan(runtime.NotCopied):
         return cls(descriptor, live)
 
     def can_implement(self, args: KVCacheAppendArgs) -> bool:
-        """True; arrays that the plan cannot run are refused with the reason.
+        """True if the plan can run on these arrays; otherwise it raises an error with the reason.
 
         Raises:
-            ShapeError: an array has another shape than the descriptor says, or cannot be read or written in place.
+            ShapeError: an array's shape differs from the descriptor, or it cannot be read or written in place.
             DTypeError: an array has another dtype.
-            StaleRuntimeError: the plan was selected in a Taichi runtime that is gone.
+            StaleRuntimeError: the plan was selected in a Taichi runtime that no longer exists.
         """
         operation = "KVCacheAppendPlan.can_implement"
         runtime.require_alive(self.runtime, operation)
@@ -135,10 +136,10 @@ class KVCacheAppendPlan(runtime.NotCopied):
         return True
 
     def run(self, args: KVCacheAppendArgs) -> None:
-        """Append. Checks what `can_implement` checks, unless arrays of these forms came before.
+        """Append. Checks what `can_implement` checks, unless arrays of these forms were checked before.
 
         Raises:
-            ShapeError, DTypeError, StaleRuntimeError: as `can_implement`; nothing was written.
+            ShapeError, DTypeError, StaleRuntimeError: as in `can_implement`; nothing was written.
         """
         operation = "KVCacheAppendPlan.run"
         runtime.require_alive(self.runtime, operation)

@@ -1,4 +1,4 @@
-"""What both kinds of layer of the third seed are: a form, arrays, a count that the caller keeps, and a step's calls."""
+"""The base of both layers of the third seed: a form, arrays, a count that the caller keeps, and the calls of a step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tikv.stores.picture import counted
 
 
 class KVLayer(runtime.DeepCopied):
-    """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
+    """The base of both layers: a form, arrays, a count that the caller keeps, and the calls of a step."""
 
     instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."
     _arrays: list[ArrayView]  # K, V and, for int8, their scales
-    _remedy: str  # how to get room for {} tokens
+    _remedy: str  # how to make room for {} tokens
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime, capacity: int, block_size: int
@@ -33,7 +33,7 @@ class KVLayer(runtime.DeepCopied):
         self._head_dim = head_dim
         self._block_size = block_size
         self._capacity = capacity
-        self._slots = 0 if block_size else capacity  # what there is room for now
+        self._slots = 0 if block_size else capacity  # the tokens that there is room for now
         self._len = 0
         self._lens: ArrayView | None = None  # the same on the device
         self.dtype = dtype
@@ -42,12 +42,12 @@ class KVLayer(runtime.DeepCopied):
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit: until `ensure_contig_capacity` makes more room, or in as many blocks as there may be."""
+        """The tokens that fit, until `ensure_contig_capacity` makes more room; or those of the most blocks allowed."""
         return self._capacity
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block; 0 without blocks."""
+        """Tokens per block; 0 without blocks."""
         return self._block_size
 
     @property
@@ -57,28 +57,28 @@ class KVLayer(runtime.DeepCopied):
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of K and V."""
+        """The number of heads of K and V."""
         return self._num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self._head_dim
 
     def __len__(self) -> int:
-        """Tokens there are, as `set_len` said last; no write changes it."""
+        """The number of tokens, as last set with `set_len`; writing does not change it."""
         return self._len
 
     def __bool__(self) -> bool:
-        """True, also of an empty layer."""
+        """True, even for an empty layer."""
         return True
 
     @locked
     def set_len(self, n: int) -> None:
-        """Say how many tokens there are: after a write, or to drop the newest.
+        """Set the number of tokens: after a write, or to drop the newest.
 
         Raises:
-            CapacityError: more than there are slots for: `capacity`, or the blocks assigned.
+            CapacityError: there are not so many slots, in `capacity` or in the blocks assigned.
         """
         operation = f"{type(self).__name__}.set_len"
         runtime.require_alive(self.runtime, operation)
@@ -90,14 +90,14 @@ class KVLayer(runtime.DeepCopied):
             write_host(np.array([n], np.int32), self._lens)
 
     def _end(self, operation: str, rows: Any) -> int:
-        """Tokens there will be behind these rows, for which there is room."""
+        """The number of tokens after these rows are written; checks that there is room."""
         runtime.require_alive(self.runtime, operation)
         source = view(rows, "rows", operation)
         checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
         return self._room_for(operation, source.shape[0])
 
     def _room_for(self, operation: str, tokens: int) -> int:
-        """Tokens there will be with so many more, for which there is room."""
+        """The number of tokens with `tokens` more; checks that there is room."""
         end = self._len + tokens
         if end > self._slots:
             raise CapacityError(
@@ -111,7 +111,7 @@ class KVLayer(runtime.DeepCopied):
 
     @locked
     def _attend(self, operation: str, q: Any, q_layout: str, lens: Any, request: AttendRequest) -> Any:
-        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        """Attention of one sequence's queries; `q_layout` is the layout of both q and the result."""
         request = request.checked(operation)
         wanted = request.asked_mass(operation)
         runtime.require_alive(self.runtime, operation)
@@ -129,7 +129,7 @@ class KVLayer(runtime.DeepCopied):
         return handed_over(out), self._mass(operation, q, self._call(operation, asking, lens, request), their_lse)
 
     def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
-        """The mass (num_kv_heads, len) of a call that has attended."""
+        """The mass (num_kv_heads, len) of a call whose attention has run."""
         mass = new_like(like, (self.num_kv_heads, self._len), dtypes.float32, self.runtime, zeroed=True)
         call.weigh(lse, view(mass, "mass", operation).batch_of_one())
         return handed_over(mass)
@@ -156,13 +156,13 @@ class KVLayer(runtime.DeepCopied):
         Args:
             q: (T, Hq, D) token-major or (Hq, T, D) head-major, float32, float16 or bfloat16.
             k, v: (T, num_kv_heads, D) or (num_kv_heads, T, D), of the layer's dtype or one that it converts.
-            layout: of all of them and of the result.
-            scale, softcap, sink_logits, alibi_slopes: of the scores, as in `tikv.decode_attention`.
+            layout: layout of ``q``, ``k``, ``v`` and the result.
+            scale, softcap, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq) or (Hq, T).
             return_mass: also return the attention mass of each token, float32 (num_kv_heads, `len`), as in
                 `KVCacheStore.attend`.
-            mass_queries: the mass is that of so many of the last queries; None for all.
+            mass_queries: the number of last queries whose mass is returned; None for all.
 
         Returns:
             An array like ``q``; with ``return_lse`` also lse, and with ``return_mass`` the mass.
@@ -171,7 +171,7 @@ class KVLayer(runtime.DeepCopied):
             CapacityError: there is no room for T tokens. Nothing is written.
             ShapeError, DTypeError, OptionError, PositionError: arrays or options that do not fit. Nothing is written.
 
-        Exactness: attention reads what is stored. Cost: a launch that writes, and one of attention for 256 queries.
+        Exactness: attention reads the stored rows. Cost: one launch that writes, and one of attention per 256 queries.
         """
         operation = f"{type(self).__name__}.extend"
         runtime.require_alive(self.runtime, operation)
@@ -213,7 +213,7 @@ class KVLayer(runtime.DeepCopied):
         return results_of(out, lse if return_lse else None, mass)
 
     def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
-        """A checked call of attention over the first tokens: so many, or as many as an array of one says."""
+        """A checked call of attention over the first `lens` tokens, a number or an array of one number."""
         raise NotImplementedError
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:

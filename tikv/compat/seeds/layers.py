@@ -1,7 +1,7 @@
-"""One layer of one sequence, as the layer trait of the third seed has it: the caller keeps the count and the blocks.
+"""One layer of one sequence, as in the layer trait of the third seed: the caller keeps the count and the blocks.
 
-`ContiguousKVLayer` and `PagedKVLayer` have a home for each name of that trait, in every dtype; `SEED_NAMES` says which.
-A step is: write, which begins at `len`; `set_len`; attend. `KVCacheStore` and `PagedKVCacheStore` count by themselves.
+`ContiguousKVLayer` and `PagedKVLayer` implement each name of that trait, in every dtype; `SEED_NAMES` maps the names. A
+step has three calls: write, from `len` on; `set_len`; attend. `KVCacheStore` and `PagedKVCacheStore` keep the count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.row_format import RowFormat, RowFormats, plain_format
 
-# Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
+# Each name of the seed's trait and its names here. A `_mut` form has the same name: mutable properties are assigned.
 SEED_NAMES: dict[str, tuple[str, ...]] = {
     "alloc_contig": ("ContiguousKVLayer.alloc_contig",),
     "alloc_paged": ("PagedKVLayer.alloc_paged",),
@@ -62,12 +62,12 @@ class ContiguousKVLayer(KVLayer):
         num_kv_heads: heads of K and V.
         head_dim: width of a head.
         dtype: float32, float16, bfloat16, or int8 with a scale per token and head.
-        scale_dtype: of the int8 scales (num_kv_heads, capacity), float16 or float32.
+        scale_dtype: dtype of the int8 scales (num_kv_heads, capacity), float16 or float32.
 
     Raises:
         DTypeError, PositionError: an argument is not valid.
 
-    Threads: each call that writes or reads is whole, and calls of several threads come one after the other.
+    Threads: each call that writes or reads is atomic; calls of several threads run one after the other.
     Source: ``KvLayer::alloc_contig``, whose int8 form panics; here every dtype works.
 
     Examples:
@@ -104,7 +104,7 @@ class ContiguousKVLayer(KVLayer):
         return cls(capacity, num_kv_heads, head_dim, dtype=dtype, scale_dtype=scale_dtype)
 
     def _allocate(self, capacity: int) -> list[ArrayView]:
-        """Memory of a store of one layer: K, V and, for int8, their scales."""
+        """Allocate the arrays of a store of one layer: K, V and, for int8, their scales."""
         self._layer = Layer(0, capacity, None, 0)
         memory = LayerMemory(self.runtime, [self._layer], self._rows, self.num_kv_heads, 1)
         self._appends = Appends(memory)
@@ -112,23 +112,23 @@ class ContiguousKVLayer(KVLayer):
 
     @property
     def keys(self) -> CacheArray:
-        """(num_kv_heads, capacity, head_dim): the keys where they lie, not a copy."""
+        """(num_kv_heads, capacity, head_dim): the keys in place, not a copy."""
         return CacheArray(self._arrays[0], self.runtime)
 
     @property
     def values(self) -> CacheArray:
-        """(num_kv_heads, capacity, head_dim): the values where they lie, not a copy."""
+        """(num_kv_heads, capacity, head_dim): the values in place, not a copy."""
         return CacheArray(self._arrays[1], self.runtime)
 
     @locked
     def ensure_contig_capacity(self, required: int) -> None:
-        """Have at least ``required`` slots; the tokens there are stay, bit for bit.
+        """Grow to at least ``required`` slots; existing tokens keep every bit.
 
         Raises:
-            PositionError: not a count.
+            PositionError: ``required`` is not a valid count.
 
-        Cost: nothing if there are enough; else the `len` tokens are read and written once, into new memory. Arrays
-            handed out before keep the old.
+        Cost: nothing if there are enough slots; else the `len` tokens are read and written once, into new memory.
+            Arrays returned earlier keep the old memory.
         """
         operation = "ContiguousKVLayer.ensure_contig_capacity"
         runtime.require_alive(self.runtime, operation)
@@ -158,7 +158,7 @@ class ContiguousKVLayer(KVLayer):
             num_q_heads: Hq.
             norm_rope: a `tikv.NormRope`, or None to split only.
             rope_positions: (T,) positions to rotate by; None for ``len + arange(T)``.
-            q_layout: of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
+            q_layout: layout of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
 
         Returns:
             q, in the dtype of ``rows``.
@@ -196,9 +196,9 @@ class ContiguousKVLayer(KVLayer):
 
         Args:
             q: (T, Hq, D) token-major or (Hq, T, D) head-major, as ``q_layout`` says.
-            q_layout: of ``q`` and of the result.
-            scale: of the scores; None for 1 / sqrt(D).
-            causal: query i sees keys up to its own.
+            q_layout: layout of ``q`` and of the result.
+            scale: factor of the scores; None for 1 / sqrt(D).
+            causal: each query sees only keys up to its own.
             window: tokens that a query sees, its own included; None for all.
             sink_logits, alibi_slopes: as in `tikv.decode_attention`.
             return_mass, mass_queries: as in `extend`.
@@ -230,7 +230,7 @@ class ContiguousKVLayer(KVLayer):
 
 
 def _rows(a: ArrayView) -> ArrayView:
-    """K, V or scales as rows (H, capacity, width)."""
+    """K, V or their scales as rows (H, capacity, width)."""
     return a if a.ndim == 3 else a.restrided((*a.shape, 1), (*a.strides, 1))
 
 
@@ -239,7 +239,7 @@ class KVPool(runtime.DeepCopied):
 
     Args:
         num_blocks: blocks of the pool.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         num_kv_heads, head_dim, dtype, scale_dtype: as in `ContiguousKVLayer`; int8 scales are (N, bs, H).
         layout: "NHD", "HND" or "VLLM", as in `tikv.write_slots`.
 
@@ -262,7 +262,7 @@ class KVPool(runtime.DeepCopied):
         scale_dtype: Any = "float16",
     ) -> None:
         self.runtime = runtime_of()
-        plain_format(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
+        plain_format(dtype, scale_dtype, self.runtime, "KVPool")  # groups of codes are refused
         self.form = PoolConfig.checked(
             "KVPool",
             self.runtime,
@@ -278,17 +278,17 @@ class KVPool(runtime.DeepCopied):
 
     @property
     def keys(self) -> CacheArray:
-        """The pool of keys where it lies, in the pool's layout; not a copy."""
+        """The pool of keys in place, in the pool's layout; not a copy."""
         return CacheArray(self.arrays[0], self.runtime)
 
     @property
     def values(self) -> CacheArray:
-        """The pool of values where it lies, in the pool's layout; not a copy."""
+        """The pool of values in place, in the pool's layout; not a copy."""
         return CacheArray(self.arrays[1], self.runtime)
 
     @property
     def scales(self) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of keys and values, each (N, bs, H), where they lie.
+        """The int8 scales of keys and values, each (N, bs, H), in place.
 
         Raises:
             DTypeError: the pool is not int8.
@@ -310,14 +310,14 @@ class PagedKVLayer(KVLayer):
 
     Args:
         max_blocks_per_seq: blocks that the sequence may have.
-        block_size, num_kv_heads, head_dim, dtype, layout, scale_dtype: of the pool; a pool that is given must be so.
-        pool: a `KVPool` that many sequences share; None makes one of ``max_blocks_per_seq`` blocks for this alone.
+        block_size, num_kv_heads, head_dim, dtype, layout, scale_dtype: as in `KVPool`; a given pool must agree.
+        pool: a `KVPool` that many sequences share; None makes one of ``max_blocks_per_seq`` blocks for this layer.
 
     Raises:
-        ShapeError: the pool that is given is another.
-        As `KVPool`.
+        ShapeError: the given pool does not agree with the other arguments.
+        As `KVPool` does.
 
-    Threads: each call that writes or reads is whole, and calls of several threads come one after the other.
+    Threads: each call that writes or reads is atomic; calls of several threads run one after the other.
     Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool
         is an object, of any dtype, that sequences share.
 
@@ -408,11 +408,11 @@ class PagedKVLayer(KVLayer):
 
     @property
     def paged_block_indices(self) -> list[int]:
-        """The sequence's blocks in order, a copy on the host. Assign a list, as a `BlockPool` gives it, to change them.
+        """The sequence's blocks in order, a copy on the host. To change them, assign a list, as a `BlockPool` gives it.
 
         Raises:
-            CapacityError: more blocks than ``max_blocks_per_seq``.
-            PositionError: a block that the pool does not have, or twice, or too few for `len` tokens.
+            CapacityError: there are more blocks than ``max_blocks_per_seq``.
+            PositionError: a block is not in the pool or is listed twice, or there are too few blocks for `len` tokens.
         """
         return list(self._blocks)
 

@@ -15,7 +15,7 @@ class CopySpec:
         tokens: "many" takes (T, ...) rows, "one" a single token's (H, D).
         src_dtype, cache_dtype: storage dtypes.
         streams: 1 for K or V alone, 2 for both in one launch.
-        mapping: "flag": linear, or a ring when `is_sliding`; "slot": the caller gives a slot; "ring": modulo capacity.
+        mapping: "flag": linear, or a ring if `is_sliding`; "slot": the caller gives a slot; "ring": modulo capacity.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The seed's named copies, one function a row of `spec.VARIANTS`, and `warmup`, which compiles them ahead of use.
+"""The seed's named copies, one function for each row of `spec.VARIANTS`, and `warmup`, which compiles them early.
 
-Each takes the seed's arrays in the seed's order, and by keyword the scalars that arrays do not tell. They are all the
-contiguous write of `ops`; what a name fixes is dtypes, layouts, the number of streams and how a position is read.
+Each takes the seed's arrays in the seed's order, and by keyword the scalars that the arrays do not tell. All of them
+are the contiguous write of `ops`; a name fixes dtypes, layouts, the number of streams and the meaning of a position.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def _write(
     num_tokens: int | None = None,
     src_offset: int = 0,
 ) -> None:
-    """The contiguous write of `ops`, in this variant's layouts and words."""
+    """The contiguous write of `ops`, with this variant's layouts and names."""
     options = copy.CopyOptions(window, num_tokens, src_offset, spec.src_layout, spec.cache_layout)
     copy.write(spec.name, _ARRAY_NAMES[spec.streams], arrays, position, options, _RANGE_NAMES[spec.mapping])
 
 
 def _typed(spec: CopySpec, *given: Any) -> list[tuple[str, ArrayView]]:
-    """The arrays of a call by name, source and cache of each stream in turn, each of the dtype that `spec` fixes."""
+    """The arrays of a call by name, source and cache of each stream in turn; checks the dtypes that `spec` fixes."""
     found = []
     for i, (name, array) in enumerate(zip(_ARRAY_NAMES[spec.streams], given, strict=True)):
         a, dtype = view(array, name, spec.name), spec.cache_dtype if i % 2 else spec.src_dtype
@@ -108,7 +108,7 @@ def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = Fa
     Args:
         src: (n, row) bfloat16; ``row`` is heads times width.
         cache: (capacity, row) bfloat16.
-        write_pos: absolute position of the first row, wrapped or not.
+        write_pos: absolute position of the first row, wrapped or not wrapped.
         is_sliding: the cache is a ring of ``capacity`` slots.
         n_new: rows to append; None for all.
 
@@ -150,7 +150,7 @@ def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
     Args:
         src: (H, D) or (H*D,) float32.
         cache: (H, capacity, D) float32.
-        seq_pos: the slot, already wrapped; below the capacity.
+        seq_pos: the slot, already wrapped, so less than the capacity.
 
     Raises:
         PositionError: ``seq_pos`` is not a slot.
@@ -287,7 +287,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
     """Compile named variants now instead of at their first call; the seed's ``register``. Optional.
 
     Args:
-        *names: of `tikv.compat.seeds.spec.VARIANTS`; none means all.
+        *names: names in `tikv.compat.seeds.spec.VARIANTS`; without names, all are compiled.
         num_kv_heads, head_dim: the shape to compile for; kernels are specialised on it.
 
     Returns:
@@ -296,7 +296,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
     Raises:
         OptionError: an unknown name.
 
-    Cost: 0.1 to 0.6 s a variant on first use, then Taichi's offline cache.
+    Cost: 0.1 to 0.6 s per variant on first use; later uses read Taichi's offline cache.
 
     Examples:
         >>> import tikv
