@@ -49,8 +49,8 @@ PROGRAMS = {
         ("The same bits whatever the batch", ["attention_cpu.py", "invariant"], ["--keys", "512", "--rounds", "1"]),
         (
             "Whole models, on two threads",
-            ["generate_cpu.py", "generate", "--threads", "2"],
-            ["--prompts", "8", "--tokens", "2", "--rounds", "1"],
+            ["generate_cpu.py", "generate", "--threads", "2", "--rounds", "3"],
+            ["--prompts", "8", "--tokens", "2"],
         ),
         ("A step of a whole model on the host", ["generate_cpu.py", "step"], ["--rounds", "1"]),
         ("Taichi and Quadrants", ["engines.py"], ["copy_kv, 1 token, float32"]),

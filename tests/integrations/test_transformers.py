@@ -967,7 +967,7 @@ def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch)
         layer.update(k, v)
     with monkeypatch.context() as ended:
         ended.setattr(layer.store.runtime, "front", types.SimpleNamespace(prog=None))
-        with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: made in"):
+        with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: it was made in"):
             layer.update(k, v)
     keys, _ = layer.update(k, v)
     assert layer.get_seq_length() == 5

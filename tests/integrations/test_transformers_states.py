@@ -119,7 +119,7 @@ def test_streamed_layers_have_their_states_too(arch):
 
 @with_states
 def test_a_window_is_not_for_layers_with_an_indexer(arch):
-    with pytest.raises(tikv.OptionError, match="window=8: layer 0 chooses its keys with an indexer"):
+    with pytest.raises(tikv.OptionError, match="window=8 does not work here: layer 0 chooses its keys with an indexer"):
         TikvCache(model_of("deepseek_v32").config, window=8)
 
 
@@ -136,7 +136,7 @@ def test_keys_of_an_indexer_are_taken_back_and_reordered_with_the_others(arch, t
     last_logits(model, tokens[[1, 1], :9], want)
     a, b = (last_logits(model, tokens[:, 9:], one) for one in (cache, want))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
-    with pytest.raises(tikv.OptionError, match="layer 0 keeps keys of an indexer, not saved"):
+    with pytest.raises(tikv.OptionError, match="layer 0 keeps keys of an indexer, which cannot be saved"):
         cache.save(tmp_path / "cache.safetensors")
     cache.reset()
     assert cache.layers[0].indexer_keys is None
@@ -154,13 +154,16 @@ def test_what_is_kept_of_a_convolution_is_taken_back(arch):
     cache = TikvCache(model.config)
     last_logits(model, tokens[:, :9], cache)
     with pytest.raises(
-        tikv.PositionError, match=r"layer 0: crop\(-1\): the layer keeps the states of the last 0 tokens. Call activate"
+        tikv.PositionError,
+        match=r"crop\(-1\) is not possible: the layer keeps the states of the last 0 tokens. Call activate",
     ):
         cache.crop(-1)
     assert lengths(cache) == [9]
     cache.activate_past_recording()
     last_logits(model, tokens[:, :3], cache)
-    with pytest.raises(tikv.PositionError, match=r"crop\(-4\): the layer keeps the states of the last 3 tokens"):
+    with pytest.raises(
+        tikv.PositionError, match=r"crop\(-4\) is not possible: the layer keeps the states of the last 3 tokens"
+    ):
         cache.crop(-4)
     assert lengths(cache) == [12]
     cache.crop(-3)
@@ -194,7 +197,7 @@ def test_a_state_of_all_tokens_is_not_taken_back(family, arch):
     last_logits(model, ids(2, 9), cache)
     before = lengths(cache)
     assert not cache.is_croppable
-    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\): the state sums up all tokens"):
+    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\) is not possible: the state sums up all tokens"):
         cache.crop(-2)
     assert lengths(cache) == before
     cache.crop(0)

@@ -55,8 +55,11 @@ def test_an_old_lock_is_removed_sooner(lock):
     assert not lock.exists()
 
 
-def test_a_lock_in_use_is_waited_for(lock):
+def test_a_lock_in_use_is_waited_for(lock, monkeypatch):
     """Its process writes one file after another; it finds its lock again and removes it itself."""
+    monkeypatch.setattr(
+        cache_lock, "QUIET_SECONDS", 2.0
+    )  # of less than the writes take, and of a busy machine's pauses
     lock.touch()
     found = []
 
