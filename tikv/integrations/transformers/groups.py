@@ -82,7 +82,7 @@ class GroupsLayer(TikvLayer):
         return target
 
     def compact(self, keep: Any) -> None:
-        """Refuse: a group cannot lose some of its tokens.
+        """Raise OptionError, since keys of a group share scales.
 
         Raises:
             OptionError: always.

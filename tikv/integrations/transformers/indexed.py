@@ -125,7 +125,7 @@ class IndexedLayer(TikvLayer):
         self.indexer_position_ids = None
 
     def compact(self, keep: Any) -> None:
-        """Refuse: keys of the indexer cannot be compacted.
+        """Raise OptionError, since the indexer chooses keys by their numbers.
 
         Raises:
             OptionError: always.

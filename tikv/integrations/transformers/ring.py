@@ -1,4 +1,4 @@
-"""Layers whose slots go round: a token overwrites the oldest behind the sinks, in place and without a move."""
+"""Layers whose slots are a ring: a token overwrites the oldest after the sinks, and nothing is moved."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.storage import Storage
 
-_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
+_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
 
 
 class RingLayer(TikvLayer):
-    """What layers do whose slots may go round.
+    """The base of layers whose slots may be a ring.
 
-    Compiled steps go on where the token at position p lies in slot ``sinks + (p - sinks) % (window - sinks)``. So each
-    step finds its slot by the position, which is on the device.
+    In compiled steps the token at position p is in slot ``sinks + (p - sinks) % (window - sinks)``, so that each step
+    finds its slot from the position, which is on the device.
     """
 
     window: int
     sinks: int
-    _oldest: int  # slot of the oldest token behind the sinks; `sinks` where slots are in temporal order
+    _oldest: int  # slot of the oldest token after the sinks; `sinks` if slots are in temporal order
 
     def _overwrite(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of one token where all slots are taken."""
+        """`update` of one token when all slots are taken."""
         if layers._made_alike(key_states, value_states):
             return self._overwrite(*layers._alike(key_states, value_states))
         if has_gradient(key_states, value_states):
@@ -55,7 +55,7 @@ class RingLayer(TikvLayer):
         return self._seen(key_states, self.window)
 
     def _slot_of(self, position: int) -> int:
-        """The slot of a position, by which compiled steps go."""
+        """The slot of a position in compiled steps."""
         ring = self.window - self.sinks
         return position if position < self.window else self.sinks + (position - self.sinks) % ring
 
@@ -68,7 +68,7 @@ class RingLayer(TikvLayer):
                 counted.current = False
 
     def _recount_on_device(self) -> None:
-        """Nothing: tokens are dropped from slots in temporal order, which go round again before the next step."""
+        """Do nothing: tokens are dropped from slots in temporal order, and the ring is made before the next step."""
 
     def _count_steps(self) -> None:
         """Count what compiled steps have added, and which token is the oldest now."""
@@ -82,14 +82,14 @@ class RingLayer(TikvLayer):
         self._settled = max(self._settled, end - held)
 
     def make_ready(self) -> None:
-        """Before a single token: where steps may be compiled, have the slots go round."""
+        """Make the slots a ring before a single token, if steps may be compiled."""
         counted, store = self._counted, self._store
         ready = counted is not None and counted.current
         if not ready and store is not None and store.length and steps.are_compiled(self.device):
             self._make_ready()
 
     def _go_round(self) -> None:
-        """Have the slots as compiled steps find them; there are as many as the window, in temporal order."""
+        """Move tokens from temporal order to the slots of compiled steps; there are as many slots as the window has."""
         store = self.store
         assert store is not None
         end = store.end
@@ -101,7 +101,7 @@ class RingLayer(TikvLayer):
         self._counted.set(end)
 
     def _put_in_order(self) -> None:
-        """Have the tokens in temporal order, as those are that one token after another did not overwrite."""
+        """Move the tokens back to temporal order."""
         store = self.store
         if self._counted is not None:
             self._counted.current = False
@@ -113,7 +113,7 @@ class RingLayer(TikvLayer):
         self._oldest = self.sinks
 
     def _rearrange(self, order: np.ndarray[Any, Any]) -> None:
-        """Let each slot of the window have the token that is in the slot `order` says."""
+        """Move to each slot of the window the token that is in the slot given by `order`."""
         chosen = torch.as_tensor(order, device=self.device)
         for a in self._memory():
             words = a.view(_INDEXED.get(a.dtype.itemsize, a.dtype))
@@ -123,8 +123,8 @@ class RingLayer(TikvLayer):
 class SlidingRing(RingLayer):
     """A sliding layer of a cache whose steps may be compiled.
 
-    It is a `TikvLayer`, with its tokens in temporal order, until a step is about to be compiled: then its window is
-    all that is kept, and the slots go round, compiled or not, until several tokens come at once.
+    It is a `TikvLayer`, with its tokens in temporal order, until a step is about to be compiled. Then only its window
+    is kept and the slots are a ring, in compiled steps and others, until several tokens come at once.
 
     Args:
         index, window, max_cache_len, dtype, config: as in `TikvLayer`.

@@ -1,4 +1,4 @@
-"""How much memory a layer of a `TikvCache` has: it grows with the text, and lets go of what a window leaves behind."""
+"""How much memory a layer of a `TikvCache` has: it grows with the text, and tokens outside a window are dropped."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tikv.integrations.transformers.ready import ReadyLayer
 from tikv.stores.layers.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with, and the fewest by which it grows
-GROWTH = 8  # for so many tokens there is room for one more: a token is copied as often at most
+GROWTH = 8  # memory grows by one slot per this many tokens, so a token is copied at most this often
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
-SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
+SPARE = 128  # room for this many more tokens, or a quarter of its window, before tokens are moved to the front
 
 
 class LayerRoom(ReadyLayer):
     """The part of a `TikvLayer` that makes room.
 
     Attributes:
-        has_prompt_room: whether there is more of it than a window needs, see `let_go_of_prompt`.
+        has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
     """
 
     is_sliding: bool
     record_past: bool
     has_prompt_room: bool
-    _past: int  # tokens before the newest that it sees
-    _settled: int  # no rollback goes behind this position
+    _past: int  # how many tokens before the newest a query sees
+    _settled: int  # no rollback goes back beyond this position
     _staged: dict[str, Any]
 
     def _attach(self) -> None:
@@ -34,11 +34,11 @@ class LayerRoom(ReadyLayer):
         raise NotImplementedError
 
     def _room_for(self, tokens: int) -> int:
-        """Slots to have for so many tokens."""
+        """How many slots to have for `tokens` tokens."""
         if self.is_sliding:
             usual = self._past + ROLLBACK + max(SPARE, self._past // 4)
             usual = usual if self.limit is None else min(usual, self.limit)
-            # A chunk beyond the usual room gets room for itself, which goes back when the next tokens come.
+            # A chunk beyond the usual room gets extra room, which is given back when the next tokens come.
             return usual if tokens <= usual else tokens + usual
         if self.limit is not None:
             return self.limit
@@ -47,15 +47,15 @@ class LayerRoom(ReadyLayer):
         return tokens + max(FIRST_CAPACITY, tokens // GROWTH)
 
     def _usual_room(self) -> int | None:
-        """Slots beyond which the layer has room that only a prompt needs; None where it never has."""
+        """How many slots the layer needs except for prompts; None if it never has more for them."""
         return self._room_for(0) if self.is_sliding else None
 
     def _bound_of(self, store: GrowingLayer) -> int:
-        """Tokens that may be held as things are: that there are slots for, and that `limit` allows."""
+        """How many tokens there are slots for, within `limit`."""
         return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
 
     def _left_behind(self) -> int:
-        """Oldest tokens held that no query and no rollback will ask for."""
+        """How many of the oldest held tokens no later query or rollback needs."""
         store = self.store
         if store is None or not self.is_sliding:
             return 0
@@ -63,7 +63,7 @@ class LayerRoom(ReadyLayer):
         return max(0, settled - self._past - store.origin)
 
     def _make_room(self, tokens: int) -> None:
-        """Let go of what the window has left behind, and grow where that is not enough."""
+        """Drop tokens outside the window, and grow if that does not make enough room."""
         store = self.store
         assert store is not None
         self._refuse_beyond_limit(tokens)
@@ -76,9 +76,9 @@ class LayerRoom(ReadyLayer):
         self._attach()
 
     def let_go_of_prompt(self) -> None:
-        """Once a prompt was attended to, give back the memory of what no later query and no rollback will ask for.
+        """After attention to a prompt, give back the memory of tokens that no later query or rollback needs.
 
-        What `update` returned stays as it is, in the memory before, for as long as something has it.
+        What `update` returned does not change: it refers to the old memory for as long as it is referenced.
         """
         store = self.store
         if store is None or self._staged:

@@ -1,13 +1,13 @@
-"""Where transformers' versions differ in what a cache has to be. Nothing else in this package asks for a version.
+"""The differences between transformers' versions that concern caches. Nothing else in this package asks for a version.
 
 - `get_mask_sizes` is given the cache positions of the new tokens up to 5.3, their number from 5.4 on.
 - `lazy_initialization` is given the keys in 4.x, keys and values in 5.x.
-- The capacity getter is `get_max_cache_shape`; from 5.13 on `get_max_length`, and later the old name goes away.
+- The capacity getter is `get_max_cache_shape`; from 5.13 on `get_max_length`, and later versions drop the old name.
 - `crop(n)` with n < 0 drops -n tokens; n > 0 keeps n, and is refused from 5.16 on; 0 keeps nothing, from 5.14 on all.
-- Layers that reuse other layers' keys are left out at the end, or stand as `DummyLayer` where that class exists.
-- From 5.14 on `activate_past_recording` says that the next `crop` may go back behind a window.
-- From 5.19 on `get_layer_types_and_kwargs` tells the window of each layer; before, it is in the configuration's fields.
-- Configurations say which layers hold another state than keys and values by their type in 5.x, by other fields before.
+- Layers that reuse other layers' keys are left out at the end, or are a `DummyLayer` where that class exists.
+- From 5.14 on `activate_past_recording` says that the next `crop` may go back beyond a window.
+- From 5.19 on `get_layer_types_and_kwargs` gives the window of each layer; before, it is in the configuration's fields.
+- Configurations declare layers with a state other than keys and values by type in 5.x, and by other fields before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import cache_utils, masking_utils
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
-# Whether prompts of a cache whose steps may be compiled get a mask whatever it says; newer versions ask for it by name.
+# Whether prompts always get a mask if the cache's steps may be compiled; newer versions have a keyword for that.
 MASKS_PROMPTS_OF_COMPILED = "allow_is_causal_skip" not in inspect.signature(masking_utils.create_causal_mask).parameters
 
 CROP_IS_RELATIVE = VERSION >= (5, 14)  # the argument counts tokens to remove, as a negative number
@@ -54,9 +54,9 @@ class LayerKind(NamedTuple):
 
     Args:
         kind: "full" or "sliding" keys and values, a "state" alone, "none", or transformers' name for something else.
-        window: of a sliding layer, the current token included.
-        state: options of the state that a layer has, alone or beside keys and values; None for no state.
-        indexed: the keys of an indexer lie beside those of attention.
+        window: the window of a sliding layer, the current token included.
+        state: options of the state that a layer has, alone or beside keys and values; None without a state.
+        indexed: whether the layer has keys of an indexer beside those of attention.
     """
 
     kind: str
@@ -75,7 +75,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         foreign = _foreign_state(config)
         return [_kind(t, w, foreign) for t, w in zip(*_types_and_windows(config), strict=True)]
     types, options = cache_utils.get_layer_types_and_kwargs(config)
-    # Where the configuration names no types, transformers takes all layers for attention, states included.
+    # If the configuration names no types, transformers assumes that all layers have attention, even those with states.
     foreign = None if getattr(config, "layer_types", None) is not None else _foreign_state(config)
     kinds = []
     for layer_type, given in zip(types, options, strict=True):
@@ -93,21 +93,21 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 def decoder_of(config: Any) -> Any:
     """The configuration of the decoder of this model, with as many layers as the decoder has.
 
-    That of a T5 says how many its encoder has, and transformers takes that number for both.
+    A T5's configuration has the number of the encoder's layers, which transformers uses for both.
     """
     text = config.get_text_config(decoder=True)
     depth = getattr(config, "num_decoder_layers", None)
     if text is config or depth is None or not getattr(config, "is_encoder_decoder", False):
         return text
     if text.num_hidden_layers != depth:
-        text.num_hidden_layers = depth  # of a copy, as `get_text_config` makes it of these
+        text.num_hidden_layers = depth  # `get_text_config` returned a copy
     return text
 
 
 def field(config: Any, name: str) -> Any:
-    """A field of a configuration: None where it has none, a list of each layer's where layers have their own.
+    """A field of a configuration: None if it does not exist, a list of the layers' values if these may differ.
 
-    Read from the whole, such a field raises in the versions of transformers that know it.
+    In versions of transformers with such fields, reading one from the whole configuration raises.
     """
     try:
         return getattr(config, name, None)
@@ -116,9 +116,9 @@ def field(config: Any, name: str) -> Any:
 
 
 def attention_of(config: Any) -> str | None:
-    """The name of a configuration's attention, which each layer asks for with each token.
+    """The name of a configuration's attention, which each layer needs for each token.
 
-    The property that says so takes five microseconds, since a configuration looks up its own attributes.
+    The public property takes five microseconds, since a configuration looks up its own attributes.
     """
     if torch.compiler.is_dynamo_compiling():
         return config._attn_implementation  # type: ignore[no-any-return]
@@ -129,10 +129,10 @@ def attention_of(config: Any) -> str | None:
 
 
 def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
-    """The layers of a cache for `limit` tokens, and the limit that stays: none where all of them slide.
+    """The layers of a cache for `limit` tokens, and the limit that remains: None if all of them slide.
 
-    They go on beyond it, as in transformers' own static caches: it only bounds their windows. With a full layer among
-    them, which has to stop, all of them stop, before a step rather than in the middle of it.
+    Sliding layers continue beyond it, as in transformers' own static caches: it only bounds their windows. If there is
+    a full layer, which must stop, all of them stop, before a step rather than in the middle of it.
     """
     if limit is None or any(layer.kind not in ("sliding", "state", "none") for layer in kinds):
         return kinds, limit
@@ -141,10 +141,10 @@ def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind],
 
 @functools.cache
 def without_a_cache(kind: Any) -> str | None:
-    """Why no model of this class of configurations takes transformers' caches; None where one does, or none is known.
+    """Why no model with this class of configuration takes transformers' caches; None if one does or is not known.
 
     Args:
-        kind: of the configuration of a model with tokens of its own, or of the decoder within one.
+        kind: the class of a model's configuration, or of its decoder's.
     """
     name = kind.__module__
     if not name.startswith("transformers.models."):
@@ -192,7 +192,7 @@ def _kind(layer_type: str, window: int | None, foreign: str | None) -> LayerKind
 
 
 def _foreign_state(config: Any) -> str | None:
-    """The field that gives away a layer with a state of its own, or None."""
+    """The field that shows that a layer has another state, or None."""
     for name in _STATE_FIELDS:
         value = field(config, name)
         if value is not None and not (name == "conv_kernel" and isinstance(value, (list, tuple))):  # that of an encoder
@@ -201,7 +201,7 @@ def _foreign_state(config: Any) -> str | None:
 
 
 def layer_without_keys() -> Any:
-    """What stands for a layer that caches nothing."""
+    """A placeholder for a layer that caches nothing."""
     return cache_utils.DummyLayer()
 
 
@@ -211,10 +211,10 @@ def query_length(queries: Any) -> int:
 
 
 def said_of_tokens(queries: Any) -> tuple[Any, Any]:
-    """What the caller of `get_mask_sizes` was told of the text: its attention_mask (batch, n), and position_ids.
+    """The attention_mask (batch, n) and the position_ids that the caller of `get_mask_sizes` has.
 
-    Either is None where it was told none of this form. transformers hands neither to a cache; from 5.4 on not even the
-    positions that `queries` were before. So they are looked for in the functions of masks, which are what calls.
+    Either is None if the caller has none of this form. transformers passes neither to a cache, and from 5.4 on not even
+    the positions that `queries` were before. So they are read from the frames of the mask functions, which call it.
     """
     frame, found = sys._getframe(1), {}
     for _ in range(6):
@@ -231,7 +231,7 @@ def said_of_tokens(queries: Any) -> tuple[Any, Any]:
 
 
 def tokens_after_crop(n: int, length: int) -> int | None:
-    """The length that `crop(n)` leaves in this version of transformers; None: it refuses this n."""
+    """The length that `crop(n)` leaves in this version of transformers; None if it refuses this n."""
     if n < 0:
         return max(0, length + n)
     if CROP_IS_RELATIVE and n == 0:

@@ -1,7 +1,7 @@
-"""ContiguousLayers: a layer is an array of slots, in which a sliding one goes round behind its sinks.
+"""ContiguousLayers: a layer is an array of slots; in a sliding layer, those after the sinks are a ring.
 
-What `KVCacheStore` uses for every dtype but groups along tokens. Its layers lie side by side in memory, so that one
-launch appends to all of them.
+`KVCacheStore` uses it for every dtype except groups along tokens. Its layers are adjacent in memory, so that one launch
+appends to all of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ContiguousLayers(LayerStorage):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """Every dtype but groups along tokens."""
+        """Every dtype except groups along tokens."""
         return not (isinstance(dtype, Quant) and dtype.axis == "tokens")
 
     def layer(self, operation: str, layer: int) -> Layer:
@@ -91,7 +91,7 @@ class ContiguousLayers(LayerStorage):
         self.appends.append(operation, self.counts[layer], rows, layout)
 
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append_all`: one launch a block of memory, where the layers have one length."""
+        """As `LayerStorage.append_all`: one launch per block of memory, if the layers have the same length."""
         self.appends.append_all(operation, rows, layout)
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
@@ -112,7 +112,7 @@ class ContiguousLayers(LayerStorage):
     # --- reads
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
-        """As `LayerStorage.attend`: one launch, or two where keys are split."""
+        """As `LayerStorage.attend`: one launch, or two if the keys are split over several."""
         found, memory, live, seq_lens = self.counts[layer], self.memory, self.runtime, request.seq_lens
         given, beside = view_without_owner(q, "q", operation), request.terms.views(operation)
         length, oldest = found.length, found.valid_from
@@ -142,9 +142,9 @@ class ContiguousLayers(LayerStorage):
     def _attention(
         self, operation: str, layer: Layer, q: ArrayView, beside: dict[str, ArrayView], request: AttendRequest
     ) -> tuple[Queries, AttentionPlan, int | None]:
-        """The form of these queries, the plan for them, and over how many the mass is wanted: checked once a form.
+        """The form of these queries, their plan, and how many of them count for the mass; checked once per form.
 
-        `beside` are arrays of the call beside the queries and those of the layer.
+        `beside` are the call's arrays other than the queries and those of the layer.
         """
         key = (operation, q.key, layer.form, request.choices, request.seq_lens is None, *beside)
         if beside:
@@ -161,7 +161,7 @@ class ContiguousLayers(LayerStorage):
         return found
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """As `LayerStorage.extend`; where it fails behind its append, the last page is as before too."""
+        """As `LayerStorage.extend`; if it fails after its append, the last page's summary is restored too."""
         found = self.counts[layer]
         if found.summaries is None:
             return extend(operation, self.appends, found, arrays, request)
@@ -181,10 +181,10 @@ class ContiguousLayers(LayerStorage):
             return tokens_by_head(operation, self.memory, found)
         return self.memory.tokens(operation, found)
 
-    # --- what lets go, and what goes round
+    # --- dropping and reordering tokens
 
     def page_summaries(self, operation: str, layer: int) -> tuple[ArrayView, ArrayView]:
-        """As `LayerStorage.page_summaries`, where they lie; refused of a layer that keeps none."""
+        """As `LayerStorage.page_summaries`, in place; OptionError for a layer that keeps none."""
         found = self.counts[layer]
         if self.memory.page is None:
             raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
@@ -202,7 +202,7 @@ class ContiguousLayers(LayerStorage):
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
         first = drafts.commit(operation, self.memory, path, drafted)
-        summarize(operation, self.memory, self.counts, first - 1)  # the page before, if nothing of the draft stays
+        summarize(operation, self.memory, self.counts, first - 1)  # the previous page, if no drafted token stays
 
     def trim(self, operation: str, n: int) -> None:
         self.memory.trim(operation, self.counts, n)
@@ -320,7 +320,7 @@ def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, A
         )
     if layer.ring == 0 and layer.length > layer.slots:
         raise ShapeError(f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots.")
-    fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of their own lengths wrap by them
+    fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of different lengths wrap separately
     if not 0 <= layer.valid_from <= layer.length or not fits:
         raise ShapeError(
             f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, the oldest is "

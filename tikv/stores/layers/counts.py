@@ -1,4 +1,4 @@
-"""What is counted of a layer on the host, and where its memory lies: slots, tokens, what each head holds."""
+"""A layer's counts on the host and its arrays: slots, tokens, and what each head holds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tikv.stores.history import History
 
 
 class HeldRows(NamedTuple):
-    """The tokens that a layer holds, (B, H, m) int64 each in temporal order; -1 behind a head's last.
+    """The tokens that a layer holds, (B, H, m) int64 each in temporal order; -1 after a head's last.
 
-    B and H are 1 where all sequences and heads hold the same.
+    B and H are 1 if all sequences and heads hold the same tokens.
     """
 
     slots: Host
@@ -29,13 +29,13 @@ class HeldRows(NamedTuple):
 
     @property
     def counts(self) -> Host:
-        """How many each head holds."""
+        """How many tokens each head holds."""
         found: Host = (self.slots >= 0).sum(axis=-1)
         return found
 
 
 class Layer:
-    """One layer's slots and counts, and its arrays where it has memory."""
+    """One layer's slots and counts, and its arrays if it has memory."""
 
     def __init__(self, index: int, capacity: int, window: int | None, sinks: int) -> None:
         self.index = index
@@ -44,21 +44,21 @@ class Layer:
         self.slots = capacity if window is None else window
         self.ring = 0 if window is None else window - self.sinks
         self.length = 0  # tokens appended since reset, less those trimmed; after a compaction see `history`
-        self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
-        self.newest = 0  # of those tokens, how many the last append brought
+        self.valid_from = 0  # oldest position after the sinks whose slot has not been overwritten
+        self.newest = 0  # how many of those tokens the last append brought
         self.history: History | None = None  # what the last compaction left, if there was one
-        self.head_lengths: HeadLengths | None = None  # where it left heads of different lengths
+        self.head_lengths: HeadLengths | None = None  # if it left heads of different lengths
         self.k: ArrayView
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
         self.v_scale: ArrayView | None = None
         # The least and the greatest of the keys of each page, (batch, heads, pages, width).
         self.summaries: tuple[ArrayView, ArrayView] | None = None
-        self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
-        self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
-        self.is_copy = False  # of a layer elsewhere, which has all that is lost here
-        self.attended: dict[str, ArrayView] = {}  # K, V and `read_scales`, by the names that attention has for them
-        self.form: tuple[Any, ...] = ()  # of what attention reads: equal where one launch serves two layers
+        self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # one for all rows, or one per head
+        self.formats: Formats = (None, None)  # the formats of K and V, if these are groups of codes
+        self.is_copy = False  # whether a layer elsewhere has all the data too
+        self.attended: dict[str, ArrayView] = {}  # K, V and `read_scales`, by the names of attention's parameters
+        self.form: tuple[Any, ...] = ()  # the form of what attention reads: equal if one launch can serve two layers
 
     def hold(
         self,
@@ -66,7 +66,7 @@ class Layer:
         divisors: tuple[ArrayView | None, ArrayView | None],
         formats: Formats,
     ) -> None:
-        """Let the layer lie in these arrays: K, V, and the scales of rows."""
+        """Use these arrays as the layer's memory: K, V, and the scales of rows."""
         self.k, self.v, self.k_scale, self.v_scale = arrays
         self.divisors, self.formats = divisors, formats
         scales = zip(("k_scale", "v_scale"), self.read_scales, strict=True)
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def next_position(self) -> int:
-        """Of the next token: `end`, unless keys were rotated to other positions."""
+        """The position of the next token: `end`, unless keys were rotated to other positions."""
         left = self.history
         return self.length if left is None else left.next_position + self.length - left.tokens
 
@@ -97,12 +97,12 @@ class Layer:
 
     @property
     def trimmed_to(self) -> int:
-        """`valid_from` where trimming made it later than the ring alone does; else 0."""
+        """`valid_from` if trimming made it later than the ring alone would; else 0."""
         return self.valid_from if self.ring and self.valid_from > max(0, self.length - self.ring) else 0
 
     @property
     def named(self) -> dict[str, ArrayView]:
-        """The layer's memory by the names that files have: K, V, and the scales of what is int8 or groups."""
+        """The layer's arrays by their names in files: K, V, and the scales of int8 or groups."""
         found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
         return {name: a for name, a in found.items() if a is not None}
 
@@ -113,12 +113,12 @@ class Layer:
 
     @property
     def read_scales(self) -> tuple[ArrayView | None, ArrayView | None]:
-        """What stored rows of K and of V are multiplied by: scales of rows, or one of all rows or each head's."""
+        """What stored rows of K and of V are multiplied by: scales per row, one for all rows, or one per head."""
         k, v = self.divisors
         return self.k_scale if k is None else k, self.v_scale if v is None else v
 
     def scales_of_rows(self, heads: int, numbers: int) -> list[Scale | None]:
-        """`read_scales`, and where they lie: `numbers` a slot of each of so many heads."""
+        """`read_scales` with their places: `numbers` per slot, for each of `heads` heads."""
         of_head = self.slots * numbers
         return [
             None if a is None else fixed_scale(a) if a.ndim < 3 else Scale(a, heads * of_head, numbers, of_head)
@@ -126,7 +126,7 @@ class Layer:
         ]
 
     def scales_by_head(self, numbers: int, first: int = 0) -> list[Scale | None]:
-        """The same with each head a sequence of its own, from that of `first` on."""
+        """The same with each head as its own sequence, from slot `first` on."""
         steps = [0 if a is None else head_step(a) if a.ndim < 3 else self.slots * numbers for a in self.read_scales]
         return [
             None if a is None else Scale(a, sequence=step, token=numbers if a.ndim > 2 else 0, first=first * step)
@@ -135,7 +135,7 @@ class Layer:
 
     @property
     def lengths(self) -> Host:
-        """`length` of each head, (B, H), or (1, 1) where it is one for all."""
+        """`length` of each head, (B, H), or (1, 1) if it is the same for all."""
         left = self.history
         if left is None or left.even:
             return np.array([[self.length]])
@@ -156,7 +156,7 @@ class Layer:
         held = fixed + np.maximum(0, lens - start)
         j = np.arange(int(held.max(initial=0)))
         fixed, start = fixed[..., None], start[..., None]
-        order = np.where(j < fixed, j, start + j - fixed)  # as if only what is left had ever been appended
+        order = np.where(j < fixed, j, start + j - fixed)  # as if only the remaining tokens had ever been appended
         gone = j >= held[..., None]
         slots, numbers, positions = self.slots_of(order), order, order
         left = self.history
@@ -183,7 +183,7 @@ class Layer:
         return reduced_position(position, self.sinks, self.ring)
 
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
-        """Raise PositionError where a store of so many tokens drops `n`, and the layer lacks some that then stay."""
+        """Raise PositionError if a store of `length` tokens drops `n`, and the layer lacks some of those that stay."""
         drop = self.end - (length - n)
         if drop <= 0:
             return
@@ -203,13 +203,13 @@ class Layer:
             )
 
     def require_room(self, operation: str, tokens: int) -> None:
-        """Raise CapacityError or PositionError where the layer does not take so many tokens more."""
+        """Raise CapacityError or PositionError if the layer has no room for `tokens` more tokens."""
         if self.ring == 0:
             checks.fits_linear(self.length, tokens, self.slots, f"{operation} (layer {self.index})", checks.STORE_NAMES)
         checks.integer(self.length + tokens, "length", operation)
 
     def grow(self, tokens: int) -> None:
-        """Count that many more tokens, of a layer whose heads have one length."""
+        """Count that many more tokens, in a layer whose heads have the same length."""
         self.length += tokens
         self.newest = tokens
         if self.ring and self.length - self.ring > self.valid_from:
@@ -225,13 +225,13 @@ class HeadLengths:
         self.array = self.shifted(0)
 
     def shifted(self, tokens: int) -> ArrayView:
-        """A new array of the lengths, and so many tokens more."""
+        """A new array of the lengths plus `tokens`."""
         found = to_device(self.host + tokens, self.runtime)
         found.owner = KnownOnHost(found.owner, self.host if tokens == 0 else self.host + tokens)
         return found
 
     def grow(self, tokens: int) -> None:
-        """Count that many more tokens for each head, in one launch; fewer where the number is negative."""
+        """Count that many more tokens for each head, in one launch; a negative number counts fewer."""
         self.host += tokens
         if self.runtime.is_cpu:
             as_numpy(self.array)[...] = self.host
@@ -240,7 +240,7 @@ class HeadLengths:
 
 
 def advance_counts(live: runtime.Runtime, counts: ArrayView, tokens: int) -> None:
-    """Add so many tokens to each of these numbers on the device, in one launch."""
+    """Add `tokens` to each of these numbers on the device, in one launch."""
     from tikv.kernels.advance import make_advance
 
     kernel, count = launch.kernel(live, make_advance, live.kernel_style), counts.shape[0]
@@ -248,7 +248,7 @@ def advance_counts(live: runtime.Runtime, counts: ArrayView, tokens: int) -> Non
 
 
 def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) -> None:
-    """Raise PositionError where a layer was compacted: then slots do not follow from positions."""
+    """Raise PositionError if a layer was compacted, since slots then do not follow from positions."""
     for layer in layers:
         if layer.history is not None:
             raise PositionError(
@@ -257,7 +257,7 @@ def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) ->
 
 
 def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
-    """Raise PositionError where no token ever came to a layer, and some came to another: an append was forgotten."""
+    """Raise PositionError if a layer has no tokens and others have some: an append was forgotten."""
     most = max(layers, key=lambda layer: layer.end)
     if layers[number].end == 0 < most.end:
         raise PositionError(
@@ -267,7 +267,7 @@ def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
 
 
 def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int]:
-    """What each layer was trimmed to; refused where they differ in length or do not take so many tokens more."""
+    """What each layer was trimmed to; raises if their lengths differ or one has no room for `tokens` more tokens."""
     length = layers[0].length
     for layer in layers:
         if layer.length != length:
@@ -282,9 +282,9 @@ def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int
 
 
 def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any, ...]]:
-    """Of each head that is drawn by itself: its name, and what `picture.Slots` has behind a name.
+    """For each head that is drawn separately: its name, and the other arguments of `picture.Slots`.
 
-    All heads are drawn as one where they hold the same tokens and no mass colours them.
+    All heads are drawn as one if they hold the same tokens and no mass colours them.
     """
     form = (layer.slots, layer.sinks, layer.ring > 0)
     if layer.history is None and mass is None:

@@ -1,4 +1,4 @@
-"""Keeping the accepted path of drafted tokens: its rows move together in place, the others are forgotten."""
+"""Keeping the accepted path of drafted tokens: its rows are moved together in place, and the others are dropped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
             )
     if (chosen != np.arange(chosen.shape[1])).any():
         for block in memory.blocks:
-            for _, group in itertools.groupby(block, lambda layer: layer.slots):  # through whom one stride leads
+            for _, group in itertools.groupby(block, lambda layer: layer.slots):  # one stride leads through them
                 together = list(group)
                 slots, start = np.tile(chosen, (len(together), 1)), together[0].length - drafted
                 memory.move_in_place(operation, together, slots, drafted, start)
@@ -51,7 +51,7 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
 
 
 def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:
-    """How many of the newest tokens were drafted, the same for all layers; or PositionError."""
+    """How many of the newest tokens were drafted, which must be the same in all layers; or PositionError."""
     first = layers[0]
     for layer in layers:
         if (layer.length, layer.newest) != (first.length, first.newest):
@@ -69,7 +69,7 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
 
 
 def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any, Any]:
-    """The path as (B, n) int32; refused where it has another form, does not ascend, or leaves the draft."""
+    """The path as (B, n) int32; raises if it has another form, does not ascend, or goes outside the draft."""
     host = index_array(path, "path", operation)
     host = np.asarray(host.tolist() if hasattr(host, "tolist") else host)
     if host.ndim == 1 and batch == 1:
@@ -85,7 +85,7 @@ def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any
 
 
 def check_ascending(operation: str, path: np.ndarray[Any, Any], drafted: int, sequence: int) -> None:
-    """Raise PositionError where the path of one sequence does not ascend within its draft."""
+    """Raise PositionError if the path of one sequence does not ascend within its draft."""
     wrong = (path < 0) | (path >= drafted) | (np.diff(path, prepend=-1) <= 0)
     if wrong.any():
         i = int(wrong.argmax())

@@ -1,8 +1,8 @@
-"""`extend`: attend with new tokens over what a contiguous layer holds and those tokens, and append them.
+"""`extend`: attend with new tokens over what a contiguous layer holds and over those tokens, and append them.
 
 A ring overwrites its oldest tokens with the newest, so a prompt cannot be appended first and attended over afterwards:
-its first queries see tokens that its last ones overwrite. Attention then reads the ring as it is and the new rows,
-merges both by their log-sum-exps, and the rows are appended.
+its first queries see tokens that its last ones overwrite. So attention reads first the unchanged ring and the new rows,
+merges both results by their log-sum-exps, and then the rows are appended.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     given = view(like, "q", operation)
     queries = extend_queries(operation, given, layout, *sizes, live)
     q = queries.as_read(given)
-    # The new rows as caches (batch, H, T, D), whatever their order in memory.
+    # The new rows as caches (batch, H, T, D), in any order in memory.
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = request.terms.views(operation)
-    plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
+    plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # raises if something does not fit
     if tree_of(added) and tokens > MOST_QUERIES:
         raise ShapeError(f"{operation}: a mask or a tree of {tokens} tokens. Use at most {MOST_QUERIES} at a time.")
     if "parents" in added:
@@ -59,7 +59,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
         results.append(view(lse, "lse", operation))
     with attempt(operation, [layer]):
         if tokens:
-            # K and V of the append lie where the caller has them; attention wants all on the device at once.
+            # An append takes K and V wherever the caller has them; attention needs all arrays on the device.
             read = [*added.values(), q, *new]
             stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
             terms = dict(zip(added, stage.arrays, strict=False))
@@ -68,7 +68,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             to = queries.as_read(staged_out)
             to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
             wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
-            alone = live.invariant and not tree_of(added)  # what a ring holds, and what is new, are cut by the call
+            alone = live.invariant and not tree_of(added)  # else the split into old and new depends on the call
             if wraps and (alone or layer.head_lengths is not None):
                 call.token_by_token((k, v), staged_q, to, to_lse)
             elif wraps:
@@ -86,7 +86,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
         return results_of(out, lse if return_lse else None, mass)
 
 
-BOTH = Results(return_lse=True)  # in new arrays
+BOTH = Results(return_lse=True)  # results and log-sum-exps, in new arrays
 
 
 class _Extension(NamedTuple):
@@ -97,10 +97,10 @@ class _Extension(NamedTuple):
     layer: Layer
     scores: AttentionScale
     terms: Mapping[str, ArrayView]
-    most_queries: int  # of a launch
+    most_queries: int  # in one launch
 
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
-        """Attention over a layer that has the new tokens, and all that their queries see."""
+        """Attention over a layer that already has the new tokens, and still has all that their queries see."""
         behind = self.layer.length - q.shape[2]
         for _, end, some, to in self._pieces(q, out, lse, self.most_queries):
             self._over_layer(some, self.terms, behind + end, 0, to)
@@ -108,7 +108,7 @@ class _Extension(NamedTuple):
     def token_by_token(
         self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
-        """Append each token and attend with it, where the ring of each head overwrites another token with it."""
+        """Append each token and attend with it, for heads whose rings overwrite different tokens."""
         for t, end, some, to in self._pieces(q, out, lse, 1):
             self.appends.append(self.operation, self.layer, Views([a.part(2, t, end) for a in new]), "head_major")
             self._over_layer(some, self.terms, self.layer.length, 0, to)
@@ -116,7 +116,7 @@ class _Extension(NamedTuple):
     def attend_over_both(
         self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
-        """Attention over a ring as it is before the new tokens come, and over those."""
+        """Attention over a ring as it is before the append, and over the new tokens."""
         layer, stored = self.layer, self._as_stored(new)
         but_sinks = {name: a for name, a in self.terms.items() if name != "sink_logits"}
         for first, end, some, to in self._pieces(q, out, lse, self.most_queries):
@@ -130,14 +130,14 @@ class _Extension(NamedTuple):
     def _pieces(
         self, q: ArrayView, out: ArrayView, lse: ArrayView | None, most: int
     ) -> Iterator[tuple[int, int, ArrayView, Results]]:
-        """Of so many queries each: the first and the end, the queries, and where their results go."""
+        """Pieces of the queries: the first and the end of each, its queries, and the places of their results."""
         for first in range(0, q.shape[2], most):
             end = min(q.shape[2], first + most)
             to_lse = None if lse is None else lse.part(2, first, end)
             yield first, end, q.part(2, first, end), Results(out.part(2, first, end), lse is not None, to_lse)
 
     def _over_layer(self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results) -> Any:
-        """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
+        """Attention over the first `length` tokens of the layer, for queries that end `ahead` tokens after them."""
         layer = self.layer
         arrays = layer_arrays(layer, q, terms)
         if layer.head_lengths is not None:
@@ -148,14 +148,14 @@ class _Extension(NamedTuple):
     def _over_new(
         self, q: Any, terms: Mapping[str, ArrayView], new: dict[str, ArrayView], end: int, to: Results
     ) -> Any:
-        """Attention of the queries before token `end` over the new rows before it."""
+        """Attention of the queries up to token `end` over the new rows up to it."""
         layer, live, arrays = self.layer, self.appends.memory.runtime, {"q": q, **new, **terms}
         sinks = max(0, min(layer.sinks - layer.length, new["k"].shape[2]))
         plan = cache_plan(live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
         return plan.attend(None, arrays, AttendedTokens(end), to)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
-        """The new rows in the layer's dtype: themselves, or what an append makes of them."""
+        """The new rows in the layer's dtype: unchanged, or as an append would convert them."""
         memory, tokens = self.appends.memory, new[0].shape[2]
         if new[0].dtype is memory.rows.k.dtype and memory.rows.alike:
             return {"k": new[0], "v": new[1]}

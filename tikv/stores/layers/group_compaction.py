@@ -18,12 +18,12 @@ from tikv.stores.layers.counts import Layer
 
 
 class Coded(NamedTuple):
-    """Which of the tokens that are held, in temporal order, are codes.
+    """Which of the held tokens, in temporal order, are codes.
 
     Attributes:
-        first: the first of them; `end` is behind the last.
-        group: tokens of a group.
-        gone: tokens of the oldest group that are not held any more.
+        first: the first of them; `end` comes after the last.
+        group: how many tokens a group has.
+        gone: how many tokens of the oldest group are no longer held.
     """
 
     first: int
@@ -33,10 +33,10 @@ class Coded(NamedTuple):
 
 
 def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int], str]) -> Host:
-    """Which groups, from the oldest that is held, rows of ascending indices (rows, n) keep: a mask (rows, groups).
+    """A mask (rows, groups): which groups, from the oldest held, each row of ascending indices (rows, n) keeps.
 
     Raises:
-        PositionError: a row, which `named` names, keeps a part of a group.
+        PositionError: a row keeps part of a group; `named` gives the row's name for the message.
     """
     rows, number = len(index), (coded.end - coded.first + coded.gone) // coded.group
     group = (index - coded.first + coded.gone) // coded.group + np.arange(rows)[:, None] * number
@@ -59,11 +59,11 @@ class GroupChoice(NamedTuple):
     """What a layer shall keep.
 
     Attributes:
-        groups: (batch, heads, m), counted as `ChannelCodes.tokens` are.
-        rows: (batch, heads, n) slots of the ring, of the tokens that are kept as rows and move.
-        fixed: tokens in front of those: sinks that stay, and codes.
-        oldest: the first that is seen, of a window whose oldest group is kept.
-        left: of all heads.
+        groups: (batch, heads, m), numbered as in `ChannelCodes.tokens`.
+        rows: (batch, heads, n), the ring's slots of the tokens that are kept as rows and move.
+        fixed: how many tokens precede those: sinks that stay, and codes.
+        oldest: the first token that is seen, if a window's oldest group is kept.
+        left: the history of all heads.
     """
 
     groups: Host
@@ -96,12 +96,12 @@ def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: Chann
             f"first of which would take its place: sinks are not quantised. Keep all sinks, or no group."
         )
     groups = np.nonzero(mask)[1].reshape(batch, heads, number) + (start - ring.sinks) // group
-    if gone and number and mask[0, 0]:  # the tokens that are not seen any more stay with their group
+    if gone and number and mask[0, 0]:  # tokens that are no longer seen stay with their group
         lost = np.broadcast_to(np.arange(sinks, sinks + gone), (batch, heads, gone))
         index = np.concatenate([index[..., :sinks], lost, index[..., sinks:] + gone], axis=-1)
     elif gone:
         index = np.where(index < sinks, index, index + gone)
-    whole = copy.copy(counts)  # of a layer that holds the tokens of its oldest group that are gone, at their positions
+    whole = copy.copy(counts)  # as if it still held all tokens of its oldest group
     whole.ring, whole.valid_from = 0, start - gone
     held = whole.held_rows()
     fixed = ring.sinks + number * group if number else 0
@@ -111,7 +111,7 @@ def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: Chann
 
 
 class Copied(NamedTuple):
-    """Copies of what a layer keeps: groups of codes and rows, if there are any."""
+    """Copies of what a layer keeps: groups of codes, and rows if there are any."""
 
     codes: list[ArrayView]
     rows: list[ArrayView]
@@ -120,7 +120,7 @@ class Copied(NamedTuple):
 def copy_kept(
     operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, choice: GroupChoice
 ) -> Copied:
-    """Copy what a layer keeps out of it."""
+    """Copy what a layer shall keep."""
     memory, ring = newest.memory, newest.counts[counts.index]
     groups = codes.copied(operation, choice.groups, memory) if choice.groups.size else []
     rows = [copied_slots(operation, memory, a, choice.rows) for a in ring.arrays] if choice.rows.size else []
@@ -130,7 +130,7 @@ def copy_kept(
 def hold_only(
     operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, choice: GroupChoice, copied: Copied
 ) -> None:
-    """Let a layer be one to which only what it keeps ever came."""
+    """Make a layer one to which only the kept tokens were ever appended."""
     memory = newest.memory
     codes.hold_only(copied.codes, choice.groups.shape[-1], memory)
     put_newest(operation, newest, counts.index, choice.fixed, copied.rows)
@@ -138,7 +138,7 @@ def hold_only(
 
 
 def put_newest(operation: str, newest: ContiguousLayers, layer: int, fixed: int, rows: Sequence[ArrayView]) -> None:
-    """Let K and V (batch, heads, n, width), or none, be the newest tokens of a layer, behind so many others."""
+    """Make K and V (batch, heads, n, width), if any, the newest tokens of a layer, after `fixed` others."""
     ring = newest.counts[layer]
     newest.memory.recount(ring, fixed, None, fixed)
     if rows:

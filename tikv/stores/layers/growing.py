@@ -1,7 +1,7 @@
-"""One layer whose tokens always lie in temporal order, and which can grow, shrink and let go of its oldest.
+"""One layer whose tokens are always in temporal order, and which can grow, shrink and drop its oldest tokens.
 
-What a model library wants to hand to any attention function: a plain slice of memory, oldest token first. A ring would
-need its window copied for each token; this layer moves its tokens to the front once in many.
+Model libraries need this to pass a plain slice of memory, oldest token first, to any attention function. A ring's
+window would have to be copied for each token; this layer moves its tokens to the front only once in many.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import RowFormats
 
-# append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
-# decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
-# are not appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
+# append_alike(k, v, room): `append` of (batch, H, T, D) tokens of the same form as the last ones, without the checks
+# that the form decides; returns how many tokens are then held. Tokens of another form, or more than fit into the first
+# `room` slots, are not appended, and 0 is returned. Like `append`, it raises ShapeError and StaleRuntimeError before it
+# writes.
 AppendAlike = Callable[[Any, Any, int], int]
 
 
 def _slots(a: ArrayView, first: int, count: int) -> ArrayView:
-    """Some slots of a (batch, heads, slots[, width]) array."""
+    """`count` slots of a (batch, heads, slots[, width]) array."""
     return a.restrided((*a.shape[:2], count, *a.shape[3:]), a.strides, first * a.strides[2])
 
 
 def takes_nothing(k: Any, v: Any, room: int) -> int:
-    """An `append_alike` that knows no tokens."""
+    """An `append_alike` that appends nothing."""
     return 0
 
 
@@ -44,10 +45,10 @@ class GrowingLayer(runtime.NotCopied):
     """Keys and values of one layer without a window, head-major, with room that changes.
 
     Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
-    less those trimmed. ``rows`` says how keys and values are stored, ``dtype`` and ``v_dtype`` as what; of groups of
-    codes ``keys`` or ``values`` are words.
+    less those trimmed. ``rows`` says how keys and values are stored, ``dtype`` and ``v_dtype`` in which dtypes; for
+    groups of codes ``keys`` or ``values`` are words.
 
-    Arguments, what is raised and exactness are as of `KVCacheStore`; making room keeps every bit.
+    Arguments, errors and exactness are those of `KVCacheStore`; making room keeps every bit.
     Cost: `make_room` reads and writes the tokens it keeps, once into new memory or twice in place.
 
     Examples:
@@ -60,7 +61,7 @@ class GrowingLayer(runtime.NotCopied):
         (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
     """
 
-    on_host = False  # the memory is the device's
+    on_host = False  # the memory is that of the device
     instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
     def __init__(self, *, num_kv_heads: int, capacity: int, batch_size: int = 1, **rows: Any) -> None:
@@ -73,10 +74,10 @@ class GrowingLayer(runtime.NotCopied):
         self._memory = LayerMemory(self.runtime, [self._layer], formats, heads, batch, on_host=self.on_host)
         self._appends = Appends(self._memory)
         self.dtype, self.v_dtype = formats.k.dtype, formats.v.dtype
-        # Stored as torch can write it.
+        # Whether torch can write rows as they are stored.
         self.plain = formats.formats == (None, None) and formats.alike and not formats.divided
         self.origin = 0
-        self.whole_from = 0  # position from which on no compaction dropped a token
+        self.whole_from = 0  # the position from which on no compaction dropped a token
         self.append_alike: AppendAlike = takes_nothing
 
     @property
@@ -91,12 +92,12 @@ class GrowingLayer(runtime.NotCopied):
 
     @property
     def capacity(self) -> int:
-        """Slots there are."""
+        """The number of slots."""
         return self._layer.slots
 
     @property
     def batch_size(self) -> int:
-        """Sequences now."""
+        """The current number of sequences."""
         return self._memory.batch_size
 
     @property
@@ -106,22 +107,22 @@ class GrowingLayer(runtime.NotCopied):
 
     @property
     def keys(self) -> CacheArray:
-        """(batch, num_kv_heads, capacity, head_dim): the keys where they lie, not a copy."""
+        """(batch, num_kv_heads, capacity, head_dim): the keys in place, not a copy."""
         return CacheArray(self._layer.k, self.runtime)
 
     @property
     def values(self) -> CacheArray:
-        """(batch, num_kv_heads, capacity, head_dim_v): the values where they lie, not a copy."""
+        """(batch, num_kv_heads, capacity, head_dim_v): the values in place, not a copy."""
         return CacheArray(self._layer.v, self.runtime)
 
     @property
     def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
-        """The scales of K and of V, as `KVCacheStore.scales` gives them; None for what has none."""
+        """The scales of K and of V, as `KVCacheStore.scales` returns them; None for one that has no scales."""
         k, v = (None if a is None else CacheArray(a, self.runtime) for a in self._layer.read_scales)
         return k, v
 
     def append(self, k: Any, v: Any) -> None:
-        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them."""
+        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens of this form, if they are torch tensors."""
         operation = "TikvCache.update"
         require_alive(self.runtime, operation)
         rows = view_all((k, v), ROWS, operation)
@@ -134,10 +135,10 @@ class GrowingLayer(runtime.NotCopied):
         self.append_alike = self._like_the_last(operation)
 
     def _like_the_last(self, operation: str) -> AppendAlike:
-        """An `append_alike` for tokens of the forms just appended; it keeps no reference to this layer, which has it.
+        """An `append_alike` for tokens of the forms just appended; to avoid a cycle, it does not refer to this layer.
 
-        `benches/integrations/bench_transformers.py` justifies it: a decoded token's `TikvCache.update` is mostly the
-        host's work, and this leaves out the views, the key and the checks that the forms decide.
+        `benches/integrations/bench_transformers.py` justifies it: a decoded token's `TikvCache.update` is mostly work
+        of the host, and this saves the views, the key and the checks that the forms decide.
         """
         test = last_call_test(operation, ROWS)
         if test is None:
@@ -155,7 +156,7 @@ class GrowingLayer(runtime.NotCopied):
             end = length + tokens
             if end > room or end > slots:
                 return 0
-            if live.front.prog is not program:  # `require_alive`, whose call takes its time
+            if live.front.prog is not program:  # as `require_alive`, inlined: a call costs time
                 require_alive(live, operation)
             try:
                 pointers = (address(k), address(v))
@@ -173,13 +174,13 @@ class GrowingLayer(runtime.NotCopied):
         return append_alike
 
     def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
-        """Forget the ``drop`` oldest tokens behind the first ``sinks``, close the gap, and have ``capacity`` slots.
+        """Drop the ``drop`` oldest tokens after the first ``sinks``, close the gap, and have ``capacity`` slots.
 
-        PositionError where fewer than ``drop`` are held there, CapacityError where the rest does not fit or slots are
-        more than a launch addresses. With sinks in front of a gap slots count from the back, as after `compact`.
+        PositionError if fewer than ``drop`` are held there, CapacityError if the rest does not fit or there are more
+        slots than a launch addresses. If sinks precede the gap, slots count from the back, as after `compact`.
 
-        Cost: nothing if nothing changes; else one launch or two per array. With another capacity memory is allocated
-            anew, and arrays handed out before keep the old.
+        Cost: nothing if nothing changes; else one launch or two per array. If the capacity changes, new memory is
+            allocated, and arrays that were handed out before still refer to the old.
         """
         operation = "GrowingLayer.make_room"
         require_alive(self.runtime, operation)
@@ -208,7 +209,7 @@ class GrowingLayer(runtime.NotCopied):
             except BaseException:
                 layer.slots = before
                 raise
-            self.append_alike = takes_nothing  # what is bound writes to the memory before
+            self.append_alike = takes_nothing  # the old one is bound to the old memory
             for a, b in zip(old, layer.arrays, strict=True):
                 memory.move_slots(a, b, sinks)
         for a, b in zip(rest, layer.arrays, strict=True):
@@ -219,14 +220,14 @@ class GrowingLayer(runtime.NotCopied):
             self.whole_from = max(self.whole_from, self.end - behind)
 
     def recount(self, *, length: int, origin: int) -> None:
-        """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
+        """Set how many tokens are held and the position of the first, after other code wrote or moved them."""
         self._layer.length = length
         self.origin = origin
 
     def decoded(self, first: int, dtype: DType | None = None) -> tuple[CacheArray, CacheArray]:
         """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v), in one launch.
 
-        Without a dtype int8 and groups come as float32.
+        Without a dtype, int8 and groups are returned as float32.
         """
         operation = "GrowingLayer.decoded"
         require_alive(self.runtime, operation)
@@ -234,9 +235,9 @@ class GrowingLayer(runtime.NotCopied):
         return self._memory.tokens(operation, self._layer, first, dtype)
 
     def compact(self, keep: Any) -> None:
-        """Keep some of the tokens held, for each head its own but of all as many, as `KVCacheStore.compact`; in place.
+        """Keep some tokens, different but equally many for each head, in place, as `KVCacheStore.compact`.
 
-        Slots then count from the back: the next token still stands at ``end``.
+        Slots then count from the back: the position of the next token is still ``end``.
         """
         operation = "TikvLayer.compact"
         require_alive(self.runtime, operation)
@@ -249,7 +250,7 @@ class GrowingLayer(runtime.NotCopied):
             self._memory.recount(layer, left.tokens, None)
 
     def trim(self, n: int) -> None:
-        """Drop the ``n`` newest tokens, of those behind the last that `compact` dropped; PositionError of more."""
+        """Drop the ``n`` newest tokens; PositionError beyond the last token that `compact` dropped."""
         operation = "GrowingLayer.trim"
         require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
@@ -263,12 +264,12 @@ class GrowingLayer(runtime.NotCopied):
         self._layer.length -= n
 
     def reset(self) -> None:
-        """Forget all tokens; the next one is at position 0. The memory stays, with what was in it."""
+        """Forget all tokens; the next one is at position 0. The memory and its contents stay."""
         require_alive(self.runtime, "GrowingLayer.reset")
         self._layer.length = self._layer.valid_from = self.origin = self.whole_from = 0
 
     def reorder(self, index: Any) -> None:
-        """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
+        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, as `KVCacheStore.reorder`."""
         require_alive(self.runtime, "TikvCache.reorder_cache")
         self._memory.reorder("TikvCache.reorder_cache", index)
 
@@ -290,7 +291,7 @@ class GrowingLayer(runtime.NotCopied):
         self.append_alike = takes_nothing
 
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of the filled slots, (batch, heads, length[, width]), by the names that files have."""
+        """Copies of the filled slots, (batch, heads, length[, width]), by their names in files."""
         require_alive(self.runtime, "TikvCache.save")
         return dict(zip(self._layer.named, self._memory.to_host()[0], strict=True))
 
@@ -301,7 +302,7 @@ class GrowingLayer(runtime.NotCopied):
         self._memory.from_host([[arrays[name] for name in self._layer.named]])
 
     def twin(self, make: Callable[..., GrowingLayer] | None = None) -> GrowingLayer:
-        """A copy of this layer in memory of its own, from which it goes on by itself; `make` makes an empty one."""
+        """An independent copy of this layer in its own memory; `make` makes an empty layer."""
         found = (make or GrowingLayer)(**self.arguments())
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from
@@ -310,7 +311,7 @@ class GrowingLayer(runtime.NotCopied):
         return found
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a layer of this form."""
+        """The arguments of a layer of this form."""
         sizes = {"capacity": self.capacity, "batch_size": self.batch_size}
         return {"num_kv_heads": self._memory.num_kv_heads, **sizes, **self.rows.arguments()}
 

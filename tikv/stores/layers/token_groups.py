@@ -126,11 +126,11 @@ class TokenGroupLayers(LayerStorage):
                 self._append(operation, i, part, layout)
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
-        """Not offered."""
+        """Raise OptionError."""
         self.require_positions(operation, "Append without positions.")
 
     def require_positions(self, operation: str, remedy: str) -> None:
-        """Not offered, and with it no steps and no graphs."""
+        """Raise OptionError: appends at positions on the device, steps and graphs are not supported."""
         raise OptionError(f"{operation}: {self.title} counts on the host which keys are quantised. {remedy}")
 
     def _checked(self, operation: str, layer: int, rows: Views, layout: str) -> tuple[list[ArrayView], tuple[int, int]]:
