@@ -1,8 +1,8 @@
-"""Start the engine, or attach to the one the caller started, and say what this machine is.
+"""Starts the engine, or attaches to the one that the caller started, and describes this machine.
 
-`from tikv.runtime import ti` loads it on first use, quietly and without a version check on the network. `current()`
-gives the live runtime; a runtime dies when somebody calls `ti.init` or `ti.reset` again, and everything made in it
-dies with it.
+`from tikv.runtime import ti` loads the engine on first use, quietly and without a version check on the network.
+`current()` gives the live runtime. A runtime ends when `ti.init` or `ti.reset` is called again, and everything made in
+it becomes invalid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one way in which things that are made once are kept and found again."""
+"""The only cache class: it keeps objects that are made once per key."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_ENTRIES = 4096
 
 
 class BoundedCache(dict[K, V]):
-    """Things that were made once for a key: a dict of at most `limit` entries, emptied when one more would not fit.
+    """Objects that are made once per key: a dict of at most `limit` entries, emptied when one more would not fit.
 
     A cache has one owner (a runtime, a store, a graph, this process) and ends with it; the owner calls `clear()` when
-    something changes that its entries depend on. Whatever is forgotten is made again when it is asked for, so clearing
-    costs time and nothing else: keys that never come back, such as the shapes of one prompt, cannot fill the memory.
-    Looking up is `cache.get(key)`, at the speed of a dict.
+    something changes that its entries depend on. A forgotten object is made again when it is needed, so clearing costs
+    only time: keys that never come back, such as the shapes of one prompt, cannot fill the memory. A lookup is
+    `cache.get(key)`, at the speed of a dict.
 
     Examples:
         >>> squares = BoundedCache(limit=2)
@@ -33,17 +33,17 @@ class BoundedCache(dict[K, V]):
         self.limit = limit
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache[K, V]:
-        """An empty one: its entries depend on what is copied with it."""
+        """An empty cache, since its entries depend on objects that are copied with it."""
         return type(self)(self.limit)
 
     def keep(self, key: K, value: V) -> V:
-        """Store a value and return it; where another thread has just stored one for this key, that one stays."""
+        """Store a value and return it; if another thread has just stored one for this key, that one stays."""
         if len(self) >= self.limit and key not in self:
             self.clear()
         return self.setdefault(key, value)
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Store a value in the place of the one for this key, if there is one."""
+        """Store a value, replacing the one for this key if there is one."""
         if len(self) >= self.limit and key not in self:
             self.clear()
         dict.__setitem__(self, key, value)

@@ -1,10 +1,10 @@
-"""The lock of an engine's cache on disk: a file, which a process that is killed leaves there for all others.
+"""The lock of an engine's cache on disk: a file, which stays there and blocks all others if its process is killed.
 
-An engine makes the file while it reads its list of kernels or writes new ones, and removes it after. It tries for a
-quarter of a second to make it; after that it warns, goes without the cache and compiles everything anew. The file does
-not say whose it is. But a process that has it reads and writes the files beside it, one after the other, and does
-nothing else: where none of them changes for a second, that process is gone. Should one be stopped for so long and go
-on, what it wrote may be lost, and kernels are compiled again.
+An engine makes the file while it reads its list of kernels or writes new ones, and then removes it. It tries for a
+quarter of a second to make it; after that it warns, ignores the cache and compiles everything. The file does not name
+its owner. But the owner only reads and writes the files beside it, one after the other: if none of them changes for a
+second, the owner is gone. If a process is suspended for so long and then resumes, what it wrote may be lost, and
+kernels are compiled again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 log = logging.getLogger("tikv")
 
-QUIET_SECONDS = 1.0  # without a change, after which nobody has the lock
-LEAST_SECONDS = 0.2  # of them that are watched: the clock of a disk elsewhere may be another
-MOST_SECONDS = 30.0  # after which the engine may try by itself
+QUIET_SECONDS = 1.0  # after so long without a change, the lock has no owner
+LEAST_SECONDS = 0.2  # of these, watch at least so long: a remote disk's clock may differ
+MOST_SECONDS = 30.0  # after so long, the engine tries without waiting further
 _PAUSE = 0.05
 
 
 class _Seen(NamedTuple):
-    """A lock, and when something was last written beside it."""
+    """A lock file, and when something was last written beside it."""
 
     number: int
     made: int  # nanoseconds
@@ -51,7 +51,7 @@ def wait_for(lock: Path) -> None:
 
 
 def _look_at(lock: Path) -> _Seen | None:
-    """None where there is no lock, or none that this process may see."""
+    """The lock, or None if there is no lock that this process may see."""
     try:
         own = lock.stat()
         changed = [own.st_mtime_ns, lock.parent.stat().st_mtime_ns]
@@ -65,9 +65,9 @@ def _look_at(lock: Path) -> _Seen | None:
 
 
 def _remove(lock: Path, seen: _Seen) -> bool:
-    """Remove the lock that was seen, and no other: two processes may find it at once, and one lock anew meanwhile.
+    """Remove only the lock that was seen: of two processes that find it, one may already have locked again.
 
-    False if this process may not.
+    False if this process may not remove it.
     """
     aside = lock.with_name(f"{lock.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""What `copy` and `pickle` do with objects whose memory or launches belong to one running Taichi."""
+"""How `copy` and `pickle` treat objects whose memory or launches belong to one running engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T", bound="DeepCopied")
 
 
 class NotCopied:
-    """An object that `copy` and `pickle` refuse, in words that say which method does."""
+    """An object that `copy` and `pickle` refuse, with a message that names the method to use."""
 
     __slots__ = ()
     instead = "Make another one."  # the way out, for the message
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # what copy.copy(), copy.deepcopy() and pickle ask
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copy.copy(), copy.deepcopy() and pickle call this
         raise CopyError(
             f"{type(self).__name__}: copy and pickle do not work here: it belongs to the Taichi that runs in "
             f"this process. {self.instead}"
@@ -26,8 +26,8 @@ class NotCopied:
 class DeepCopied(NotCopied):
     """An object that `copy.deepcopy()` copies, with all its memory, and that `copy.copy()` and `pickle` refuse.
 
-    It works by what the object consists of: `Memory` is copied on its device, views of it keep their places in it, what
-    is kept in a `BoundedCache` is made again, and the runtime stays the same.
+    It copies the object's parts: `Memory` is copied on its device, views of it keep their places in it, a
+    `BoundedCache` starts empty, and the runtime stays the same.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until what has begun is finished, so that nothing is left half done."""
+"""Delays Ctrl-C until the current work is finished, so that nothing is left half done."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SIGINT = int(_signal.SIGINT)
 
 
 class Held:
-    """While the block runs, Ctrl-C is only noted; behind it, what it would have done is done.
+    """While the block runs, Ctrl-C is only noted; it takes effect after the block.
 
-    In the main thread alone, which is where Python delivers signals. Blocks may lie in one another.
+    This applies to the main thread, where Python delivers signals. Blocks may be nested.
 
     Cost: 2 us.
 
@@ -37,11 +37,11 @@ class Held:
     def __enter__(self) -> Held:
         if threading.get_ident() == threading.main_thread().ident:
             before = _signal.getsignal(_SIGINT)
-            if callable(before):  # else it is ignored, or ends the process, or was not set by Python
+            if callable(before):  # otherwise Ctrl-C is ignored, ends the process, or is not handled by Python
                 try:
                     _signal.signal(_SIGINT, self._note)
                     self.before = before
-                except ValueError:  # an interpreter beside the main one
+                except ValueError:  # a subinterpreter
                     pass
         return self
 

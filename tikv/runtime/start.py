@@ -1,4 +1,4 @@
-"""The live runtime: start it, attach to the one the caller started, and tell when it is gone."""
+"""The live runtime: starts it, attaches to the one that the caller started, and detects that it has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("tikv")
 _lock = threading.RLock()
 _epochs = itertools.count(1)
 _current: Runtime | None = None
-_made: weakref.WeakSet[Runtime] = weakref.WeakSet()  # as long as somebody keeps them
+_made: weakref.WeakSet[Runtime] = weakref.WeakSet()  # those that are still referenced
 before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than the engine's
 
 
@@ -38,7 +38,7 @@ thread_plans = _ThreadPlans()
 
 
 class _NoFront:
-    """In the place of the engine's own runtime for what was made before this process was forked."""
+    """Replaces the engine's own runtime in objects that were made before this process was forked."""
 
     prog = None
 
@@ -56,27 +56,27 @@ def _why_forked() -> str:
 
 
 class Turns:
-    """Whose turn it is where another library works on the same memory; here nobody's."""
+    """Orders launches with another library that works on the same memory; this base class does nothing."""
 
     def __enter__(self) -> None:
-        """What the other was given before comes before what follows."""
+        """Let the other library's earlier work come before what follows."""
 
     def __exit__(self, *_: object) -> None:
-        """What was launched comes before whatever the other is given next."""
+        """Let what was launched come before the other library's next work."""
 
     def settle(self) -> None:
-        """Wait until the other has done all that it was given."""
+        """Wait until the other library has done all its work."""
 
 
 class Runtime(NotCopied):
-    """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs of it.
+    """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs from it.
 
-    On CUDA a GPU has one each, all of one program: the first is the engine's, of others there are the memory that torch
-    makes and what the driver launches.
+    On CUDA each GPU has its own runtime, all for one program: the engine uses the first GPU; on the others, torch makes
+    the memory and the driver launches the kernels.
     """
 
     def __init__(self, front: Any, first: Runtime | None = None, index: int = 0) -> None:
-        self.front = front  # of the engine's own runtime, which lets go of the program when it ends
+        self.front = front  # the engine's own runtime, which drops the program when it ends
         self.program = program = front.prog
         self.epoch: int = next(_epochs) if first is None else first.epoch
         self.arch = engine.arch_of(program)
@@ -93,33 +93,33 @@ class Runtime(NotCopied):
         self.invariant: bool = first is not None and first.invariant  # see `init`
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
-        self.index = index  # of the GPU, 0 on other archs
+        self.index = index  # the GPU's number, 0 on other archs
         self.device = f"cuda:{index}" if self.is_cuda else self.arch  # where its memory lies
         self.num_gpus = devices.num_gpus() if self.is_cuda else 1
         self._first = first
-        self._others: dict[int, Runtime] = {}  # of the first, those of the other GPUs
-        self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
-        # An AMD GPU gets the same kernels and memory as these: nothing in them is of one vendor.
+        self._others: dict[int, Runtime] = {}  # in the first runtime: those of the other GPUs
+        self.threads = int(config.cpu_max_num_threads)  # the threads that the CPU back end may use
+        # An AMD GPU gets the same kernels and memory as these, which are not specific to a vendor.
         self.is_spirv = self.arch in (*SPIRV_ARCHS, "amdgpu")
         self.has_float64 = not self.is_spirv
-        # Empty: kernels use them. None: not asked yet, see `launch`.
+        # Empty: kernels use subgroups. None: not tried yet, see `launch`.
         self.why_no_subgroups: str | None = None if self.is_spirv else f"kernels on {self.arch} have no use for them"
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self._scratch: list[Any] = []
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
-        self.copy_streams: set[int] = set()  # and those of copies that launches wait for
+        self.copy_streams: set[int] = set()  # CUDA streams of copies that launches wait for
         self.dropped = Dropped()
-        self.turns: Turns = Turns()  # each launch waits for its own
+        self.turns: Turns = Turns()  # each launch waits for its turn
         self.lock: threading.RLock = threading.RLock() if first is None else first.lock
         _made.add(self)
 
     def current_gpu(self) -> contextlib.AbstractContextManager[None]:
-        """The engine's GPU, the first, is this thread's current one: the engine does not see to that itself."""
+        """Make the engine's GPU, the first, this thread's current GPU: the engine does not do that itself."""
         return devices.current_gpu(0) if self.num_gpus > 1 else contextlib.nullcontext()
 
     def on_gpu(self, index: int) -> Runtime:
-        """The runtime of another GPU, made when it is first asked for, or this one."""
+        """The runtime of a GPU: this one, or another's, which is made at first use."""
         if index == self.index:
             return self
         first = self._first or self
@@ -133,13 +133,13 @@ class Runtime(NotCopied):
 
     @property
     def plans(self) -> BoundedCache[Any, Any]:
-        """Bound one-shot calls, filled by `ops`; a thread that records has its own."""
+        """Plans of one-shot calls, filled by `ops`; a thread that records has its own."""
         own = thread_plans.plans
         return self._plans if own is None else own
 
     @property
     def scratch(self) -> list[Any]:
-        """Memory for what lies between launches, filled by `ops`, the newest last; a recording thread has its own."""
+        """Scratch memory between launches, filled by `ops`, the newest last; a thread that records has its own."""
         own = thread_plans.plans
         return self._scratch if own is None else own.setdefault("scratch", [])
 
@@ -154,23 +154,23 @@ class Runtime(NotCopied):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        return self  # what is copied lies in the same program
+        return self  # a copy belongs to the same program
 
     @property
     def kernel_style(self) -> str:
-        """Which form of a kernel this arch wants: "cpu", "cuda" or "spirv"."""
+        """The form of kernel that this arch needs: "cpu", "cuda" or "spirv"."""
         return "spirv" if self.is_spirv else self.arch
 
     def compiling(self, fast_math: bool) -> contextlib.AbstractContextManager[None]:
-        """Compile under this library's settings whatever the caller chose, and put the caller's back."""
+        """Compile with this library's settings, whatever the caller chose, and then restore the caller's."""
         return engine.compiling(self.program, fast_math)
 
     def own_kernels(self) -> None:
-        """Have this library's kernels end with this program."""
+        """Let this library's kernels end with this program."""
         engine.own_kernels()
 
     def synchronize(self) -> None:
-        """Wait until the device has finished everything launched so far; memory dropped before is given back."""
+        """Wait until the device has finished everything launched so far; memory dropped before is freed."""
         self.dropped.release_behind(self._synchronize, self._release)
 
     def _synchronize(self) -> None:
@@ -181,17 +181,17 @@ class Runtime(NotCopied):
             self.program.synchronize()
 
     def _release(self, arr: Any) -> None:
-        if self.alive:  # else its memory is gone, and an array of another program may have been given the address
+        if self.alive:  # otherwise its memory is gone, and another program's array may have the address
             self.program.delete_ndarray(arr)
 
     @contextlib.contextmanager
     def engine_calls(self) -> Iterator[None]:
-        """Around the engine's own calls on a `ti.ndarray`: while a thread compiles a kernel, it refuses them to all."""
+        """Guard the engine's own calls on a `ti.ndarray`, which fail in all threads while one compiles a kernel."""
         with self.lock, self.turns, self.current_gpu():
             yield
 
     def new_words(self, count: int) -> Any:
-        """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is surely given back when it is dropped."""
+        """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is reliably freed after it is dropped."""
         if not self.is_spirv:
             with self.lock, self.current_gpu():
                 return engine.new_words(count)
@@ -199,13 +199,13 @@ class Runtime(NotCopied):
         try:
             with self.lock:
                 return engine.new_words(count, self.dropped.fresh.append)
-        except RuntimeError:  # there may be room once all is released that was dropped
+        except RuntimeError:  # releasing all dropped memory may make room
             self.synchronize()
             with self.lock:
                 return engine.new_words(count, self.dropped.fresh.append)
 
     def give_back(self) -> None:
-        """Where much memory was dropped, synchronize and release it."""
+        """If much memory was dropped, synchronize and release it."""
         if self.dropped.due():
             self.synchronize()
 
@@ -224,7 +224,7 @@ engine.before_end.append(_release_what_waits)
 
 
 def current() -> Runtime:
-    """The live runtime: the one in hand, else the caller's, else a new one on the best arch (see `init`).
+    """The live runtime: this library's, else the caller's, else a new one on the best arch (see `init`).
 
     Raises:
         StaleRuntimeError: this process was forked after the engine had started.
@@ -256,7 +256,7 @@ def is_started() -> bool:
 
 
 def require_alive(runtime: Runtime, operation: str) -> None:
-    """Refuse an object whose runtime is gone.
+    """Refuse an object whose runtime no longer exists.
 
     Raises:
         StaleRuntimeError: the engine was started again since the object was made, or this process was forked since.
@@ -285,7 +285,7 @@ def why_auto() -> str:
 def _auto() -> tuple[list[str], str]:
     archs = list(devices.candidate_archs())
     if archs[0] == "metal" and not (engine.shares_mps() and engines.version_of("torch")):
-        # Each array of the host is copied there and back with a wait in between; on the CPU none is.
+        # On Metal each host array is copied there and back with a wait in between; on the CPU it is not copied.
         return ["cpu"], "it works on NumPy's and PyTorch's arrays in place, and nobody has run Metal on a Mac yet"
     return archs, {
         "metal": "PyTorch sees memory of this engine there",
@@ -299,30 +299,30 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
     """Start the engine for this library. Optional: the first operation does it, or attaches to the one you started.
 
     Args:
-        arch: "auto" takes the first that works of CUDA, a real Vulkan GPU, CPU; on macOS Metal with an engine that
-            shares memory with PyTorch where that is installed, else the CPU; `tikv.info()["arch_why"]` says why. Or
-            "metal", "cuda", "vulkan", "cpu": one that is missing is an error, never another arch. "amdgpu" is
-            Quadrants' alone, never taken by "auto", and nobody has run this library on it yet.
-        engine: "taichi", or "quadrants", its fork that is maintained. "auto" takes that of the environment variable
-            TIKV_ENGINE, else the one that runs or is imported already, else Taichi where it is installed. A process has
+        arch: "auto" takes the first that works among CUDA, a real Vulkan GPU and the CPU. On macOS it takes Metal if an
+            engine that shares memory with PyTorch is installed, else the CPU; `tikv.info()["arch_why"]` says why. Or
+            name "metal", "cuda", "vulkan" or "cpu": if it is missing, that is an error, never another arch. "amdgpu"
+            needs Quadrants, "auto" never takes it, and nobody has run this library on it yet.
+        engine: "taichi", or "quadrants", its maintained fork. "auto" takes the one that the environment variable
+            TIKV_ENGINE names, else the one that is running or imported, else Taichi if it is installed. A process has
             one engine, from its first operation or `init` on.
-        invariant: True: a row of what attention gives has the same bits whatever the batch, the other sequences, pages
-            or contiguous memory, the chunks in which its prompt came, and whether it is of a prompt or of one token.
-            Slower, see the manual on performance; results stay within the same bounds. None: as what runs, or False.
-            ``tikv.info()["invariant"]`` tells.
+        invariant: if True, a row of an attention result has the same bits whatever the batch, the other sequences, the
+            memory (pages or contiguous), the chunks of its prompt, and whether it belongs to a prompt or to a single
+            token. This is slower, see the manual on performance; results stay within the same bounds. None keeps the
+            running engine's value, or False. ``tikv.info()["invariant"]`` shows it.
         **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
             `debug=True` turns rows that a device-side index would skip into errors.
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
-            too new, or the process has another one.
-        OptionError: an engine, or an option of it, that is unknown; or what runs has another value of ``invariant``.
-            What ran goes on running.
+            too new, or the process uses another one.
+        OptionError: the engine, or an option of it, is unknown; or the running engine has another value of
+            ``invariant``. What was running goes on running.
         StaleRuntimeError: this process was forked after the engine had started.
 
-    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends what the engine ran, with all its memory.
-    Processes: one that is forked after the start has none of its threads, and every operation raises there. Use
-    ``multiprocessing.get_context("spawn")``, or fork before the start.
+    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. It ends the engine's previous program, with all its memory.
+    Processes: a process that is forked after the start has none of the engine's threads, and every operation raises
+    there. Use ``multiprocessing.get_context("spawn")``, or fork before the start.
 
     Examples:
         >>> import tikv
@@ -339,10 +339,10 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
     if arch != "auto":
-        engine.require_arch(arch, name)  # before the import: nobody needs to install an engine that lacks it
+        engine.require_arch(arch, name)  # before the import, so that nobody installs an engine that lacks the arch
     engine.load(name)
     used = engine.engine_in_use()
-    # Asked here: the engine itself ends what runs before it looks at its options.
+    # Checked here, since the engine ends what is running before it checks its options.
     if unknown := sorted(set(options) - engine.known_options()):
         raise OptionError(
             f"init: {used.title} has no option {', '.join(unknown)}. Use those of {used.alias}.init: debug, "
@@ -381,7 +381,7 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
 
 
 def is_forked() -> bool:
-    """Whether this process was forked after the engine had started; what was made before is its parent's."""
+    """Whether this process was forked after the engine had started; older objects then belong to its parent."""
     return _current is not None and _current.front is _FORKED
 
 
@@ -396,7 +396,7 @@ def _after_fork() -> None:
 
 
 def _leave_behind() -> None:
-    """In a forked process: whoever keeps a runtime asks before each launch whether it is alive, and now it is not."""
+    """In a forked process, mark all runtimes as ended: each launch first checks that its runtime is alive."""
     forks.never_free([runtime.program for runtime in _made])
     if _current is not None and _current.alive:
         for runtime in (_current, *_current._others.values()):

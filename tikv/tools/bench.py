@@ -1,7 +1,7 @@
 """`tikv bench`: seconds of timings beside NumPy, torch, mlx and a plain copy of the same bytes, each checked first.
 
-The clock goes round: tikv, the plain copy, the peers, again and again until a case's time is over, so that whatever
-else the machine does falls on all of them. A time is the best of the rounds.
+Rounds alternate: tikv, the plain copy, the peers, repeated until a case's time is over, so that other load on the
+machine affects all of them. A time is the best of the rounds.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tikv.tools import roofline
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Call: TypeAlias = Callable[[], Any]
-HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # of Llama 3 8B, Qwen3 8B and most of their size
-TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps"}  # of the back ends that torch knows too
+HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # as in Llama 3 8B, Qwen3 8B and most models of their size
+TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps"}  # the back ends that torch supports too
 MLX_DEVICES = {"cpu": "cpu", "metal": "gpu"}
 SHORTEST = 2e-3  # seconds of one round; a faster call is repeated within it
-ROUNDS = 3  # at least
-NOISE = 1.3  # a median of the rounds beyond this times the fastest says that something else used the machine
+ROUNDS = 3  # the least number of rounds
+NOISE = 1.3  # if the median round takes more than this times the fastest, something else used the machine
 
 
 class Contender(NamedTuple):
-    """A call of one library, and its results and what they must be; the tolerance is None for the same bits.
+    """A call of one library, its results and the expected ones; a tolerance of None means equal bits.
 
-    `wait` is until all of its calls are done, where that is not the machine's.
+    `wait` waits until all of its calls are done, if the machine's own `wait` does not.
     """
 
     call: Call
@@ -50,10 +50,10 @@ class Contender(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One case: microseconds of tikv, of each peer and of a plain copy of the same bytes, each of its fastest round.
+    """One case: the microseconds of tikv, each peer and a plain copy of the same bytes, each in its fastest round.
 
-    `spread` is the largest median of the rounds of one of them, as a multiple of its fastest round. `left_out` has the
-    peers that could not be timed, and why.
+    `spread` is the largest ratio of a median round to the fastest round among them. `left_out` has the peers that could
+    not be timed, and why.
     """
 
     case: str
@@ -67,21 +67,21 @@ class Row:
 
     @property
     def noisy(self) -> bool:
-        """Whether something else used the machine while this was timed, so that the figures are worth little."""
+        """Whether something else used the machine during the timing, so that the figures are unreliable."""
         return self.spread > NOISE
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes read and written a second."""
+        """Gigabytes read and written per second."""
         return roofline.gb_per_s(self.bytes_moved, self.us / 1e6)
 
     @property
     def percent_of_memcpy(self) -> float:
-        """How fast it moves its bytes, compared with a plain copy."""
+        """The rate at which it moves its bytes, as a percentage of a plain copy's."""
         return roofline.percent_of(self.memcpy_us, self.us)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """This row as a dict for JSON."""
         told = {
             **vars(self),
             "gb_per_s": self.gb_per_s,
@@ -96,7 +96,7 @@ def memcpy_on_host(nbytes: int) -> Call:
     """A call that copies so many bytes of host memory with the memcpy of all cores."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     if nbytes < 1 << 20:
-        # A hand-over to threads costs more than so small a copy.
+        # Handing work to threads costs more than so small a copy.
         return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = concurrent.futures.ThreadPoolExecutor(threads)
@@ -106,7 +106,7 @@ def memcpy_on_host(nbytes: int) -> Call:
 
     def run() -> Array:
         list(pool.map(lambda part: ctypes.memmove(*part), parts))
-        return target if source.size else source  # both are named here to stay alive
+        return target if source.size else source  # naming both keeps them alive
 
     return run
 
@@ -121,7 +121,7 @@ class Machine:
         self.rng = np.random.default_rng(0)
 
     def _torch(self) -> Any:
-        """The torch module, where it works on this back end's device."""
+        """The torch module, if it works on this back end's device."""
         if self.live.arch not in TORCH_DEVICES:
             return None
         try:
@@ -132,7 +132,7 @@ class Machine:
         return torch if there[self.live.arch]() else None
 
     def _mlx(self) -> Any:
-        """The module mlx.core, where it works on this back end's device."""
+        """The module mlx.core, if it works on this back end's device."""
         if self.live.arch not in MLX_DEVICES:
             return None
         try:
@@ -161,7 +161,7 @@ class Machine:
         return self.torch.from_numpy(array.copy()).to(TORCH_DEVICES[self.live.arch])
 
     def wait(self) -> None:
-        """Until everything launched is done."""
+        """Wait until everything launched is done."""
         if not self.live.is_cpu:
             self.live.synchronize()
             if self.torch is not None:
@@ -179,7 +179,7 @@ class Machine:
         return memcpy_on_host(half)
 
     def seconds(self, call: Call, calls: int, wait: Call | None = None) -> float:
-        """Of one call, out of so many with one wait at the end."""
+        """The seconds of one call, measured over `calls` calls with one wait at the end."""
         wait = wait or self.wait
         wait()
         start = time.perf_counter()
@@ -432,7 +432,7 @@ def time_case(machine: Machine, case: str, seconds: float) -> Row:
         except Exception as error:
             if name == "tikv":
                 raise
-            # A version of a peer that lacks a call, or gives other numbers, is no reason to stop.
+            # If a version of a peer lacks a call, or gives other numbers, it is left out and the rest goes on.
             del contenders[name]
             left_out[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     calls = {name: (contender.call, contender.wait) for name, contender in contenders.items()}
@@ -468,7 +468,7 @@ def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:
 
 
 def about(arch: str) -> str:
-    """One line of the machine, for below a table."""
+    """One line that describes the machine, to print below a table."""
     versions = ", ".join(
         f"{name} {v}"
         for name in (runtime.engine_in_use().name, "numpy", "torch", "mlx")

@@ -1,7 +1,7 @@
 """`tikv bench --attention`: tikv's attention beside torch's, shape by shape; `impl="auto"` then takes the faster one.
 
-Both are called as `decode_attention` calls them, over the same plain cache. Rounds alternate, so that whatever else the
-machine does falls on both; a time is the best of the rounds.
+Both are called as `decode_attention` calls them, over the same plain cache. Rounds alternate, so that other load on the
+machine affects both; a time is the best of the rounds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tikv.ops import attention
 from tikv.ops.attention.measured import Timing, Timings
 from tikv.tools.bench import ROUNDS, TORCH_DEVICES, Machine
 
-HEADS = {"cpu": (8, 2), "cuda": (32, 8)}  # of queries, and of keys and values
+HEADS = {"cpu": (8, 2), "cuda": (32, 8)}  # heads of queries, and of keys and values
 QUERIES = 1, 8, 16, 32, 64, 128, 512, 2048
 WIDTHS = 64, 128
 KEYS = 4096
 DTYPES = {"cpu": ("float32", "float16", "bfloat16"), "cuda": ("float16", "bfloat16", "float32")}
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of weighted means of numbers below 0.5
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # for weighted means of numbers below 0.5
 
 
 def shapes(arch: str) -> list[tuple[str, int, int]]:
@@ -79,7 +79,7 @@ def time_shape(machine: Machine, shape: tuple[str, int, int, int], seconds: floa
     results, best = [], {}
     for impl in ("taichi", "torch"):
         attend(impl)
-        results.append(out.float().cpu().clone())  # else it may be `out` itself
+        results.append(out.float().cpu().clone())  # without the copy it may be `out` itself
         best[impl] = float("inf")
     if not bool((results[0] - results[1]).abs().max() <= TOLERANCE[dtype]):
         raise TikvError(
@@ -96,5 +96,5 @@ def time_shape(machine: Machine, shape: tuple[str, int, int, int], seconds: floa
 
 
 def timings(rows: list[Timing]) -> Timings:
-    """What was measured, as the file has it."""
+    """The measured rows in the file's form."""
     return Timings(datetime.date.today().isoformat(), runtime.version_of("torch") or "", tuple(rows))

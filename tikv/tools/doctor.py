@@ -1,7 +1,7 @@
-"""What is installed, what works, and what does not and why: `info`, and `doctor`, which runs real operations.
+"""What is installed, what works, and why something does not: `info`, and `doctor`, which runs real operations.
 
-Each back end is tried in a process of its own, so that a driver that crashes is a line in the report and not the end.
-It is tried twice, with a cache of kernels on disk that is empty at first, to learn how long first calls take.
+Each back end is tried in a process of its own, so that a driver that crashes only costs a line of the report. It is
+tried twice, with a kernel cache on disk that is empty at first, to measure how long first calls take.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ _VARIABLES = ("TIKV_", *(f"{engine.alias.upper()}_" for engine in engines.ALL.va
 def info() -> dict[str, Any]:
     """Versions, back end, device, memory and launcher, as a dictionary for JSON. Starts nothing.
 
-    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start, and
-    ``arch_why`` says why; ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says
-    why. ``invariant`` is what `init` was told.
-    ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``warpgroups`` the same of the
-    products by which prompts attend on compute capability 9; ``subgroups`` the same of Vulkan and Metal, where
-    attention's first call tries them out. ``place_host`` is what stores with ``place="host"`` are: "offered", "plain: "
-    and why, or "refused: " and why. ``attention_auto`` says how ``impl="auto"`` chooses between tikv's attention and
-    torch's.
+    The keys ``arch``, ``device`` and ``memory_bytes`` describe the running engine, or the one that "auto" would start;
+    ``arch_why`` says why. ``engine`` is "taichi", "quadrants", or "none" if neither can be used, and ``engine_why``
+    says why. ``invariant`` is the value given to `init`. ``tensor_cores`` is "in use", or says why attention on CUDA
+    does not use them; ``warpgroups`` says the same of prompts on compute capability 9, and ``subgroups`` of Vulkan and
+    Metal, where attention's first call tries them. ``place_host`` says what a store with ``place="host"`` gets:
+    "offered", "plain: " and why, or "refused: " and why. ``attention_auto`` says how ``impl="auto"`` chooses between
+    tikv's attention and torch's.
 
     Examples:
         >>> import tikv
@@ -95,7 +94,7 @@ def info() -> dict[str, Any]:
 
 
 def _place_host(live: runtime.Runtime) -> str:
-    from tikv.stores.layers.residents import host_report  # with all that stores need, which takes a moment
+    from tikv.stores.layers.residents import host_report  # a slow import: it brings all that stores need
 
     return host_report(live)
 
@@ -108,9 +107,9 @@ class Check:
         arch: the back end.
         status: "PASS", "FAIL" or "absent".
         detail: what was compared, and on which device; or why it did not work.
-        seconds: what the comparisons took, with the start of the engine.
+        seconds: the time of the comparisons and of the engine's start.
         remedy: what to do, unless it passed.
-        first_calls: the shortest and the longest first call of a kind of kernel, in seconds, where each is compiled.
+        first_calls: the shortest and the longest first call of a kind of kernel, in seconds, with compilation.
         later_calls: the same in another process, which finds the kernels on disk.
     """
 
@@ -224,7 +223,7 @@ def doctor(archs: tuple[str, ...] = runtime.ARCHS, step: Callable[[str, int], No
 
     Args:
         archs: the back ends.
-        step: called before each with its name, and how many are over.
+        step: called before each with its name, and how many are done.
     """
     found = []
     for number, arch in enumerate(archs):
@@ -235,7 +234,7 @@ def doctor(archs: tuple[str, ...] = runtime.ARCHS, step: Callable[[str, int], No
 
 
 def exit_status(checks: list[Check]) -> int:
-    """0 when the back end that "auto" would take passes, and none fails."""
+    """0 if the back end that "auto" would take passes and no back end fails."""
     default = runtime.candidate_archs()[0]
     broken = any(c.status == "FAIL" or (c.arch == default and c.status != "PASS") for c in checks)
     return 1 if broken else 0
@@ -268,8 +267,8 @@ def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None
         done: called with each trial as it ends.
 
     Returns:
-        A trial of each operation and dtype that means something to it; one for all of a back end that is not here; one
-        more of status "FAIL" where a process ended before its time.
+        A trial for each operation and each dtype that it supports; a single trial for a back end that is not on this
+        machine; one more with status "FAIL" if a process ended early.
     """
     found: list[Trial] = []
 

@@ -1,7 +1,7 @@
-"""`tikv export`: kernels for programs without Python: SPIR-V, Metal source, and a JSON of how each is bound.
+"""`tikv export`: kernels for programs without Python, as SPIR-V or Metal source, with a JSON file of their bindings.
 
-What is exported is what a call would launch on Vulkan or Metal. Each operation is called for each dtype, on arrays of
-the model's sizes, and its launches are recorded instead of done; `kernels.json` has them with their arguments.
+It exports the kernels that a call would launch on Vulkan or Metal. Each operation is called for each dtype, on arrays
+of the model's sizes, and its launches are recorded instead of run; `kernels.json` lists them with their arguments.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tikv.runtime.cache import BoundedCache
 from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.store import KVCacheStore
 
-FORM = 1  # of kernels.json; it grows when a reader of older ones would misread it
+FORM = 1  # the version of kernels.json; it grows when readers of older versions would misread it
 INDEX = "kernels.json"
 ARCHS = ("vulkan", "metal")
 FLOATS, FLOAT8 = ("float32", "float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
-DTYPES = (*FLOATS, "int8", *FLOAT8)  # what is stored
-TOKENS, CAPACITY, BLOCKS = 2, 64, 8  # of the recorded calls; a kernel takes any
+DTYPES = (*FLOATS, "int8", *FLOAT8)  # the stored dtypes
+TOKENS, CAPACITY, BLOCKS = 2, 64, 8  # sizes of the recorded calls; kernels accept any
 
 
 class Sizes(NamedTuple):
-    """What kernels are compiled for. All other sizes are arguments of a launch."""
+    """The sizes that kernels are compiled for. All other sizes are arguments of a launch."""
 
     head_dim: int = 128
     q_heads: int = 32
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 class Calls:
-    """Calls that store one dtype, on zeros in device memory. What a call is given is float16 where that is another."""
+    """Calls that store one dtype, on zeros in device memory. Inputs have that dtype, or float16 if it has 8 bits."""
 
     def __init__(self, live: runtime.Runtime, sizes: Sizes, dtype: str) -> None:
         self.live, self.sizes = live, sizes
@@ -51,7 +51,7 @@ class Calls:
         self.stored, self.given = (dtypes.parse(name, "export").numpy for name in (self.name, self.given_name))
 
     def zeros(self, *shape: int, dtype: Any = None) -> Any:
-        """Zeros, of the dtype that calls are given unless another is named."""
+        """Zeros, by default in the dtype of the calls' inputs."""
         host = np.zeros(shape, self.given if dtype is None else dtype)
         return arrays.CacheArray(arrays.to_device(host, self.live), self.live)
 
@@ -73,13 +73,13 @@ class Calls:
         return [self.zeros(BLOCKS, s.block_size, s.kv_heads, s.head_dim, dtype=self.stored) for _ in "kv"]
 
     def scales(self, *shape: int) -> dict[str, Any]:
-        """The scales of keys and values, as arguments; none where the dtype has none."""
+        """The scales of keys and values, as arguments; empty if the dtype has no scales."""
         row = FORMATS.get(self.name)
         names = ("k_scale", "v_scale") if row is not None and row.finds_scales else ()
         return {name: self.zeros(*shape, dtype=np.float16) for name in names}
 
     def pool_scales(self) -> dict[str, Any]:
-        """`scales` of `pools`."""
+        """`scales` for `pools`."""
         return self.scales(BLOCKS, self.sizes.block_size, self.sizes.kv_heads)
 
 
@@ -187,7 +187,7 @@ def _merge_states(c: Calls) -> None:
 
 
 def _stores(c: Calls) -> Iterator[KVCacheStore]:
-    """Of a layer that keeps all, and of one that keeps the newest behind a sink."""
+    """A store whose layer keeps all tokens, and one whose layer keeps a sink and the newest tokens."""
     s = c.sizes
     for window, sinks in ((None, 0), (CAPACITY, 1)):
         yield KVCacheStore(
@@ -206,7 +206,7 @@ def _store_append(c: Calls) -> None:
 
 
 def _pool(c: Calls) -> tuple[PagedKVCacheStore, list[Any]]:
-    """A paged store of one layer, and a sequence of each new token."""
+    """A paged store of one layer, and a sequence for each new token."""
     s = c.sizes
     pool = PagedKVCacheStore(
         num_layers=1, num_kv_heads=s.kv_heads, head_dim=s.head_dim, num_blocks=BLOCKS, block_size=s.block_size,
@@ -250,16 +250,16 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def pairs(operations: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Each operation with each of these dtypes that it may store."""
+    """Each operation paired with each of these dtypes that it can store."""
     return [(operation, name) for operation in operations for name in names if name in OPERATIONS[operation].stored]
 
 
 def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Sequence[str], sizes: Sizes) -> Path:
-    """The folder to write to, once all that was asked for is known to be possible.
+    """The folder to write to, after checking that everything asked for is possible.
 
     Raises:
         OptionError: an arch, operation or dtype that is not exported; sizes that no model has.
-        CacheFileError: the path is not a folder, or one that holds other things.
+        CacheFileError: the path is not a folder, or is a folder with other files.
     """
     for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
@@ -290,18 +290,18 @@ def export(
     sizes: Sizes,
     step: Callable[[str, int], None] = lambda now, done: None,
 ) -> dict[str, Any]:
-    """Write the kernels of operations to a folder; what `check` refuses is not asked again.
+    """Write the kernels of operations to a folder; `check` must have accepted the arguments.
 
     Args:
-        folder: it is made where it is missing. Files of an earlier export there are replaced.
+        folder: it is made if it is missing. Files of an earlier export there are replaced.
         archs: "vulkan" writes SPIR-V, "metal" Metal source.
-        operations: of `OPERATIONS`.
-        names: of `DTYPES`; an operation that may not store one is left out for it.
-        sizes: what the kernels are compiled for.
-        step: called with what is done now and how many of `pairs` are over.
+        operations: names in `OPERATIONS`.
+        names: names in `DTYPES`; an operation skips those that it cannot store.
+        sizes: the sizes that kernels are compiled for.
+        step: called with the current item and how many of `pairs` are done.
 
     Returns:
-        What kernels.json holds.
+        The contents of kernels.json.
 
     Raises:
         ArchError: there is no Vulkan driver here, the engine compiles nothing ahead of time, or a tool is missing.
@@ -339,7 +339,7 @@ def _write(
     recorded: Sequence[tuple[dict[str, Any], launch.Recorded]],
     saved: dict[str, ahead.Ahead],
 ) -> dict[str, Any]:
-    """The files of kernels, each once, and the one that lists them."""
+    """Write the files of kernels, each once, and the file that lists them."""
     files: dict[str, tuple[str, bytes]] = {}  # by the kernel's name
     found: dict[str, Any] = {}
     for call, each in recorded:

@@ -1,4 +1,4 @@
-"""How far a command is, on a terminal."""
+"""The progress of a command, shown on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_shown() -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal's stderr, or a line where rich is missing; call it with what it says and how much is done."""
+    """A bar on a terminal's stderr, or a line if rich is missing; call it with the text and how much is done."""
     if not is_shown():
         yield lambda now, done: None
         return

@@ -1,6 +1,6 @@
-"""`tikv doctor --report FILE`: all that shows what holds on a machine, in one file that its owner can send.
+"""`tikv doctor --report FILE`: checks, trials and benches of a machine, in one file that its owner can send.
 
-Each back end does its work in processes of its own, so that a driver that crashes is a line of the report.
+Each back end does its work in processes of its own, so that a driver that crashes only costs a line of the report.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 
 from tikv.tools import bench, doctor, support
 
-FORM = 1  # of the file; it grows when a reader of older ones would misread it
-BENCH_SECONDS = 60.0  # of each back end
+FORM = 1  # the version of the file; it grows when readers of older versions would misread it
+BENCH_SECONDS = 60.0  # for each back end
 
 Step = Callable[[str, int], None]
 
 
 def steps(archs: tuple[str, ...]) -> int:
-    """How many steps `report` tells of: a check, the trials and the benches of each back end."""
+    """The number of steps of `report`: a check, the trials and the benches of each back end."""
     return len(archs) * (1 + support.trials() + len(bench.CASES))
 
 
 def report(
     archs: tuple[str, ...], seconds: float = BENCH_SECONDS, step: Step = lambda now, done: None
 ) -> dict[str, Any]:
-    """Check, try and time each back end; what an interruption leaves is whole as far as it goes.
+    """Check, try and time each back end; if it is interrupted, it returns what is done so far.
 
     Args:
         archs: the back ends.
-        seconds: of the benches of each back end that works.
-        step: called with what is done now, and how many of `steps` are over.
+        seconds: the time for the benches of each back end that works.
+        step: called with the current step, and how many of `steps` are done.
 
     Returns:
-        For JSON: ``form``, ``stopped`` (whether Ctrl-C ended it), ``info``, ``checks``, ``trials``, ``benches``.
+        A dict for JSON: ``form``, ``stopped`` (whether Ctrl-C ended it), ``info``, ``checks``, ``trials``, ``benches``.
     """
     found: dict[str, Any] = {
         "form": FORM, "stopped": False, "info": doctor.info(), "checks": [], "trials": [], "benches": [],
@@ -75,7 +75,7 @@ def _benched(arch: str, seconds: float) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """A row a back end: its check, its trials counted by status, its benches."""
+    """A row for each back end: its check, its trials counted by status, its benches."""
     rows = []
     for check in found["checks"]:
         arch = check["arch"]
@@ -87,7 +87,7 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def exit_status(found: dict[str, Any]) -> int:
-    """0 when what "auto" would take passes its check, and nothing failed."""
+    """0 if the back end that "auto" would take passes its check, and nothing failed."""
     broken = any(trial["status"] == doctor.FAILED for trial in found["trials"])
     broken |= any("error" in told for told in found["benches"])
     return int(broken) or doctor.exit_status([doctor.Check(**check) for check in found["checks"]])

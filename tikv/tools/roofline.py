@@ -1,6 +1,6 @@
-"""Bytes an operation has to move, and how near a measured time comes to a measured roof.
+"""The bytes that an operation has to move, and how near a measured time comes to a measured roof.
 
-A GB is 10**9 bytes. Bytes are counted once read and once written, whatever the caches of the machine do.
+A GB is 10**9 bytes. Bytes are counted once when read and once when written, whatever the machine's caches do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def bytes_moved(
 
 
 def gb_per_s(num_bytes: int, seconds: float) -> float:
-    """Gigabytes (10**9 bytes) a second.
+    """Gigabytes (10**9 bytes) per second.
 
     Examples:
         >>> gb_per_s(2_000_000, 1e-3)

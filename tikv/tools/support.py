@@ -1,6 +1,6 @@
 """Every operation in every dtype on one back end, against the NumPy reference: `python -m tikv.tools.support ARCH`.
 
-Prints a line of JSON for each, as it is done, so that a driver that crashes loses only what comes after.
+Prints a line of JSON for each as soon as it is done, so that a driver that crashes loses only later lines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tikv.stores.store import KVCacheStore
 from tikv.tools.doctor import FAILED, REFUSED, TESTED, Trial
 
 Array: TypeAlias = np.ndarray[Any, Any]
-# What came out, what the reference says, and the tolerance; None asks for the same bits.
+# The result, the reference's result, and the tolerance; None requires equal bits.
 Pair: TypeAlias = tuple[Any, Array, "float | None"]
 Trials: TypeAlias = Iterator[Pair]
 
-# dtype column: (of the rows, of the cache)
+# dtype column: (dtype of the rows, dtype of the cache)
 DTYPES = {
     "float32": ("float32", "float32"),
     "float16": ("float16", "float16"),
@@ -44,7 +44,7 @@ DTYPES = {
 
 
 class Bench:
-    """Seeded numbers, and the way to the device and back."""
+    """Seeded numbers, and copies to the device and back."""
 
     def __init__(self, live: runtime.Runtime) -> None:
         self.live = live
@@ -158,7 +158,7 @@ def _rotate(bench: Bench, src: str, stored: str) -> Trials:
         q, scale = reference.quantize(bench.rows(src, 2, 3, 9, 16))
         want = reference.quantize(reference.rotate(reference.dequantize(q, scale), moved, freq))
         for a, b in zip(want, (q, scale), strict=True):
-            a[:, :, 0] = b[:, :, 0]  # which stays where it is
+            a[:, :, 0] = b[:, :, 0]  # the row that stays where it is
         got = bench.on_device(q), bench.on_device(scale)
         rotate.rotate(got[0], before, after, rope, scale=got[1])
         yield got[0], want[0], None
@@ -343,7 +343,7 @@ def _attended(q: Array, kv: list[Array]) -> Array:
 
 
 def _tolerance(dtype: str) -> float:
-    """Of a result of the order of one: some roundings of its own type."""
+    """The tolerance for a result of about one: some roundings of its type."""
     return {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 0.0)
 
 
@@ -432,14 +432,14 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
 
 
 def trials() -> int:
-    """How many there are of a back end, those counted that mean nothing."""
+    """The number of pairs of operation and dtype per back end, including those that do not apply."""
     return len(OPERATIONS) * len(DTYPES)
 
 
 def over_with(trial: Trial) -> int:
-    """How many of a back end's `trials` are over with this one, which may speak for all.
+    """How many of a back end's `trials` are done with this one, which may stand for all.
 
-    Not each dtype means something to each operation, which its trial finds: so the place in the order counts.
+    A trial may find that a dtype does not apply to its operation, so the position in the order is counted.
     """
     if trial.operation not in OPERATIONS or trial.dtype not in DTYPES:
         return trials()
@@ -447,7 +447,7 @@ def over_with(trial: Trial) -> int:
 
 
 def differs(got: Any, want: Array, tolerance: float | None) -> str:
-    """What is wrong with a result, or nothing."""
+    """What is wrong with a result; empty if it is right."""
     host = got.copy_to_host() if isinstance(got, arrays.CacheArray) else np.asarray(got)
     if host.shape != want.shape:
         return f"shape {host.shape}, expected {want.shape}"
@@ -461,7 +461,7 @@ def differs(got: Any, want: Array, tolerance: float | None) -> str:
 
 
 def attempt(live: runtime.Runtime, operation: str, dtype: str) -> Trial | None:
-    """Run one operation in one dtype, on torch's current GPU of several; None where the dtype means nothing to it."""
+    """Run one operation in one dtype, on torch's current GPU; None if the dtype does not apply to the operation."""
     compared = 0
     try:
         for got, want, tolerance in OPERATIONS[operation](Bench(arrays.runtime_of()), *DTYPES[dtype]):
@@ -471,7 +471,7 @@ def attempt(live: runtime.Runtime, operation: str, dtype: str) -> Trial | None:
             compared += 1
     except DTypeError as error:
         return Trial(live.arch, operation, dtype, REFUSED, str(error))
-    except Exception as error:  # whatever a compiler or driver raises is a line of the report, not its end
+    except Exception as error:  # an error of a compiler or driver becomes a line of the report
         return Trial(live.arch, operation, dtype, FAILED, f"{type(error).__name__}: {error}")
     return Trial(live.arch, operation, dtype, TESTED) if compared else None
 

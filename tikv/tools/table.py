@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-NARROWEST = 12  # characters of a column that is wrapped
+NARROWEST = 12  # the least width, in characters, of a wrapped column
 
 
 def show(
@@ -17,14 +17,14 @@ def show(
 ) -> None:
     """Print a table.
 
-    One that is wider than the terminal, or than the environment's COLUMNS, is printed in several parts below each
-    other, each with the first column; a cell that is too wide even so goes on in the next line.
+    A table wider than the terminal, or than the environment's COLUMNS, is printed in several parts, each with the first
+    column; a cell that is still too wide continues on the next line.
 
     Args:
         title: the line above.
         header: names of the columns.
-        rows: a row each, of as many cells.
-        styles: what rich makes of a cell with exactly this text.
+        rows: the rows, each with as many cells.
+        styles: rich's style for a cell with exactly this text.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     drawn = _rich_modules() if sys.stdout.isatty() else None
@@ -56,7 +56,7 @@ def line_width() -> int | None:
 
 
 def parts(widths: Sequence[int], limit: int | None, gap: int, edge: int) -> list[list[int]]:
-    """Which columns stand beside each other: as many as fit into `limit`, after the first, which each part has.
+    """The columns of each part: the first column, then as many others as fit into `limit`.
 
     Examples:
         >>> parts([10, 8, 8, 8], 32, gap=2, edge=0)
@@ -73,7 +73,7 @@ def parts(widths: Sequence[int], limit: int | None, gap: int, edge: int) -> list
 
 
 def _fitted(widths: list[int], limit: int | None, gap: int, edge: int) -> list[int]:
-    """No column wider than what is left beside the first."""
+    """The widths, with no column wider than the space beside the first."""
     if limit is None:
         return widths
     first = min(widths[0], max(NARROWEST, limit - edge - gap - NARROWEST))

@@ -1,6 +1,6 @@
-"""Compile ahead what a store, a pool or a model's cache will need: its own calls are made, while it is empty.
+"""Compiles ahead what a store, a pool or a model's cache will need, by making its own calls while it is empty.
 
-`asked` is what a caller wants, `stores` and `models` are the calls that are made for it.
+`asked` holds what a caller wants; `stores` and `models` make the calls.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ def warmup(
 ) -> list[str]:
     """Compile now what a model will need later: kernels are otherwise compiled by the first call that needs them.
 
-    What the model will do is done with zeros, on the store itself: prompts, single tokens, at few and at many tokens
-    held, in a layer of each window. It has to be empty, and is empty again afterwards; memory is not made twice.
-    Calls are plain ones: what `return_mass`, ``indices``, masks, trees, soft caps, sink logits, slopes, `compact` and
-    other methods need is compiled by the first call that uses it.
+    It makes the model's calls with zeros, on the store itself: prompts and single tokens, with few and with many tokens
+    in the store, in one layer of each window. The store must be empty, and is empty again afterwards; no second store
+    is allocated. The calls are plain: kernels for `return_mass`, ``indices``, masks, trees, soft caps, sink logits,
+    slopes, `compact` and other methods are compiled by the first call that uses them.
 
     Args:
         *what: a `KVCacheStore` or a `PagedKVCacheStore` without tokens; a `TikvCache` without tokens, which is copied;
-            or names of `tikv.variants`, none for all of those.
-        query_heads: heads of the model's queries. For a `TikvCache` None takes the configuration's.
-        tokens: how many new tokens a call brings, one number or several: 1 for decoding, a prompt's length. Kernels
-            for prompts of more than some hundred tokens are those of any prompt.
-        formats: dtypes of queries and of new keys and values, of "float32", "float16" and "bfloat16". None: what the
-            store stores, if it is one of them, and "float32" if not; of a `TikvCache` the configuration's.
-        steps: also the decode step of `tikv.compile_step`, of a layer each.
-        quiet: show nothing. Otherwise a bar on stderr shows what is being compiled, where that is a terminal;
-            elsewhere compiling that takes longer than 2 seconds says so once.
+            or names in `tikv.variants`. Without arguments, all of these variants.
+        query_heads: heads of the model's queries. For a `TikvCache`, None takes the configuration's.
+        tokens: how many new tokens a call brings, one number or several: 1 for decoding, or a prompt's length. All
+            prompts longer than some hundred tokens use the same kernels.
+        formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
+            dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
+        steps: also compile the decode step of `tikv.compile_step`, for each layer.
+        quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
+            appears after 2 seconds of compilation.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
 
     Returns:
-        What the kernels that were made are for, such as "copy" or "attend cpu", an entry for each; none where all were
-        there. Of variants, their names.
+        A list with the purpose of each compiled kernel, such as "copy" or "attend cpu"; empty if all had been compiled
+        before. For variants, their names.
 
     Raises:
         OptionError: it is not one of these, or holds tokens; query_heads is missing; no such dtype or variant.
-        CapacityError: a layer has no room for as many tokens, or a pool too few free blocks.
+        CapacityError: a layer has no room for as many tokens, or a pool has too few free blocks.
         ShapeError: num_kv_heads does not divide query_heads.
-        As `extend`.
+        As `extend` does.
 
-    Cost: 0.1 to 2 s a kernel in the first process, then reading it from the engine's cache on disk; and the time of the
-        calls. A layer of each window is filled once for each entry of ``tokens`` up to 8.
+    Cost: 0.1 to 2 s per kernel in the first process, later the time to read it from the engine's cache on disk; plus
+        the time of the calls. One layer of each window is filled once for each entry of ``tokens`` up to 8.
 
     Examples:
         >>> import tikv
@@ -106,7 +106,7 @@ def _say_nothing(now: str, done: int) -> None:
 
 
 def _done(jobs: Sequence[Job], live: runtime.Runtime, quiet: bool) -> list[str]:
-    """Do all jobs; the titles of the kernels that were made for them."""
+    """Do all jobs; return the titles of the kernels that were compiled for them."""
     before = set(live.kernels)
     shown = is_shown() and not quiet
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:

@@ -1,4 +1,4 @@
-"""What is asked of `tikv.warmup`, and the calls that are made for it."""
+"""The arguments of `tikv.warmup`, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tikv.ops import checks
 
 OPERATION = "warmup"
 QUERIES = ("float32", "float16", "bfloat16")  # dtypes of queries
-FEW = 8  # new tokens at once that are tried at all lengths: a prompt's time grows with what is held
+FEW = 8  # up to so many new tokens are tried at all lengths: a prompt's time grows with the tokens held
 
 
 class Asked(NamedTuple):
-    """What a caller wants to be compiled, checked."""
+    """What the caller wants to compile, checked."""
 
     query_heads: int | None
     tokens: list[int]
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def checked(cls, query_heads: Any, tokens: Any, formats: Any, steps: Any) -> Asked:
-        """Of the arguments that a caller gave."""
+        """Check a caller's arguments."""
         if query_heads is not None:
             query_heads = checks.integer(query_heads, "query_heads", OPERATION, low=1)
         numbers = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
@@ -39,11 +39,11 @@ class Asked(NamedTuple):
         return cls(query_heads, sorted(set(numbers), reverse=True), found or None, bool(steps))
 
     def formats_of(self, stored: Any) -> list[DType]:
-        """Those of queries, keys and values of what stores this dtype."""
+        """The dtypes of queries, keys and values for a store of this dtype."""
         return self.formats or [stored if getattr(stored, "name", None) in QUERIES else dtypes.float32]
 
     def heads_over(self, kv_heads: int) -> int:
-        """Heads of queries over so many of keys."""
+        """The number of query heads for so many KV heads."""
         if self.query_heads is None:
             raise OptionError(f"{OPERATION}: query_heads is missing. Pass the number of heads of the model's queries.")
         if self.query_heads % kv_heads:
@@ -55,14 +55,14 @@ class Asked(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Some calls, and what they are."""
+    """Some calls, and what they do, in words."""
 
     title: str
     run: Callable[[], None]
 
 
 def require_empty(target: Any, held: int, what: str = "tokens") -> None:
-    """Refuse what holds something.
+    """Refuse a store that holds something.
 
     Raises:
         OptionError: it does.
@@ -75,7 +75,7 @@ def require_empty(target: Any, held: int, what: str = "tokens") -> None:
 
 
 def lengths_held(tokens: int, most: int, windows: Sequence[int] = ()) -> list[int]:
-    """Numbers of tokens held, up to `most`, at which calls of so many new ones may take kernels of their own."""
+    """Numbers of tokens held, up to `most`, at which calls with `tokens` new ones may need different kernels."""
     usual = [0, 1, 64, *(4**n for n in range(4, 16))]
     around = [n for window in windows for n in (window - 1, window, 2 * window)]
     found = sorted({n for n in (*usual, *around, most) if 0 <= n <= most})
@@ -83,6 +83,6 @@ def lengths_held(tokens: int, most: int, windows: Sequence[int] = ()) -> list[in
 
 
 def title_of(dtype: DType, tokens: int, held: int, window: int | None = None) -> str:
-    """What a call is, for whoever waits."""
+    """A description of a call, for people who wait."""
     slides = f" in a window of {window}" if window else ""
     return f"{dtype.name}, {tokens} new on {held}{slides}"

@@ -1,4 +1,4 @@
-"""Compile ahead what a `TikvCache` will need: its layers are given zeros, in a copy that goes afterwards."""
+"""Compiles ahead what a `TikvCache` will need: a temporary copy of its layers is given zeros."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tikv.integrations.transformers.attention import ATTENTION, attend
 from tikv.integrations.transformers.ring import RingLayer
 from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
 
-MOST_HELD = 4096  # tokens of a layer that has no limit
+MOST_HELD = 4096  # tokens that are given to a layer without a limit
 
 
 class Shape(NamedTuple):
@@ -30,10 +30,10 @@ class Shape(NamedTuple):
 
 
 def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
-    """Calls of `update`, and of attention where the model has "tikv", for a layer of each kind.
+    """Calls of `update`, and of attention if the model uses "tikv", for one layer of each kind.
 
     Raises:
-        OptionError: the cache holds tokens; its configuration does not say what its layers are given.
+        OptionError: the cache holds tokens; or its configuration does not give the shapes of its layers.
         CapacityError: more tokens at once than ``max_cache_len``.
     """
     require_empty(cache, max((int(layer.get_seq_length()) for layer in cache.layers), default=0))
@@ -52,13 +52,13 @@ def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
 
 
 def _layers_of(cache: Any) -> list[Any]:
-    """Those of a cache, and of an encoder-decoder's the encoder's too."""
+    """The layers of a cache; for an encoder-decoder, the encoder's too."""
     crossed = getattr(cache, "cross_attention_cache", None)
     return [*cache.layers, *(crossed.layers if crossed is not None else [])]
 
 
 def _room(layer: Any, tokens: int) -> int:
-    """Tokens that a layer may hold before it gets so many."""
+    """How many tokens a layer may hold before it gets `tokens` more."""
     if layer.sliding_window:
         return int(2 * layer.sliding_window)
     if layer.limit is None:
@@ -71,7 +71,7 @@ def _room(layer: Any, tokens: int) -> int:
 
 
 def _shape_of(layer: Any, asked: Asked) -> Shape:
-    """What the configuration says that a layer is given."""
+    """The shapes that a layer is given, from the configuration."""
     text = shim.decoder_of(layer.config)
     every = getattr(text, "per_layer_config", None)
     config = text if every is None else every[layer.index]
@@ -81,7 +81,7 @@ def _shape_of(layer: Any, asked: Asked) -> Shape:
     if heads and not width:
         width = int(getattr(config, "hidden_size", 0)) // heads
     width_v = width
-    if getattr(config, "kv_lora_rank", None):  # keys in two parts, values of another width, of each query head
+    if getattr(config, "kv_lora_rank", None):  # keys have two parts, values another width, both per query head
         kv_heads, width, width_v = heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     if not heads or not width or heads % kv_heads:
         raise OptionError(
@@ -92,14 +92,14 @@ def _shape_of(layer: Any, asked: Asked) -> Shape:
 
 
 def _dtype_of(config: Any) -> Any:
-    """The configuration's dtype, as a row of ours; float32 where it has none that queries may have."""
+    """The configuration's dtype, as a row of `dtypes`; float32 if queries cannot have it."""
     named = getattr(config, "dtype", None)
     found = None if named is None else dtypes.parse(named, OPERATION)
     return found if found is not None and found.name in QUERIES else dtypes.float32
 
 
 def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
-    """New tokens on so many as the layer shall hold, as a model gives them: transposed views."""
+    """Give a layer that holds `held` tokens new ones, as transposed views, which models give."""
     live = runtime_of()
     device = "cuda" if live.is_cuda else "mps" if live.arch == "metal" else "cpu"
 

@@ -14,12 +14,12 @@ from tikv.stores.step import compile_step
 from tikv.stores.store import KVCacheStore
 from tikv.tools.warmup.asked import FEW, OPERATION, Asked, Job, lengths_held, title_of
 
-CHUNK = 4096  # tokens that are appended at once to come to a length
-MOST_HELD = 65536  # tokens of a pool's sequence
+CHUNK = 4096  # tokens per append when a store is filled to a length
+MOST_HELD = 65536  # the most tokens of a pool's sequence
 
 
 def _zeros(shape: Sequence[int], dtype: DType, live: runtime.Runtime) -> CacheArray:
-    """An array of the library's own, where its kernels compute."""
+    """Zeros in the library's own memory, on the device of its kernels."""
     return CacheArray(new_array(tuple(shape), dtype, live, zeroed=True), live)
 
 
@@ -53,7 +53,7 @@ def _call_store(store: KVCacheStore, layer: int, heads: int, tokens: int, held: 
     def hold() -> None:
         store.reset()
         if not grouped:
-            store.advance(held)  # what lies there is nobody's, and never read by anyone but here
+            store.advance(held)  # the memory may hold anything, and only this call reads it
             return
         for start in range(0, held, CHUNK):
             store.append(layer, *rows(min(CHUNK, held - start)))
@@ -71,7 +71,7 @@ def _call_store(store: KVCacheStore, layer: int, heads: int, tokens: int, held: 
 
 
 def _counts_alone(store: KVCacheStore) -> bool:
-    """Whether a store can be told that tokens are there; groups along tokens are made of the tokens themselves."""
+    """Whether a store's count can be set without tokens; groups along tokens need the tokens themselves."""
     try:
         store.advance(0)
     except OptionError:
@@ -80,7 +80,7 @@ def _counts_alone(store: KVCacheStore) -> bool:
 
 
 def jobs_of_pool(pool: PagedKVCacheStore, asked: Asked) -> list[Job]:
-    """Calls of `extend` and `attend` for one sequence and for two, in the first layer: all lie alike."""
+    """Calls of `extend` and `attend` for one sequence and for two, in the first layer: all layers are alike."""
     heads = asked.heads_over(pool.num_kv_heads)
     room = min(pool.num_free_blocks * pool.block_size // (pool.num_kv_heads if pool.config.per_head else 1), MOST_HELD)
     if asked.tokens[0] > room:
