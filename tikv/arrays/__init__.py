@@ -1,7 +1,7 @@
-"""See any array as pointer + shape + strides, without a copy, and hand our own memory out the same way.
+"""Views any array as pointer + shape + strides, without a copy, and gives out tikv's own memory in the same way.
 
 An `ArrayView` says where the elements of an array lie; on Vulkan and Metal, where memory has no pointer, it holds
-Taichi's handle, or for a tensor on MPS its storage. `view` and `view_all` make one of whatever a caller brings.
+Taichi's handle, or a tensor's storage on MPS. `view` and `view_all` make views of the arrays that a caller gives.
 """
 
 from tikv.arrays.array_view import ALIGNMENT as ALIGNMENT

@@ -1,4 +1,4 @@
-"""Where an array lies: pointer (or handle and byte offset), shape and strides; nothing about whose array it is."""
+"""Where an array lies: pointer (or handle and byte offset), shape and strides, whatever library it comes from."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tikv.errors import CopyError, DTypeError, ShapeError
 from tikv.runtime.cache import BoundedCache
 
 Host = np.ndarray[Any, Any]  # numbers that the host reads
-ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
+ALIGNMENT = 64  # bytes; a cache line, and more than any word that is moved
 
 MAX_FORMS = 1 << 16  # forms of arrays that are remembered
 _forms: BoundedCache[tuple[Any, ...], int] = BoundedCache(MAX_FORMS)
-_numbers = itertools.count()  # a number is never given twice, so what was kept under a forgotten one is never found
+_numbers = itertools.count()  # no number is used twice, so an entry kept under a forgotten number is never found
 
 
 def _form_number(form: tuple[Any, ...]) -> int:
-    """A small number for what a bound launch depends on: all but the address, of which only the alignment counts."""
+    """A small number for what a bound launch depends on: everything except the address, but with its alignment."""
     found = _forms.get(form)
     return _forms.keep(form, next(_numbers)) if found is None else found
 
 
-# By the form of an array and how it is seen anew, a view of that form; of other addresses only the alignment counts.
+# Views by the form of an array and the new shape and strides; of an address only the alignment is part of the key.
 _restrided: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
@@ -65,16 +65,16 @@ class ArrayView:
         offset: int = 0,
         owner: Any = None,
     ) -> None:
-        self.ptr = ptr  # address of element 0; 0 where memory has no address
+        self.ptr = ptr  # address of element 0; 0 if memory has no address
         self.shape = shape
         self.strides = strides
         self.dtype = dtype
         self.device = device  # "cpu", "cuda:0", "vulkan", "metal"; "mps": PyTorch's own memory on Metal
         self.writable = writable
-        self.handle = handle  # where memory has no address: Taichi's ndarray, or the storage of a tensor on MPS
-        self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 where ptr says it all
+        self.handle = handle  # if memory has no address: Taichi's ndarray, or the storage of a tensor on MPS
+        self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 if there is a ptr
         self.owner = owner  # keeps the memory alive
-        self.host: np.ndarray[Any, Any] | None = None  # the elements, once they were read; they may be gone with others
+        self.host: np.ndarray[Any, Any] | None = None  # the elements, once read; others may change them
         self.span = span_bytes(shape, strides, dtype.itemsize)
         self.key = _form_number(
             (shape, strides, dtype.short, device, ptr % ALIGNMENT, writable, offset, handle is None)
@@ -87,16 +87,16 @@ class ArrayView:
 
     @property
     def is_staged(self) -> bool:
-        """Whether a GPU's kernels see it only after it was copied to tikv's memory."""
+        """Whether a GPU's kernels need a copy of it in tikv's memory."""
         return self.device in ("cpu", "mps")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, without the gaps between them."""
+        """The bytes of the elements, without the gaps between them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def at_address(self, ptr: int) -> ArrayView:
-        """Another array of this form, at an address with the same alignment; nothing holds its memory."""
+        """Another array of this form, at an address with the same alignment; it does not keep its memory alive."""
         found: ArrayView = object.__new__(ArrayView)
         found.ptr = ptr
         found.shape, found.strides, found.dtype = self.shape, self.strides, self.dtype
@@ -106,7 +106,7 @@ class ArrayView:
         return found
 
     def without_owner(self) -> ArrayView:
-        """The same address without a hold on the memory, for what outlives a call."""
+        """The same view without a reference to the owner, for objects that outlive a call."""
         if self.owner is None:
             return self
         return ArrayView(
@@ -114,7 +114,7 @@ class ArrayView:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArrayView:
-        """The same place in a copy of its owner, which is memory of our own."""
+        """The same place in a copy of its owner, which is tikv's memory."""
         owner = self.owner
         if not hasattr(owner, "block"):
             raise CopyError(f"copy.deepcopy: {self!r} is a view of another object's memory. Copy that object instead.")
@@ -132,7 +132,7 @@ class ArrayView:
         )
 
     def restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
-        """The same memory seen with another shape and strides, starting `first` elements further on."""
+        """The same memory with another shape and strides, starting `first` elements later."""
         jump = first * self.dtype.itemsize
         if not self.ptr:
             return self._restrided(shape, strides, 0, self.offset + jump)
@@ -167,7 +167,7 @@ class ArrayView:
         return self.restrided(shape, self.strides, first * self.strides[axis])
 
     def batch_of_one(self) -> ArrayView:
-        """The same with an axis of one sequence before its own."""
+        """The same array with a leading axis of one sequence."""
         return self.restrided((1, *self.shape), (0, *self.strides))
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ def describe(array: ArrayView) -> str:
 
 
 def span_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to behind the last element of a strided array (strides in elements, not negative)."""
+    """Bytes from the first element to the end of the last in a strided array (strides in elements, not negative)."""
     if 0 in shape:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
@@ -195,18 +195,18 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_contiguous(array: ArrayView) -> bool:
-    """Whether elements follow one another in row-major order; the stride of an axis of one says nothing."""
+    """Whether elements follow one another in row-major order; the stride of an axis of length one is ignored."""
     wanted = contiguous_strides(array.shape)
     return 0 in array.shape or all(n == 1 or s == w for n, s, w in zip(array.shape, array.strides, wanted, strict=True))
 
 
 def numpy_address(array: Host) -> int:
-    """Where a NumPy array's elements begin: it takes a microsecond to tell itself, and as a buffer a third of that."""
+    """The address of a NumPy array's elements; reading it as a buffer takes a third of the microsecond NumPy takes."""
     if array.flags.carray and array.dtype.kind != "V":  # ml_dtypes have no buffer
         try:
             return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
         except (TypeError, ValueError, BufferError):
-            pass  # an empty one
+            pass  # an empty array
     return int(array.ctypes.data)
 
 
@@ -217,10 +217,10 @@ def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 class Views(list[ArrayView]):
-    """The arrays of one call in turn, their addresses, and one number for what a launch over them depends on."""
+    """The arrays of one call in order, their addresses, and one number for what a launch over them depends on."""
 
     __slots__ = ("key", "pointers")
-    followed = False  # by autograd, one of the arrays
+    followed = False  # whether autograd follows one of the arrays
 
     def __init__(self, views: Sequence[ArrayView]) -> None:
         super().__init__(views)
@@ -228,7 +228,7 @@ class Views(list[ArrayView]):
         self.pointers = tuple([v.ptr for v in views])
 
     def at_addresses(self, pointers: tuple[int, ...]) -> Views | None:
-        """Arrays of these forms at other addresses; None where one is aligned differently."""
+        """Arrays of these forms at other addresses; None if one is aligned differently."""
         views = []
         for v, p in zip(self, pointers, strict=True):
             if (p ^ v.ptr) % ALIGNMENT:
@@ -241,17 +241,17 @@ class Views(list[ArrayView]):
 
 
 class FollowedViews(Views):
-    """Those of a call of which torch's autograd follows an array."""
+    """The views of a call in which torch's autograd follows an array."""
 
     __slots__ = ()
     followed = True
 
 
 def require_memory(array: ArrayView, name: str, operation: str) -> None:
-    """An array with elements has an address, or a handle.
+    """Check that an array with elements has an address, or a handle.
 
     Raises:
-        ShapeError: it has none.
+        ShapeError: it has neither.
     """
     if array.span and not array.ptr and array.handle is None:
         raise ShapeError(
@@ -261,5 +261,5 @@ def require_memory(array: ArrayView, name: str, operation: str) -> None:
 
 
 def unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
-    """The refusal of an array of a dtype that this library does not store."""
+    """The error for an array of a dtype that this library does not store."""
     return DTypeError(f"{operation}: {name} has dtype {dtype}. Use one of {', '.join(row.name for row in dtypes.ALL)}.")

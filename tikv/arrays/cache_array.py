@@ -1,4 +1,4 @@
-"""Memory of a store as others take it: NumPy, torch, and whatever speaks DLPack."""
+"""A store's memory as an array for NumPy, torch, and libraries that support DLPack."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ class CacheArray(runtime.NotCopied):
 
     `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA, `torch()` also on Metal with Quadrants;
     `copy_to_host()` works everywhere and copies.
-    An index and arithmetic work as with what it is on its device: views of `numpy()` on CPU, of `torch()` on CUDA; on
-    Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor, and for torch's own
-    functions, it is one itself.
-    `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as NumPy's, and
-    give the same kinds; all else is a method of `numpy()` or `torch()`.
-    `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
+
+    Indexing and arithmetic give views of `numpy()` on CPU and of `torch()` on CUDA. On Vulkan and Metal, whose memory
+    has no pointer, they give read-only NumPy copies. Together with a torch tensor, and in torch's own functions, it
+    acts as a torch tensor.
+
+    `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as in NumPy, and
+    return the same kinds of arrays; for everything else use `numpy()` or `torch()`.
+
+    `copy.copy()` and `copy.deepcopy()` return an array with its own memory, copied through the host; `pickle` is
+    refused.
 
     Examples:
         >>> import tikv
@@ -51,17 +55,17 @@ class CacheArray(runtime.NotCopied):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of each axis."""
+        """The length of each axis."""
         return self._array.shape
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -71,25 +75,25 @@ class CacheArray(runtime.NotCopied):
 
     @property
     def device(self) -> str:
-        """Where the memory lies: cpu, cuda:0 and further, vulkan or metal."""
+        """Where the memory lies: cpu, cuda:0, cuda:1 and so on, vulkan or metal."""
         return self._array.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """The bytes of the elements."""
         return self._array.nbytes
 
     def view_for(self, operation: str) -> ArrayView:
-        """The view an operation uses.
+        """The view that an operation uses.
 
         Raises:
-            StaleRuntimeError: the runtime this memory was made in is gone.
+            StaleRuntimeError: the runtime in which this memory was made no longer exists.
         """
         runtime.require_alive(self._runtime, operation)
         return self._array
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The memory as a NumPy array, not a copy; the launches so far are done.
+        """The memory as a NumPy array, not a copy; waits for the launches so far.
 
         Raises:
             ArchError: the memory is not on CPU; `copy_to_host()` copies it.
@@ -102,16 +106,16 @@ class CacheArray(runtime.NotCopied):
         return as_numpy(array)
 
     def torch(self, *, wait: bool = True) -> Any:
-        """The memory as a torch tensor, not a copy: on CPU, CUDA, or MPS where Quadrants runs on Metal.
+        """The memory as a torch tensor, not a copy: on CPU, CUDA, or MPS if Quadrants runs on Metal.
 
-        A tensor on MPS is gone when the engine is started again.
+        A tensor on MPS becomes invalid when the engine is started again.
 
         Args:
-            wait: False where all that is launched over the memory goes to torch's current stream, as the tensor's own
-                work does: then the host does not wait for launches on several streams of a GPU.
+            wait: give False if all launches over the memory go to torch's current stream, as the tensor's own work
+                does: then the host does not wait for launches on several streams of a GPU.
 
         Raises:
-            ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch has no view of it.
+            ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch cannot view it.
             MissingPackageError: torch is not installed.
         """
         torch = extras.need("torch", "CacheArray.torch")
@@ -140,7 +144,7 @@ class CacheArray(runtime.NotCopied):
         if copy:
             return self.__copy__().__dlpack__(max_version=max_version)
         array, live = self._array, self._runtime
-        # Work on CUDA's default stream comes behind all that was launched there.
+        # Work on CUDA's default stream comes after everything that was launched there.
         ordered = live.is_cuda and stream == dlpack.LEGACY_STREAM and not live.side_streams
         if array.device != "cpu" and not ordered:
             live.synchronize()
@@ -160,14 +164,14 @@ class CacheArray(runtime.NotCopied):
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def reshape(self, *shape: Any) -> Any:
-        """The elements in another shape, which may have one -1; a view of the memory where an index is."""
+        """The elements in another shape, which may have one -1; a view of the memory if indexing gives one."""
         return self._native().reshape(*shape)
 
     def transpose(self, *axes: Any) -> Any:
-        """The axes in this order, all of them reversed where none are named; a view where an index is.
+        """The axes in this order, or reversed if no axes are given; a view if indexing gives one.
 
         Raises:
-            ShapeError: some are named and not all; two alone, as torch has it, are swapped by ``torch().transpose``.
+            ShapeError: some axes are given but not all; to swap two axes, as torch does, use ``torch().transpose``.
         """
         native = self._native()
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
@@ -188,7 +192,7 @@ class CacheArray(runtime.NotCopied):
         """A copy in another dtype: a name, or a dtype of NumPy or torch.
 
         Raises:
-            DTypeError: nothing here is called that.
+            DTypeError: no dtype has that name.
         """
         row, native = dtypes.parse(dtype, "CacheArray.astype"), self._native()
         if isinstance(native, np.ndarray):
@@ -196,19 +200,19 @@ class CacheArray(runtime.NotCopied):
         return native.to(dtypes.to_torch(row.name), copy=True)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """The sum over all axes or some: float32 of floats of 32 bits and less, float64, or int64 of integers."""
+        """The sum over all axes or some: float32 for floats of at most 32 bits, float64, or int64 for integers."""
         return self._reduced("sum", axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """The mean over all axes or some: float32 of floats of 32 bits and less, else float64."""
+        """The mean over all axes or some: float32 for floats of at most 32 bits, else float64."""
         return self._reduced("mean", axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """The largest over all axes or some, in the dtype of the array; NaN where there is one."""
+        """The largest element over all axes or some, in the array's dtype; NaN if there is a NaN."""
         return self._reduced("max", axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """The least over all axes or some, in the dtype of the array; NaN where there is one."""
+        """The least element over all axes or some, in the array's dtype; NaN if there is a NaN."""
         return self._reduced("min", axis, keepdims)
 
     def _reduced(self, name: str, axis: Any, keepdims: bool) -> Any:
@@ -224,15 +228,15 @@ class CacheArray(runtime.NotCopied):
         if as_it_is:
             return getattr(wider, f"a{name}")(axes, keepdim=keepdims).to(native.dtype)
         found = wider.sum(axes, keepdim=keepdims)
-        # Divided, as NumPy does: torch multiplies by an inverse on a GPU, which is another number.
+        # A division, as in NumPy: on a GPU torch multiplies by an inverse, which rounds differently.
         return found if name == "sum" else found / (native.numel() // max(found.numel(), 1))
 
     def item(self) -> Any:
-        """The only element, as a number of Python's."""
+        """The only element, as a Python number."""
         return self.copy_to_host().item()
 
     def tolist(self) -> Any:
-        """The elements as numbers of Python's, in lists."""
+        """The elements as Python numbers, in nested lists."""
         return self.copy_to_host().tolist()
 
     def __float__(self) -> float:
@@ -242,19 +246,19 @@ class CacheArray(runtime.NotCopied):
         return int(self.item())
 
     def __bool__(self) -> bool:
-        return bool(self.copy_to_host())  # of several elements NumPy refuses it
+        return bool(self.copy_to_host())  # NumPy refuses it for several elements
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._native())
 
     def _native(self, other: Any = None) -> Any:
-        """What an index and arithmetic use: NumPy or torch, as the device and the other operand want it."""
+        """The array for indexing and arithmetic: NumPy's or torch's, by the device and the other operand."""
         if self.device.startswith("cuda") or type(other).__module__.split(".")[0] == "torch":
             return self.torch()
         if self.device == "cpu":
             return self.numpy()
         copied = self.copy_to_host()
-        copied.flags.writeable = False  # or what is written into it would be lost without a word
+        copied.flags.writeable = False  # otherwise writes to the copy would be lost silently
         return copied
 
     def __getitem__(self, index: Any) -> Any:
@@ -285,7 +289,7 @@ class CacheArray(runtime.NotCopied):
     def __repr__(self) -> str:
         return f"CacheArray({describe(self._array)}, {self.device})"
 
-    __hash__ = object.__hash__  # of the object, as torch's tensors have it, since == compares the elements
+    __hash__ = object.__hash__  # by identity, as in torch's tensors, since == compares the elements
 
     if not TYPE_CHECKING:  # a type checker refuses such a name itself
 
@@ -295,7 +299,7 @@ class CacheArray(runtime.NotCopied):
                 f"what they have."
             )
 
-    if TYPE_CHECKING:  # they are made below, all alike
+    if TYPE_CHECKING:  # they are made below, all in the same way
         __add__: Callable[[Any], Any]
         __radd__: Callable[[Any], Any]
         __sub__: Callable[[Any], Any]
@@ -317,7 +321,7 @@ class CacheArray(runtime.NotCopied):
 
 
 def _for_torch(given: Any) -> Any:
-    """Arguments of a function of torch's, with tensors in place of each `CacheArray`."""
+    """The arguments of a torch function, with a tensor in place of each `CacheArray`."""
     if isinstance(given, CacheArray):
         return given.torch()
     if isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""DLPack, the C structure by which libraries hand arrays to one another: read one, and hand out our own."""
+"""DLPack, the C structure by which libraries exchange arrays: reads others' and exports tikv's own."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 _STRUCTURES: dict[bytes, Any] = {b"dltensor": _DLManagedTensor, b"dltensor_versioned": _DLManagedTensorVersioned}
-_VERSION = 1, 0  # the newest that is read and written: since then a tensor may say that it is read-only
-_READ_ONLY = 1  # of the flags
+_VERSION = 1, 0  # the newest version that is read and written; since 1.0 a tensor may say that it is read-only
+_READ_ONLY = 1  # one of the flags
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # kinds of devices
-LEGACY_STREAM = 1  # CUDA's default one, as DLPack and `__cuda_array_interface__` have it
-HOST_KINDS = (_CPU, _CUDA_HOST)  # those whose memory is the host's
+LEGACY_STREAM = 1  # CUDA's default stream in DLPack and `__cuda_array_interface__`
+HOST_KINDS = (_CPU, _CUDA_HOST)  # kinds whose memory is the host's
 
-# Prototypes of our own: the attributes of ctypes.pythonapi are shared with every other library in the process.
+# Own prototypes, since every library in the process shares the attributes of ctypes.pythonapi.
 _C = ctypes.PYFUNCTYPE
 _capsule_pointer: Any = _C(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -57,7 +57,7 @@ _capsule_is_valid: Any = _C(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("P
 
 
 def read(array: Any, name: str, operation: str) -> ArrayView:
-    """See an array that speaks DLPack; the view keeps it and its capsule alive."""
+    """View an array that supports DLPack; the view keeps it and its capsule alive."""
     try:
         try:
             capsule = array.__dlpack__(max_version=_VERSION)
@@ -85,9 +85,9 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
         raise ArchError(f"{operation}: {name} is on DLPack device {tensor.device_type}. Use CPU or CUDA memory.")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
-    # JAX's arrays are values, whatever they say: writing into one is undefined.
+    # JAX's arrays are immutable, whatever they say: writing into one is undefined.
     immutable = getattr(managed, "flags", 0) & _READ_ONLY or type(array).__module__.startswith("jax")
-    # The capsule was not consumed, so its own destructor frees the export when the view goes.
+    # The capsule was not consumed, so its own destructor frees the export when the view is freed.
     found = ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
@@ -103,7 +103,7 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def _in(capsule: Any) -> Any:
-    """The structure that a capsule holds, in C's memory; None if nobody knows it, or it has been taken already."""
+    """The C structure that a capsule holds; None if its name is unknown, or if it was consumed already."""
     for name, structure in _STRUCTURES.items():
         if _capsule_is_valid(capsule, name):
             found = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(structure)).contents
@@ -119,12 +119,12 @@ def device_of(array: ArrayView) -> tuple[int, int]:
 def export(array: ArrayView, max_version: tuple[int, int] | None = None) -> Any:
     """A capsule over memory with an address; its owner lives until the consumer is done with it.
 
-    NumPy makes it, of words as wide as the elements, and dtype and device are put in after: it lets go of the memory by
-    a function in C. A consumer may call that while an error is on its way, which code in Python would lose.
+    NumPy makes it, of words as wide as the elements, and then dtype and device are set: so a C function frees it. A
+    consumer may call that function while an exception propagates, which a Python function would lose.
 
     Args:
-        array: what is handed out.
-        max_version: the newest form that the consumer knows; None for that of before there were versions.
+        array: the array to export.
+        max_version: the newest version that the consumer knows; None for the form without versions.
     """
     words = as_numpy(array).view(f"u{array.dtype.itemsize}")
     try:

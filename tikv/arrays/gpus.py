@@ -1,4 +1,4 @@
-"""Whose runtime a call takes: where a process sees several GPUs, that of the GPU on which its arrays lie."""
+"""Which runtime a call uses: if a process sees several GPUs, the runtime of the GPU on which its arrays lie."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tikv.runtime import start
 
 
 def runtime_of(*given: Any) -> runtime.Runtime:
-    """The live runtime of the GPU of the first of these that lies on one; of torch's current GPU where none does.
+    """The live runtime of the GPU of the first array that lies on a GPU; if no array does, of torch's current GPU.
 
     Args:
-        given: arrays of any kind, or what holds `codes`; `view` refuses the others.
+        given: arrays of any kind, or objects with `codes`; `view` refuses others later.
     """
-    live = start._current  # as `current` does, without a call: this is on every call's way
+    live = start._current  # what `current` does, but without a call, since every operation comes here
     if live is None or live.front.prog is not live.program:
         live = start.current()
     if live.num_gpus < 2:
@@ -30,7 +30,7 @@ def runtime_of(*given: Any) -> runtime.Runtime:
 
 
 def _gpu_of(array: Any) -> int | None:
-    """The number of the GPU that an array lies on; None for what lies elsewhere, or does not say."""
+    """The number of the GPU that an array lies on; None if it lies elsewhere, or does not say."""
     if type(array) is not ArrayView:
         array = getattr(array, "codes", array)
     try:
@@ -41,6 +41,6 @@ def _gpu_of(array: Any) -> int | None:
             return int(number or 0)
         if hasattr(array, "__cuda_array_interface__") and hasattr(array, "__dlpack_device__"):
             return int(array.__dlpack_device__()[1])
-    except Exception:  # of an object that is not an array after all, of which `view` says so
+    except Exception:  # the object is not an array after all, which `view` will report
         pass
     return None

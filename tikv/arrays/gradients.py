@@ -1,4 +1,4 @@
-"""Gradients of torch end here: to go back through a result raises, where autograd would follow what it was made of."""
+"""Torch's gradients end here: `backward` through a result raises if autograd would follow one of its inputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def is_followed(*arrays: Any) -> bool:
 
 
 def refuse_backward(result: Any, *inputs: Any, followed: bool = False) -> Any:
-    """A result of these inputs, or a tuple of some, as it is; to go back through it raises OptionError if it has to.
+    """Return a result, or a tuple of results, unchanged; `backward` through it raises OptionError if it must.
 
-    That is where autograd follows an input, or is told by `followed` that it followed what was read.
+    It must if autograd follows an input, or if `followed` says that it followed an array that was read.
     """
     if not (is_followed(*inputs) or (followed and sys.modules["torch"].is_grad_enabled())):
         return result
@@ -37,11 +37,11 @@ def _no_backward() -> Any:
     torch: Any = sys.modules["torch"]
 
     class NoBackward(torch.autograd.Function):  # type: ignore[misc]
-        """What a tensor becomes in place whose values torch did not compute."""
+        """The autograd node of a tensor whose values torch did not compute."""
 
         @staticmethod
         def forward(ctx: Any, result: Any, *sources: Any) -> Any:
-            """The tensor itself, which later operations may write to."""
+            """Return the tensor itself, which later operations may write to."""
             ctx.mark_dirty(result)
             return result
 

@@ -1,4 +1,4 @@
-"""Memory of the host that kernels of a GPU read and write where it lies, over the link between both."""
+"""Host memory that a GPU's kernels read and write in place, over the link between both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tikv.errors import ArchError
 
 
 def memory_of_host(nbytes: int, live: runtime.Runtime) -> Memory:
-    """A block of the host's memory that the device's kernels can use: page-locked on CUDA, on CPU as any other.
+    """A block of host memory that the device's kernels can use: page-locked on CUDA, ordinary memory on CPU.
 
     Raises:
-        ArchError: kernels of this device have no address for it.
-        CapacityError: there is not so much.
+        ArchError: kernels of this device cannot address it.
+        CapacityError: there is not enough memory.
     """
     if live.is_cpu:
         return Memory(nbytes, live)
@@ -42,7 +42,7 @@ class PageLocked(Memory):
         self.block: Any = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.ptr))
 
     def __del__(self) -> None:
-        # As in `Memory`: at the interpreter's end and in a forked process nobody takes the memory any more.
+        # As in `Memory`: at the interpreter's end and in a forked process the memory cannot be freed.
         if not getattr(self, "ptr", 0) or sys is None or sys.is_finalizing() or runtime is None or runtime.is_forked():
             return
         runtime.unlock_pages(self.ptr, self.runtime.index)

@@ -1,7 +1,8 @@
-"""Results in the kind of array that a caller works with: NumPy's, torch's, or another library's that speaks DLPack.
+"""Results in the kind of array that a caller works with: NumPy's, torch's, or that of a library with DLPack.
 
-A launch writes into what `new_like` makes. For libraries such as JAX, whose arrays are values, that is tikv's memory
-until it is written: `handed_over` makes an array of that library of it, not a copy. On CUDA it waits for the launch.
+A launch writes into an array that `new_like` makes. For libraries such as JAX, whose arrays are immutable, this is
+tikv's memory until it is written: then `handed_over` makes it an array of that library, without a copy. On CUDA it
+waits for the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tikv.runtime.cache import BoundedCache
 
 
 class _ForAnother(CacheArray):
-    """Memory of ours for a result that another library takes by DLPack."""
+    """tikv's memory for a result that another library will take by DLPack."""
 
     def __init__(self, array: ArrayView, live: runtime.Runtime, take: Callable[[Any], Any], like: Any) -> None:
         super().__init__(array, live)
@@ -32,7 +33,7 @@ class _ForAnother(CacheArray):
         self._like = like
 
     def hand_over(self) -> Any:
-        """The memory as an array of that library, on the device of the array that it is to be like."""
+        """The memory as an array of that library, on the device of the array `like`."""
         found, device = self._take(self), getattr(self._like, "device", None)
         return found if device is None or found.device == device else found.to_device(device)
 
@@ -40,8 +41,8 @@ class _ForAnother(CacheArray):
 def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
     """A new array that becomes a result of the kind of `like`, once it is written and `handed_over`.
 
-    That is NumPy's, torch's, or one of a library that takes arrays by `from_dlpack`, such as JAX and CuPy, on the same
-    device; a `CacheArray` for anything else. Where autograd follows `like`, to go back through the result raises.
+    It is an array of NumPy, torch, or a library with `from_dlpack`, such as JAX and CuPy, on the same device; for
+    anything else it is a `CacheArray`. If autograd follows `like`, `backward` through the result raises.
     """
     try:
         if isinstance(like, np.ndarray):
@@ -62,12 +63,12 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
 
 
 def handed_over(result: Any) -> Any:
-    """What the caller gets of an array that `new_like` made; all else is given back as it is."""
+    """The caller's array from one that `new_like` made; anything else is returned unchanged."""
     return result.hand_over() if type(result) is _ForAnother else result
 
 
 def _from_dlpack_of(array: Any) -> Callable[[Any], Any] | None:
-    """`from_dlpack` of the library that an array is of, which is imported already; None where it has none."""
+    """`from_dlpack` of an array's library, which is imported already; None if the library lacks it."""
     if not hasattr(array, "__dlpack_device__"):
         return None
     try:
@@ -81,7 +82,7 @@ _tried: BoundedCache[tuple[type, str, Any], bool] = BoundedCache()
 
 
 def _takes(kind: type, take: Callable[[Any], Any], dtype: DType, make: Any, live: runtime.Runtime) -> bool:
-    """Whether a library takes arrays of this dtype: tried once, so that no result is lost on its way."""
+    """Whether a library accepts arrays of this dtype: tried once beforehand, so that no result is lost."""
     key = kind, dtype.name, make
     found = _tried.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""The arrays of a call, seen together, and cheaply where they are like those of the operation's call before."""
+"""Views of all arrays of a call; they are cheap if the arrays have the forms of the operation's previous call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tikv.runtime.cache import BoundedCache
 
 
 class _LastCall:
-    """What an operation was last given; for torch tensors also a test whether others have the same forms."""
+    """The last arrays of an operation; for torch tensors also a test whether others have the same forms."""
 
     __slots__ = ("count", "fits", "guards", "unnested", "views")
 
@@ -24,24 +24,24 @@ class _LastCall:
         self.count = len(views)
         self.fits: Callable[..., bool] | None = None
         self.unnested = _unnested_at.get(views.key) or _unnested_at.keep(views.key, BoundedCache())
-        self.guards = 0  # made for these forms; inference mode and autocast ask for one of their own
+        self.guards = 0  # how many were made for these forms; inference mode and autocast need their own
 
 
-# By `Views.key`, the addresses at which torch tensors of these forms were seen to have all of their memory. To ask the
-# storage takes a microsecond for a new tensor, and tensors come and go at a few addresses.
+# By `Views.key`, the addresses at which torch tensors of these forms were found to have all of their memory. Asking the
+# storage of a new tensor takes a microsecond, and tensors are allocated and freed at a few addresses.
 _unnested_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache()
 
 MAX_GUARDS = 8
-_last_calls: dict[str, _LastCall] = {}  # one of each operation
+_last_calls: dict[str, _LastCall] = {}  # one for each operation
 
 
 def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> Views:
-    """`view` of each array of a call, cheaper: where they have the forms of the call before, only addresses are read.
+    """`view` of each array of a call, but cheaper: if they have the previous call's forms, only addresses are read.
 
-    These views keep no NumPy array and no torch tensor alive: who calls this has to, as long as it uses them.
+    These views keep no NumPy array and no torch tensor alive: the caller must, for as long as it uses them.
 
     Raises:
-        As `view`.
+        As `view` does.
     """
     last = _last_calls.get(operation)
     if last is not None and last.count != len(arrays):
@@ -68,10 +68,10 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
         else:
             return last.views
     views = [view_without_owner(a, name, operation) for a, name in zip(arrays, names, strict=True)]
-    if is_followed(*arrays):  # never remembered, so that what is found again needs no such question
+    if is_followed(*arrays):  # these are never remembered, so remembered forms need no such check
         return FollowedViews(views)
     if last is not None and views == last.views:
-        if last.fits is None:  # the very tensors of the call before, which are worth a guard too
+        if last.fits is None:  # the same tensors as in the previous call are worth a guard too
             last.fits = torch_guard(arrays)
         return last.views
     found = Views(views)
@@ -82,12 +82,12 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
 def _addresses(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
     try:
         return tuple(map(_torch_address, arrays))
-    except (TypeError, RuntimeError):  # no tensors, or tensors that have none
+    except (TypeError, RuntimeError):  # they are not tensors, or have no address
         return None
 
 
 def _any_nested(tensors: tuple[Any, ...]) -> bool:
-    """Whether one is a nested tensor, at which torch's guards end the process."""
+    """Whether one is a nested tensor, for which torch's guards would end the process."""
     return any(t.is_nested for t in tensors)
 
 
@@ -99,24 +99,24 @@ def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _Last
         _last_calls[operation] = _LastCall(views)
         return
     last.views = views
-    if last.guards < MAX_GUARDS and (fits := torch_guard(arrays)) is not None:  # forms that come back are worth one
+    if last.guards < MAX_GUARDS and (fits := torch_guard(arrays)) is not None:  # recurring forms are worth one
         last.fits, last.guards = fits, last.guards + 1
 
 
 def last_call_test(
     operation: str, names: Sequence[str]
 ) -> tuple[Callable[..., bool], Callable[[Any], int], int, Callable[..., bool]] | None:
-    """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
+    """Tests for torch tensors with the forms of the operation's last call, their addresses, and their `Views.key`.
 
-    The first test takes tensors that are at the addresses of the last call, the last their addresses and them, wherever
-    they are; it raises ShapeError of those without memory, by these names. The key depends on their alignment too,
-    which is not tested. None where those arrays have no such test.
+    The first test takes tensors at the addresses of the last call. The last takes addresses and tensors at any address,
+    and raises ShapeError, with these names, for tensors without memory. The key also depends on alignment, which is not
+    tested. None if the arrays have no such test.
     """
     last = _last_calls.get(operation)
     if last is None or last.fits is None:
         return None
     fits, views = last.fits, list(last.views)
-    # Of each array the addresses that were looked at: new rows come and go at a few, in many combinations.
+    # For each array the addresses that were checked: new rows reuse a few addresses, in many combinations.
     whole: list[BoundedCache[int, bool]] = [BoundedCache() for _ in views]
 
     def fits_at(pointers: tuple[int, ...], *arrays: Any) -> bool:
@@ -132,14 +132,13 @@ def last_call_test(
 
 
 _torch_address: Callable[[Any], int]
-_torch_guards: Any = None  # torch's class of guards; False where it does not do what is needed
+_torch_guards: Any = None  # torch's class of guards; False if it does not do what is needed
 
 
 def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """A test, one call of torch's, for tensors of these very forms: type, dtype, device, shape, strides, lazy bits.
+    """A test, a single torch call, for tensors of exactly these forms: type, dtype, device, shape, strides, lazy bits.
 
-    It is what guards torch's compiled functions. None for what is not a plain tensor, or where torch has no such
-    guards.
+    Torch guards its compiled functions with it. None if one is not a plain tensor, or if torch has no such guards.
     """
     global _torch_address, _torch_guards
     torch: Any = sys.modules.get("torch")
@@ -155,7 +154,7 @@ def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
 
 def _find_torch_guards(torch: Any) -> Any:
-    """Torch's guards, if they are there and tell apart what they must; they are not a public part of torch."""
+    """Torch's guards, if they exist and distinguish what they must; they are not a public part of torch."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards
         with torch.inference_mode(False), torch.enable_grad():

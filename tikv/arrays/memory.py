@@ -1,4 +1,4 @@
-"""Memory of our own on the device of the live runtime, and what goes between it and the host."""
+"""tikv's own memory on the device of the live runtime, and copies between it and the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_stride
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError
 
-MOST_WORDS = 2**31 - 1  # of an engine's array
-# What the engines, their drivers, torch and NumPy say where memory does not suffice.
+MOST_WORDS = 2**31 - 1  # the most in an engine's array
+# What the engines, their drivers, torch and NumPy say if there is not enough memory.
 _NO_ROOM = re.compile(
     r"out of (\w+ )?memory|OUT_OF_MEMORY|can't allocate|allocate_memory|Failed to allocate|array is too big|"
     r"Maximum allowed dimension|size calculation overflowed"
@@ -27,10 +27,10 @@ _NO_ROOM = re.compile(
 
 
 class RoomFor:
-    """Around the making of an array, or of the copy of one. A class: `contextlib` takes longer than a small array.
+    """Wraps the allocation or copy of an array. It is a class, as `contextlib` takes longer than a small array.
 
     Raises:
-        CapacityError: in the place of whatever says that memory does not suffice.
+        CapacityError: instead of any error that reports a lack of memory.
     """
 
     __slots__ = ("device", "nbytes")
@@ -83,9 +83,9 @@ class Memory:
                 self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
 
     def __del__(self) -> None:
-        # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
-        # At the interpreter's end modules lose their names one by one, and nobody takes the memory any more. A forked
-        # process has no CUDA, so it takes none either.
+        # torch reuses freed memory in the order of the stream that it was made on; launches may be on other streams.
+        # At the interpreter's end modules lose their names one by one, and the memory cannot be freed. A forked process
+        # has no CUDA, so it cannot free any either.
         block: Any = getattr(self, "block", None)
         if not hasattr(block, "record_stream") or sys is None or sys.is_finalizing() or runtime is None:
             return
@@ -102,7 +102,7 @@ class Memory:
         live.synchronize()
         if isinstance(self.block, np.ndarray):
             found.block[:] = self.block
-        elif type(found.block) is not type(self.block):  # torch was imported since
+        elif type(found.block) is not type(self.block):  # torch has been imported since
             whole = (-(-self.nbytes // ALIGNMENT) * ALIGNMENT,)
             write_host(read_host(self.array(whole, dtypes.int8), live), found.array(whole, dtypes.int8))
         elif hasattr(self.block, "copy_from"):
@@ -139,17 +139,17 @@ class Memory:
 
 
 def _is_torchs(live: runtime.Runtime) -> bool:
-    """Whether memory on the device of the live runtime is torch's."""
+    """Whether torch allocates the memory on the live runtime's device."""
     return live.is_cuda and "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_available())
 
 
 def lasting_memory(nbytes: int, live: runtime.Runtime) -> Memory:
-    """Memory that is kept when the call that first needs it is over, also where torch compiles that call.
+    """Memory that outlives the call that first needs it, even if torch compiles that call.
 
-    While torch warms up what it will capture, it gives a thread all memory from the graph's pool, and refuses the call
-    where something other than its results is left of it. Another thread is given memory from the usual place.
+    While torch warms up a function to capture it, a thread gets all memory from the graph's pool, and torch refuses the
+    call if it keeps any of that but its results. So another thread allocates the memory, from the usual pool.
     """
-    if not _is_torchs(live):  # the engine gives memory to one thread at a time, and the caller may be that one
+    if not _is_torchs(live):  # the engine allocates for one thread at a time, which may be the caller
         return Memory(nbytes, live)
     with concurrent.futures.ThreadPoolExecutor(1) as another:
         return another.submit(Memory, nbytes, live).result()
@@ -189,12 +189,12 @@ def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
 
 
 def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
-    """Copy a contiguous host array over the start of memory of the host, or of what `Memory` made."""
+    """Copy a contiguous host array to the start of host memory, or of memory that `Memory` made."""
     if to.device == "cpu":
         ctypes.memmove(to.ptr, numpy_address(array), array.nbytes)
         return
     block = to.owner.block
-    if isinstance(block, np.ndarray):  # of the host, and launches may be at work on it
+    if isinstance(block, np.ndarray):  # host memory, which launches may still be using
         to.owner.runtime.synchronize()
         ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
         return
@@ -254,16 +254,16 @@ def _read_cuda(array: ArrayView, live: runtime.Runtime) -> bytes:
 
 
 class CudaBytes:
-    """Bytes at a CUDA address, for whatever reads `__cuda_array_interface__`; the caller keeps the memory alive."""
+    """Bytes at a CUDA address, for readers of `__cuda_array_interface__`; the caller keeps the memory alive."""
 
     def __init__(self, ptr: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "version": 3}
 
 
 class StagedNdarray:
-    """A `ti.ndarray` of several axes on Vulkan or Metal, which a flat kernel argument cannot take: a host copy of it.
+    """A host copy of a `ti.ndarray` of several axes on Vulkan or Metal, which cannot be a flat kernel argument.
 
-    Owns what a view of it sees; whoever wrote to the view calls `write_back`.
+    It owns the memory that views of it see; after writing to a view, call `write_back`.
     """
 
     def __init__(self, array: Any) -> None:
@@ -272,6 +272,6 @@ class StagedNdarray:
             self.host = np.ascontiguousarray(array.to_numpy())
 
     def write_back(self) -> None:
-        """Put the host copy into the ndarray."""
+        """Copy the host copy back to the ndarray."""
         with runtime.current().engine_calls():
             self.array.from_numpy(self.host)

@@ -1,9 +1,9 @@
-"""torch tensors on MPS, which lie in Metal's memory, beside kernels on Metal.
+"""torch tensors on MPS, which lie in Metal's memory, used with kernels on Metal.
 
-An engine with an `mps_arch` lets PyTorch see tikv's memory as a tensor on MPS. None takes a buffer that PyTorch made.
-So a store's memory is PyTorch's too, and a tensor of PyTorch's own is copied into tikv's memory before a launch, and
-back behind it if it is written: by PyTorch, on the device. Nothing goes through the host, and nothing waits where
-kernels are launched on PyTorch's own queue.
+An engine with an `mps_arch` lets PyTorch view tikv's memory as a tensor on MPS; no engine accepts a buffer that PyTorch
+made. So PyTorch shares a store's memory, but a tensor of its own is copied into tikv's memory before a launch, and back
+after it if it is written: by PyTorch, on the device. Nothing goes through the host, and nothing waits if kernels are
+launched on PyTorch's own queue.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tikv.arrays.memory import Memory
 from tikv.dtypes import DType
 from tikv.errors import ArchError
 
-KEPT_BYTES = 1 << 26  # of blocks that wait for the next call
+KEPT_BYTES = 1 << 26  # the most in blocks that are kept for later calls
 
 
 class MpsStorage:
-    """The storage of tensors on MPS, as its bytes; what an `ArrayView` of one has as its handle.
+    """The storage of tensors on MPS, as bytes; it is the handle of an `ArrayView` of such a tensor.
 
-    There is one object of a storage at a time, so views of it are known by the object. An address on MPS is that of a
-    Metal buffer's object, and says nothing of what lies next to it.
+    A storage has one such object at a time, so the object identifies its views. An address on MPS is that of a Metal
+    buffer's object, so neighbouring addresses have no meaning.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -49,10 +49,10 @@ def view_of(tensor: Any, dtype: DType) -> ArrayView:
 
 
 def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, operation: str) -> None:
-    """Kernels can be given a tensor on MPS.
+    """Check that kernels can be given a tensor on MPS.
 
     Raises:
-        ArchError: the engine, or the arch that it runs on, has no part in PyTorch's memory.
+        ArchError: the engine, or the arch that it runs on, does not share memory with PyTorch.
     """
     if live.engine.mps_arch == live.arch:
         return
@@ -70,19 +70,19 @@ def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, ope
 
 
 class _Block:
-    """Memory of ours that PyTorch sees as bytes."""
+    """tikv's memory, which PyTorch views as bytes."""
 
     def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
         self.memory = Memory(nbytes, live)
-        live.program.synchronize()  # zeros that the engine writes into new memory could come behind PyTorch's copy
+        live.program.synchronize()  # else the engine might zero new memory after PyTorch's copy
         self.bytes = live.engine.as_torch(self.memory.handle).view(sys.modules["torch"].uint8)
 
 
 class MpsTurns(runtime.Turns):
-    """PyTorch and the kernels of one runtime, in the order in which they were called; and blocks to copy tensors into.
+    """Keeps PyTorch and the kernels of one runtime in the order of their calls; and has blocks for copies of tensors.
 
-    On one queue what is committed first runs first. The engine commits each launch. PyTorch gathers work before it
-    commits, so it is told to before each launch. On two queues each waits for the other.
+    On one queue, work that is committed first runs first. The engine commits each launch. PyTorch gathers work before
+    it commits, so it is made to commit before each launch. On two queues each waits for the other.
     """
 
     def __init__(self, live: runtime.Runtime) -> None:
@@ -95,7 +95,7 @@ class MpsTurns(runtime.Turns):
 
     def __enter__(self) -> None:
         if self._event is not None:
-            self._event.record()  # which commits
+            self._event.record()  # this commits
         else:
             self._mps.synchronize()
 
@@ -104,7 +104,7 @@ class MpsTurns(runtime.Turns):
             self._program.synchronize()
 
     def settle(self) -> None:
-        """Wait until PyTorch has done all that it was given."""
+        """Wait until PyTorch has done all its work."""
         self._mps.synchronize()
 
     def borrow(self, nbytes: int) -> _Block:
@@ -117,13 +117,13 @@ class MpsTurns(runtime.Turns):
         return found
 
     def give_back(self, block: _Block) -> None:
-        """Keep a block for calls to come, where not too much is kept already."""
+        """Keep a block for later calls, unless too much is kept already."""
         if sum(each.memory.nbytes for each in self._free) + block.memory.nbytes <= KEPT_BYTES:
             self._free.append(block)
 
 
 def turns_of(live: runtime.Runtime) -> MpsTurns:
-    """Those of a runtime; from the first call on, every launch waits for its turn."""
+    """The `MpsTurns` of a runtime; from the first call on, every launch waits for its turn."""
     with live.lock:
         if not isinstance(live.turns, MpsTurns):
             live.turns = MpsTurns(live)
@@ -131,7 +131,7 @@ def turns_of(live: runtime.Runtime) -> MpsTurns:
 
 
 def as_torch(array: ArrayView, live: runtime.Runtime) -> Any:
-    """Memory of ours as a torch tensor on MPS, not a copy; it is gone when the runtime ends.
+    """Memory of tikv as a torch tensor on MPS, not a copy; it becomes invalid when the runtime ends.
 
     Raises:
         ArchError: the engine cannot show its memory.

@@ -1,7 +1,7 @@
-"""Whether memory of the host may be written, where an array cannot say: torch and DLPack lose what NumPy knows.
+"""Whether host memory may be written, for arrays that cannot say: torch and DLPack drop NumPy's read-only flag.
 
-A write to a read-only mapping ends the process. The system is asked about the first and the last page of a destination,
-once per page.
+A write to a read-only mapping ends the process. So the system is asked about the first and the last page of a
+destination, once per page.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tikv.runtime.cache import BoundedCache
 PAGE = mmap.PAGESIZE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: make pages ready to be written, and keep what is in them
 
-# Pages that could be written when they were asked about. One that is unmapped, and mapped anew as read-only, is not
-# asked about again: 2 us a page and call would be as much as a small copy takes.
+# Pages that were writable when they were checked. A page that is unmapped, and then mapped as read-only, is not checked
+# again: 2 us per page and call would be as much as a small copy takes.
 _writable: BoundedCache[int, bool] = BoundedCache(1 << 16)
 
 
 def is_protected(ptr: int, span: int) -> bool:
     """Whether the first or the last page of host memory is known to be read-only.
 
-    False where it is not known: on other systems than Linux 5.14 and later, and for memory that the system lets be
-    written but its owner does not, such as bytes that `torch.frombuffer` was given.
+    False if this is not known: on systems other than Linux 5.14 and later, and for memory that the system allows to be
+    written but its owner does not, such as bytes given to `torch.frombuffer`.
     """
     for page in (ptr // PAGE, (ptr + span - 1) // PAGE):
         if page not in _writable:
             populate = _populate()
-            # Memory of devices is refused as well, hence the second question.
+            # Device memory is refused as well, hence the second check.
             if populate is not None and populate(page * PAGE, PAGE, _POPULATE_WRITE) and _is_mapped_read_only(page):
                 return True
             _writable[page] = True
@@ -41,7 +41,7 @@ def is_protected(ptr: int, span: int) -> bool:
 
 @functools.cache
 def _populate() -> Callable[[int, int, int], int] | None:
-    """The system's `madvise`, if it knows the question."""
+    """The system's `madvise`, if it supports this request."""
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError, AttributeError, ValueError):

@@ -1,6 +1,6 @@
-"""See any array as an `ArrayView`, without a copy: a reader for each kind of array.
+"""Views any array as an `ArrayView`, without a copy: there is a reader for each kind of array.
 
-`view` accepts NumPy, torch, `ti.ndarray`, `CacheArray`, and whatever speaks `__cuda_array_interface__` or DLPack.
+`view` accepts NumPy, torch, `ti.ndarray`, `CacheArray`, and arrays with `__cuda_array_interface__` or DLPack.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tikv.arrays.memory import StagedNdarray
 from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
 from tikv.runtime.cache import BoundedCache
 
-# By the id of the array, and forgotten with it, so there is no other limit. A weak reference also keeps NumPy from
-# resizing the array in place, so pointer and shape stay true.
+# By the id of the array; an entry is removed with its array, so there is no other limit. A weak reference also keeps
+# NumPy from resizing the array in place, so pointer and shape stay valid.
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 
 def known_numpy_view(array: Any) -> ArrayView | None:
-    """The view of a NumPy array that was seen before and is as it was; None for whatever else."""
+    """The view of a NumPy array that was seen before and is unchanged; None for anything else."""
     held: Any = _numpy_views.get(id(array))
     if held is None or held[0]() is not array:
         return None
@@ -51,17 +51,17 @@ def known_numpy_view(array: Any) -> ArrayView | None:
 
 
 def view(array: Any, name: str, operation: str) -> ArrayView:
-    """See `array` as an `ArrayView`, which keeps it alive. Nothing is copied.
+    """View `array` as an `ArrayView`, which keeps it alive. Nothing is copied.
 
     Args:
         array: any array.
-        name, operation: for the message of a refusal.
+        name, operation: the names in error messages.
 
     Raises:
-        DTypeError: the dtype, or the kind of object, is not one this library stores; or the object raises when asked.
-        ShapeError: a torch tensor without memory, or with less than its shape needs. One that lies where another of its
-            form has been seen is not asked how large its storage is.
-        StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
+        DTypeError: this library does not store the dtype, or does not know the kind of object; or the object raises.
+        ShapeError: a torch tensor has no memory, or less than its shape needs. The size of its storage is not checked
+            if a tensor of the same form has been seen at its address.
+        StaleRuntimeError: a `ti.ndarray` or `CacheArray` belongs to a runtime that no longer exists.
     """
     found = view_without_owner(array, name, operation)
     if found.owner is None and found is not array:
@@ -71,10 +71,10 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
-    """`view` for what is remembered from call to call: NumPy arrays and torch tensors have to be kept alive by others.
+    """`view` for views that are kept from call to call; the caller keeps NumPy arrays and torch tensors alive.
 
     Raises:
-        As `view`.
+        As `view` does.
     """
     kind = type(array)
     reader = _readers.get(kind)
@@ -84,7 +84,7 @@ def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def view_of_new(array: Any, name: str, operation: str) -> ArrayView:
-    """`view_without_owner` of what `new_like` made for this call: there is nothing to remember of it, nor to check."""
+    """`view_without_owner` of an array that `new_like` made for this call: it is neither remembered nor checked."""
     if type(array) is np.ndarray:
         return _see_numpy(array, name, operation)
     if _readers.get(type(array)) is _of_torch and array.device.type != "mps":
@@ -94,12 +94,12 @@ def view_of_new(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def view_bits(array: Any, name: str, operation: str) -> ArrayView:
-    """As `view`, for what moves bits and reads no numbers: NumPy and torch arrays may have any dtype of 1 to 8 bytes.
+    """As `view`, for code that moves bits without reading numbers: NumPy and torch arrays of any dtype of 1 to 8 bytes.
 
-    Elements of a dtype that this library does not store are seen as those of one that it does, of the same size.
+    Elements of a dtype that this library does not store are viewed as a dtype of the same size that it does.
 
     Raises:
-        As `view`.
+        As `view` does.
     """
     if isinstance(array, np.ndarray):
         if dtypes.of_numpy(array.dtype) is None and not array.dtype.hasobject:
@@ -107,7 +107,7 @@ def view_bits(array: Any, name: str, operation: str) -> ArrayView:
             array = array if seen is None else array.view(seen.numpy)
     elif type(array).__module__.partition(".")[0] == "torch" and hasattr(array, "data_ptr"):
         seen = dtypes.of_size(array.dtype.itemsize) if dtypes.of_torch(array.dtype) is None else None
-        with contextlib.suppress(RuntimeError):  # of a sparse or nested tensor, of which `view` says what it is
+        with contextlib.suppress(RuntimeError):  # a sparse or nested tensor, which `view` will report
             array = array if seen is None else array.view(dtypes.to_torch(seen.name))
     return view(array, name, operation)
 
@@ -117,7 +117,7 @@ _readers: BoundedCache[type, _Reader] = BoundedCache()
 
 
 def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
-    """How arrays of this type are seen."""
+    """The reader for arrays of this type."""
     if kind is ArrayView:
         return _of_view
     if issubclass(kind, CacheArray):
@@ -207,12 +207,12 @@ _torch_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
-    # A model makes new tensors of the same form each step, so what follows from the form is kept, not the tensor.
+    # A model makes new tensors of the same form in each step, so what follows from the form is kept, not the tensor.
     try:
         pointer = array.data_ptr()
         form = _torch_form(array, pointer)
         negated = array.is_neg()
-    except Exception as error:  # nested, sparse and other layouts; tensors inside torch.func, which stand for others
+    except Exception as error:  # nested, sparse and other layouts; tensors inside torch.func, which wrap others
         _check_strided(array, name, operation)
         raise DTypeError(
             f"{operation}: {name} is a torch tensor without memory of its own ({_first_line(error)}). Pass a plain "
@@ -247,10 +247,10 @@ def _see_torch(array: Any, pointer: int, form: tuple[Any, ...], name: str, opera
 
 
 def check_torch_memory(array: Any, pointer: int, seen: ArrayView, name: str, operation: str) -> None:
-    """A torch tensor's memory is there, and is as large as its shape says.
+    """Check that a torch tensor has memory, and as much as its shape needs.
 
     Raises:
-        ShapeError: it is not.
+        ShapeError: it has not.
     """
     if not seen.span:
         return
@@ -322,9 +322,9 @@ def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def _wait_for_producer(array: Any, stream: int | None, number: int) -> None:
-    """Wait until an array is computed, unless launches of ours come behind that by themselves.
+    """Wait until an array is computed, unless the order of streams already makes tikv's launches wait.
 
-    JAX computes on streams of its own, of which the interface does not tell; CuPy and others name the stream.
+    JAX computes on streams of its own, which the interface does not name; CuPy and others name the stream.
     """
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
@@ -352,7 +352,7 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     byte_strides = described.get("strides")
     strides = contiguous_strides(shape) if byte_strides is None else tuple(s // dtype.itemsize for s in byte_strides)
     pointer, read_only = described["data"]
-    # The interface does not say which GPU it is; CuPy and others say so beside it.
+    # The interface does not say which GPU it is; CuPy and others also have `__dlpack_device__`.
     number = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else 0
     _wait_for_producer(array, described.get("stream"), number)
     found = ArrayView(pointer or 0, shape, strides, dtype, f"cuda:{number}", writable=not read_only, owner=array)
