@@ -26,14 +26,14 @@ Arrays = Sequence[ArrayView]
 
 
 class PageAppends:
-    """The appends to a store's pages: checked, kept and run."""
+    """The appends to a store's pages: it checks them, keeps their plans and runs them."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self._writes: BoundedCache[Any, RowWrite] = BoundedCache()
 
     def append(self, operation: str, layer: int, given: Arrays, seqs: Any, cu_seqlens: Any, layout: str) -> AppendStep:
-        """Append views of K and V to one layer; where the tokens went. `PagedKVCacheStore.append`."""
+        """Append views of K and V to one layer, and return where the tokens went; `PagedKVCacheStore.append`."""
         pages = self.pages
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in given])
         write = self._writes.get(key)
@@ -54,7 +54,7 @@ class PageAppends:
         return step
 
     def _write(self, operation: str, layer: int, rows: Arrays) -> RowWrite:
-        """The write of new rows of one form; of a dtype that another store takes the DTypeError says so."""
+        """The write of new rows of one form; the DTypeError names another store that takes their dtype, if any."""
         own = rows[0].dtype
         try:
             return (HeadWrite if self.pages.config.per_head else RowWrite)(operation, self.pages, layer, rows)
@@ -64,7 +64,7 @@ class PageAppends:
             raise DTypeError(f"{error} Or make the store with dtype={own.name!r}.") from None
 
     def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Any, cu_seqlens: Any, **options: Any) -> Any:
-        """Split, norm, rotate and append fused rows; the queries. `PagedKVCacheStore.write_qkv`."""
+        """Split, norm, rotate and append fused rows, and return the queries; `PagedKVCacheStore.write_qkv`."""
         pages = self.pages
         _refuse_fused(pages, operation)
         rows = view(qkv, "qkv", operation)
@@ -87,25 +87,25 @@ class PageAppends:
         return q
 
     def _begin(self, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
-        """Take blocks for a layer's new tokens; `Changing` is around what is written, `commit` counts it."""
+        """Take blocks for a layer's new tokens; the write happens within `Changing`, and `commit` counts it."""
         return begin_append(self.pages, operation, layer, seqs, cu_seqlens, rows)
 
 
 def begin_append(pages: Pages, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
-    """Where so many new rows of sequences go, as callers name them; see `Sequences.begin`."""
+    """Where the `rows` new rows of the sequences that a caller named go; see `Sequences.begin`."""
     ids = pages.ids(seqs, operation)
     bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
     return pages.sequences.begin(operation, layer, ids, bounds, rows)
 
 
 def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
-    """Raise ShapeError where new rows have other axes than those of the layout, without one of sequences."""
+    """Raise ShapeError unless new rows have the layout's axes, without an axis of sequences."""
     axes = "(T, H, D)" if layout == "token_major" else "(H, T, D)"
     checks.rank(rows, (3,), name, f"{axes}, the tokens of all sequences one after the other", operation)
 
 
 def check_rows(operation: str, config: PoolConfig, given: Arrays, layout: str) -> None:
-    """Refuse new K and V without the axes of the layout and the heads of the store, and what is not a layout."""
+    """Raise unless new K and V have the axes of the layout and the heads of the store, and the layout exists."""
     checks.option(layout, "layout", operation, checks.LAYOUTS)
     for name, a in zip("kv", given, strict=True):
         check_rank(operation, name, a, layout)
@@ -135,7 +135,7 @@ class RowWrite:
 
     @property
     def row_step(self) -> int:
-        """Rows of a launch from a token to the next of the same sequence and head."""
+        """How many rows of a launch lead from a token to the next one of the same sequence and head."""
         return 1
 
     def _read(self, operation: str, rows: Arrays) -> int:
@@ -150,14 +150,14 @@ class RowWrite:
         return [k, self.pools[0], v, self.pools[1], slots, *self.scales.values()]
 
     def calls(self, rows: Arrays, slots: ArrayView) -> list[PlannedCall]:
-        """What writes rows of the form that was checked; `slots` as `ordered` has them."""
+        """The calls that write rows of the checked form; `slots` are in the order of `ordered`."""
         return [PlannedCall(self.plan, self._arrays(*part)) for part in self._parts(rows, slots)]
 
 
 class HeadWrite(RowWrite):
-    """The same by one slot for each token and head: a launch, or one per head.
+    """The same with one slot for each token and head: one launch, or one per head.
 
-    The rows of all tokens and heads are those of T * H tokens of one head, if they lie one after the other.
+    If the rows of all tokens and heads are contiguous, they are written as T * H tokens of one head.
     """
 
     def _read(self, operation: str, rows: Arrays) -> int:
@@ -177,7 +177,7 @@ class HeadWrite(RowWrite):
 
     @property
     def row_step(self) -> int:
-        """As there: between two tokens lie the other heads, if a launch writes all."""
+        """As in `RowWrite`; if one launch writes all heads, the rows of the others are between two tokens."""
         return self.heads if self.together else 1
 
     def ordered(self, slots: Host) -> Host:
@@ -186,7 +186,7 @@ class HeadWrite(RowWrite):
 
 
 def _refuse_fused(pages: Pages, operation: str) -> None:
-    """Refuse a store of what the fused write does not make."""
+    """Raise unless the fused write supports this store."""
     pages.refuse_per_head(operation, "the fused write has one slot for all heads of a token")
     rows, why = pages.config.rows, ""
     if not rows.alike:
@@ -200,7 +200,7 @@ def _refuse_fused(pages: Pages, operation: str) -> None:
 
 
 def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
-    """The cumulated numbers of tokens, which agree with the rows there are."""
+    """The cumulative numbers of tokens, which must agree with the number of rows."""
     if cu_seqlens is None:
         if rows != count:
             wanted = f"[0, {rows}]" if count == 1 else f"[0, ..., {rows}]"

@@ -24,7 +24,7 @@ from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, 
 
 
 def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
-    """Attention of queries over what a layer of their sequences holds; `PagedKVCacheStore.attend`."""
+    """Attention of queries over the tokens of their sequences in one layer; `PagedKVCacheStore.attend`."""
     config, live, sequences = pages.config, pages.runtime, pages.sequences
     ids = pages.ids(seqs, operation)
     states = [sequences.state(seq, operation) for seq in ids]
@@ -63,7 +63,7 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
 def _attend_shared(
     pages: Pages, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall
 ) -> Any:
-    """`attend` over blocks that sequences share, each read once; None where each sequence is to be read `alone`."""
+    """`attend` that reads each shared block once; None if each sequence is to be read `alone`."""
     config, live, operation = pages.config, pages.runtime, alone.plan.operation
     asking = with_tokens(alone.arrays["q"], 4)
     runs, own_lens = pages.tables.neighbours(0, asking.shape[0], queries.tokens, pages.block)

@@ -1,6 +1,6 @@
 """Which blocks of a pool are free, who holds the others, and which hold a prompt prefix that another may share.
 
-Bookkeeping on the host alone: no data moves here. A block is held by any number of sequences; one that nobody holds is
+This is bookkeeping on the host: no data moves here. A block is held by any number of sequences; without a holder it is
 free. A full block may be registered under the digest of all tokens up to its end, and is found by it even after it was
 freed, until it is taken for something else.
 """
@@ -20,7 +20,7 @@ MOST_SALT = 1024  # bytes; it is kept with each sequence and in files
 
 
 def salt_bytes(salt: Any, operation: str) -> bytes:
-    r"""A user's salt as bytes, no two salts as the same ones: 1, "1" and b"1" are three. None gives no bytes.
+    r"""A user's salt as bytes, different for different salts, also for 1, "1" and b"1". None gives no bytes.
 
     Raises:
         DTypeError: it is not a str, bytes or int.
@@ -58,10 +58,10 @@ def chained_digests(token_ids: Sequence[int] | Host, block_size: int, salt: byte
         salt: as `salt_bytes` gives it; digests of different salts are never equal.
 
     Returns:
-        SHA-256 of the previous block's digest and this block's tokens: equal digests mean equal prefixes. Before the
-        first block stands a digest of the salt, if there is one.
+        SHA-256 of the previous block's digest and this block's tokens: equal digests mean equal prefixes. The first
+        block is preceded by a digest of the salt, if there is one.
 
-    Cost: about 1 us a block.
+    Cost: about 1 us per block.
 
     Examples:
         >>> a, b = chained_digests([1, 2, 3, 4, 5], 2), chained_digests([9, 2, 3, 4], 2)
@@ -73,7 +73,7 @@ def chained_digests(token_ids: Sequence[int] | Host, block_size: int, salt: byte
     ids = np.asarray(token_ids, np.int64)
     digest, found = b"", []
     if salt:
-        # Of 36 bytes, which no block's are: those are a multiple of 8, so a salt cannot pass for tokens.
+        # It hashes 36 bytes. A block's bytes are a multiple of 8, so a salt cannot be mistaken for tokens.
         digest = hashlib.sha256(hashlib.sha256(salt).digest() + b"salt").digest()
     for end in range(block_size, len(ids) + 1, block_size):
         digest = hashlib.sha256(digest + ids[end - block_size : end].astype("<i8").tobytes()).digest()
@@ -95,11 +95,11 @@ def slots_of(block_table: Sequence[int], positions: Host, block_size: int) -> Ho
 class BlockPool:
     """Reference counts and free lists of ``num_blocks`` blocks.
 
-    Freed blocks are taken again last in, first out, beginning with block 0. Those registered under a digest, if no
-    other block is, are taken last, the longest unused first, and then lose it.
+    Freed blocks are taken again last in, first out, beginning with block 0. Blocks that are the only ones registered
+    under a digest are taken last, the longest unused first, and then lose their digest.
 
     Args:
-        num_blocks: blocks there are.
+        num_blocks: the number of blocks.
 
     Examples:
         >>> pool = BlockPool(4)
@@ -123,7 +123,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """How many blocks have no holder."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -132,15 +132,15 @@ class BlockPool:
         return sum(n > 1 for n in self._holders)
 
     def holders(self, block: int) -> int:
-        """How many hold a block."""
+        """How many sequences hold a block."""
         return self._holders[block]
 
     def allocate(
         self, n: int, operation: str = "BlockPool.allocate", lost: dict[int, bytes] | None = None
     ) -> list[int]:
-        """Take ``n`` free blocks, each with one holder, or CapacityError where fewer are free.
+        """Take ``n`` free blocks, each with one holder, or CapacityError if fewer are free.
 
-        ``lost`` is told the digests under which they were registered, for `give_back`.
+        The digests under which they were registered are put into ``lost``, for `give_back`.
         """
         if n > self.num_free:
             raise CapacityError(
@@ -161,14 +161,14 @@ class BlockPool:
         return found
 
     def give_back(self, blocks: Sequence[int], lost: dict[int, bytes]) -> None:
-        """Undo an `allocate`: those that ``lost`` a digest and were not written get it back and are taken as before."""
+        """Undo an `allocate`: blocks that ``lost`` a digest and were not written get it back, and their old order."""
         for block, digest in lost.items():
             self.register(block, digest)
         self.release(blocks)
         self._idle = {block: None for block in lost if block in self._idle} | self._idle
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block; a registered one that nobody holds is revived."""
+        """Add one holder to each block; a registered block without holders is in use again."""
         holders = self._holders
         for block in blocks:
             if holders[block] == 0:
@@ -176,9 +176,9 @@ class BlockPool:
             holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each block of a sequence, given in its order; those that nobody holds then are free.
+        """Remove one holder from each block of a sequence, given in its order; blocks without holders are then free.
 
-        The last is freed first, so that the first is taken again first, and a prefix outlives what follows it.
+        The last is freed first, so that the first is taken again first, and a prefix stays longer than what follows it.
         """
         holders = self._holders
         for block in reversed(blocks):
@@ -189,17 +189,17 @@ class BlockPool:
                     self._idle[block] = None
                     continue
                 if digest is not None:
-                    self.forget(block)  # another has the same tokens
+                    self.forget(block)  # another block has the same tokens
                 self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let a full block that is held be found by its digest, unless it is found by one already."""
+        """Make a full, held block findable by its digest, unless it already is by one."""
         if block not in self._digest_of:
             self._blocks_of.setdefault(digest, {})[block] = None
             self._digest_of[block] = digest
 
     def forget(self, block: int) -> None:
-        """A held block's data is about to change: it is not found by its digest any more."""
+        """Make a held block whose data is about to change no longer findable by its digest."""
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             same = self._blocks_of[digest]

@@ -1,4 +1,4 @@
-"""What lets go of tokens in pages and closes the gaps: compaction, and the accepted paths of drafted tokens."""
+"""Dropping tokens in pages and closing the gaps: compaction, and the accepted paths of drafted tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
     if rope is not None:
         pages.refuse_groups(f"{operation}(rope=)")
         check_turn(pages.config, pages.pools.layers[layer], rope, operation)
-    # Indices or a mask of one sequence, with an axis of sequences; what is not an array is left for others to refuse.
+    # Indices or a mask of one sequence get an axis of sequences; what is not an array is refused later.
     of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
     held = pages.sequences.held(layer, state)
     rows = HeadRows(1, pages.config.num_kv_heads, int(np.max(held)), held[None] if pages.config.per_head else held)
@@ -49,7 +49,7 @@ def _compact_heads(
     index: Host,
     rope: Rope | None,
 ) -> None:
-    """Of each head its own tokens, whose blocks hold no other head's."""
+    """Keep different tokens for each head, if a block holds tokens of one head only."""
     turned, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
     moves = sequences.moves(layer, state, by_head, turned)
@@ -60,7 +60,7 @@ def _compact_heads(
 def _compact_alike(
     operation: str, pages: Pages, layer: int, state: SequenceState, chosen: Host, rope: Rope | None
 ) -> None:
-    """Of all heads the same tokens, in blocks that other sequences may share."""
+    """Keep the same tokens for all heads, in blocks that other sequences may share."""
     sequences, held = pages.sequences, state.lengths[layer]
     place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
     pages.check_kept(operation, layer, state, chosen)
@@ -81,7 +81,7 @@ def _compact_alike(
 
 
 def _move(operation: str, pages: Pages, layer: int, moves: Moves, rope: Rope | None) -> None:
-    """Move and turn rows of a layer, and find the summaries of the pages that they are in now."""
+    """Move and rotate rows of a layer, and update the summaries of the pages that they are in now."""
     move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
     summaries = pages.pools.pages[layer]
     if summaries is not None:
@@ -110,7 +110,7 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
 
 
 def _same_for_all(index: Host, operation: str) -> Host:
-    """The indices (n,) or (H, n), which all heads keep; ShapeError where they would keep different tokens."""
+    """The indices that all heads keep, from (n,) or (H, n); ShapeError if heads would keep different tokens."""
     if index.ndim == 2 and (index != index[0]).any():
         raise ShapeError(
             f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the "
@@ -131,7 +131,7 @@ def _moves(operation: str, pages: Pages, slots: Sequence[tuple[Host, Host]]) -> 
 
 
 def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
-    """The path of each sequence, ascending int64; refused where it does not ascend within its draft."""
+    """The path of each sequence, int64; raises unless it ascends within its draft."""
     given = path.tolist() if hasattr(path, "tolist") else path
     given = list(given) if isinstance(given, list | tuple | range) else [given]
     if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in given):

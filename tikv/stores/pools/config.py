@@ -1,4 +1,4 @@
-"""The configuration of a pool of pages: how many blocks of how many tokens, of which heads, dtype and layout."""
+"""The configuration of a pool of pages: the number and size of blocks, their heads, dtype and layout."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PoolConfig:
     num_kv_heads: int
     rows: RowFormats
     layout: str
-    per_head: bool = False  # a block holds tokens of one head
-    page: int | None = None  # tokens of the pages whose least and greatest keys are kept
-    groups: TokenGroupForm | None = None  # where keys are by channel over groups of tokens, see `group_pages`
+    per_head: bool = False  # whether a block holds tokens of one head only
+    page: int | None = None  # tokens per page whose least and greatest keys are kept
+    groups: TokenGroupForm | None = None  # if keys are quantised by channel over groups of tokens, see `group_pages`
 
     @classmethod
     def checked(
@@ -54,7 +54,7 @@ class PoolConfig:
         page_summaries: int | None = None,
         **rows: Any,
     ) -> PoolConfig:
-        """The configuration that arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
+        """The configuration that the arguments ask for, or an error; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         if isinstance(rows.get("dtype"), Quant) and rows["dtype"].axis == "tokens":
             form = TokenGroupForm.checked(operation, live, heads, rows)
@@ -105,7 +105,7 @@ class PoolConfig:
         return config
 
     def _check_summaries(self, operation: str) -> None:
-        """Raise OptionError or DTypeError where pages are asked for that are not parts of blocks, or of other keys."""
+        """Raise OptionError or DTypeError if summaries are asked for of pages or keys that cannot have them."""
         if self.page is None:
             return
         if self.block_size % self.page:
@@ -124,7 +124,7 @@ class PoolConfig:
         cls, operation: str, live: runtime.Runtime, form: TokenGroupForm, num_blocks: Any, block_size: Any,
         asked: dict[str, Any],
     ) -> PoolConfig:  # fmt: skip
-        """The configuration of groups along tokens; what else is `asked` for is refused."""
+        """The configuration of groups along tokens; raises if anything in `asked` is unsupported with them."""
         for name, value in asked.items():
             if value is not None:
                 raise OptionError(
@@ -158,7 +158,7 @@ class PoolConfig:
         return self.num_blocks * self.block_size * self.block_heads * max(row.nbytes for row in self.rows.both)
 
     def _sizes(self, live: runtime.Runtime) -> list[tuple[int, int]]:
-        """Bytes of a layer's two pools, and how many each may have: kernels count 2**31 words, at worst elements."""
+        """Bytes of a layer's two pools, and the most that each may have: kernels count 2**31 words or elements."""
         slots, most = self.num_blocks * self.block_size * self.block_heads, BLOCK_BYTES[live.arch]
         return [(slots * row.nbytes, min(most, 2**31 * row.stored.itemsize)) for row in self.rows.both]
 
@@ -176,7 +176,7 @@ class PoolConfig:
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
 
     def block_forms(self) -> list[tuple[tuple[int, ...], DType]]:
-        """Of each array of a layer, K's first, the shape of a block where it lies, and the dtype."""
+        """The shape of a block in the pool and the dtype, for each array of a layer, K's first."""
         if self.groups is not None:
             arrays = self.groups.codes.arrays().values()
             return [((self.num_kv_heads, self.block_size // n, *shape), dtype) for shape, dtype, n in arrays]
@@ -192,11 +192,11 @@ class PoolConfig:
 
     @property
     def scale_names(self) -> list[str]:
-        """The names of the scales there are."""
+        """The names of the scales, if there are any."""
         return [name for name in self.rows.arrays() if name not in ROWS]
 
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
-        """Blocks of a pool on the host as `names` has them; scales, streams 2 and 3, are so already."""
+        """Blocks of a pool on the host in the shapes of `names`; scales, streams 2 and 3, have them already."""
         if self.groups is not None:
             found: HostArray = array.swapaxes(1, 2)
             return found
@@ -220,10 +220,10 @@ class PoolConfig:
         return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as JSON has them, but for a `Quant`."""
+        """The arguments of a store of this configuration, in JSON's types, except for a `Quant`."""
         rows = self.rows.arguments()
         if not self.scale_names:
-            rows["scale_dtype"] = dtypes.float16.name  # of no scales
+            rows["scale_dtype"] = dtypes.float16.name  # unused without scales
         sizes = {name: getattr(self, name) for name in ("num_blocks", "block_size", "num_kv_heads", "layout")}
         if self.page is not None:
             sizes["page_summaries"] = self.page
@@ -233,5 +233,5 @@ class PoolConfig:
 
 
 def in_full(given: dict[str, Any]) -> dict[str, Any]:
-    """`PoolConfig.arguments` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
+    """`PoolConfig.arguments` with their defaults filled in: V is stored as K is, and nothing is divided."""
     return given | {"v_dtype": given["dtype"], "k_scale": None, "v_scale": None} | given

@@ -1,9 +1,10 @@
 """TokenGroupPages: a paged store of keys by channel over groups of tokens, ``dtype=tikv.Quant(axis="tokens")``.
 
-A block holds whole groups of codes. The newest tokens of a sequence, `residual` to `residual` + `group` of them, lie as
-they came in pages of a group each, outside of the pool: memory for four sequences at first, then for twice as many.
-When they are full an append first lets their oldest group be quantised into the sequence's block. Forks share blocks
-and copy those pages; what both quantise then has the same bits, and a block in which tokens differ was copied before.
+A block holds whole groups of codes. The newest tokens of a sequence, `residual` to `residual` + `group` of them, are
+kept unquantised in pages of one group each, outside of the pool, with room for four sequences at first and twice as
+many whenever that is full. When a sequence's pages are full, an append first quantises their oldest group into the
+sequence's block. Forks share blocks and copy those pages; what both quantise later has the same bits, and a block in
+which their tokens differ was copied before.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState, re
 from tikv.stores.pools.tables import DeviceTables
 from tikv.stores.row_format import ROWS, RowFormats
 
-FIRST_SEQUENCES = 4  # that there are pages of new tokens for
+FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
 
 
 def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: Host) -> list[ArrayView]:
-    """A copy of parts of blocks, of which each has so many, by their numbers among those of all blocks."""
+    """A copy of parts of blocks, `each` per block, by their numbers among the parts of all blocks."""
     found = []
     for a in arrays:
         rows, of_heads = _as_parts(a, each), of_all_heads(a.shape[1], each, numbers)
@@ -60,32 +61,32 @@ def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: H
 
 
 def put_parts(arrays: Sequence[ArrayView], each: int, taken: Sequence[ArrayView], numbers: Host) -> None:
-    """Write what `take_parts` copied where those of these numbers lie."""
+    """Write what `take_parts` copied to the parts with these numbers."""
     for a, found in zip(arrays, taken, strict=True):
         of_heads = of_all_heads(a.shape[1], each, numbers)
         blocks.swap_blocks(found, _as_parts(a, each), pairs_of(np.arange(len(of_heads)), of_heads))
 
 
 def _moved(parts: Host, src: Sequence[int], dst: Sequence[int], each: int) -> tuple[int, Host, Host]:
-    """How many parts a block has, and of those that move to the front of other blocks the numbers from and to."""
+    """How many parts a block has, and the numbers from and to which parts move to the front of other blocks."""
     numbers = slots_of(src, parts, each), slots_of(dst, np.arange(len(parts)), each)
     moved = numbers[0] != numbers[1]
     return each, numbers[0][moved], numbers[1][moved]
 
 
 def _as_parts(a: ArrayView, each: int) -> ArrayView:
-    """Blocks (n, heads, ...) as rows of their parts, of which each head of a block has so many."""
+    """Blocks (n, heads, ...) as rows of their parts, of which each head of a block has `each`."""
     n = a.shape[0] * a.shape[1] * each
     width = math.prod(a.shape) // n
     return a.restrided((n, width), (width, 1))
 
 
 class NewPages:
-    """Pages of the newest tokens, a group each, of all layers; those of a sequence lie one behind the other.
+    """Pages of the newest tokens, one group each, for all layers; the pages of a sequence are adjacent.
 
     Attributes:
-        each: pages of a sequence, in every layer.
-        pools: the pages, which are blocks of a pool of their own.
+        each: how many pages a sequence has in every layer.
+        pools: the pages, which are blocks of a separate pool.
     """
 
     def __init__(self, config: PoolConfig, form: TokenGroupForm, num_layers: int, live: Runtime) -> None:
@@ -94,7 +95,7 @@ class NewPages:
         formats = RowFormats(*rows, config.rows.scale_dtype)
         self._config = dataclasses.replace(config, block_size=self.group, rows=formats, groups=None)
         self._places, self._free = dict[int, int](), list(range(FIRST_SEQUENCES))
-        self._away: dict[int, HostBlocks] = {}  # of those that are swapped out
+        self._away: dict[int, HostBlocks] = {}  # pages of swapped-out sequences
         self.pools = self._pools_for(FIRST_SEQUENCES)
 
     def _pools_for(self, sequences: int) -> LayerPools:
@@ -102,7 +103,7 @@ class NewPages:
         return LayerPools(config, self._num_layers, self.runtime)
 
     def _grow(self, sequences: int) -> None:
-        """Have memory for so many sequences, and keep what is there."""
+        """Allocate memory for `sequences` sequences, and keep what is stored."""
         made, kept = self._pools_for(sequences), np.arange(len(self._places) * self.each)
         for old, new in zip(self.pools.layers, made.layers, strict=True):
             for a, to in zip(old, new, strict=True):
@@ -111,20 +112,20 @@ class NewPages:
         self._free += range(len(self._places), sequences)
 
     def take(self, seq: int) -> None:
-        """Pages for a sequence."""
+        """Take pages for a sequence."""
         if not self._free:
             self._grow(2 * len(self._places))
         self._places[seq] = self._free.pop(0)
 
     def release(self, seq: int) -> None:
-        """Its pages are another's, if it has any."""
+        """Give back a sequence's pages, if it has any."""
         place = self._places.pop(seq, None)
         if place is not None:
             self._free.append(place)
         self._away.pop(seq, None)
 
     def swap_out(self, seq: int) -> None:
-        """Have its pages on the host."""
+        """Move its pages to the host."""
         found = self.read(seq)
         self.release(seq)
         self._away[seq] = found
@@ -139,7 +140,7 @@ class NewPages:
         return self._away[seq] if seq in self._away else self.pools.read_blocks(self.pages(seq))
 
     def bring(self, seq: int, host: HostBlocks, swapped: bool = False) -> None:
-        """Have pages for a sequence that was read so, in memory or on the host."""
+        """Take pages for a sequence and fill them with what `read` returned, in memory or on the host."""
         if swapped:
             self._away[seq] = host
         else:
@@ -147,29 +148,29 @@ class NewPages:
             self.pools.write_blocks(host, range(self.each), self.pages(seq))
 
     def pages(self, seq: int) -> list[int]:
-        """Of a sequence, in the order of memory."""
+        """The pages of a sequence, in the order of memory."""
         first = self._places[seq] * self.each
         return list(range(first, first + self.each))
 
     def in_order(self, seq: int, coded: int) -> list[int]:
-        """Of a sequence, of whose tokens so many are codes: the oldest page first."""
+        """The pages of a sequence, `coded` of whose tokens are codes, the oldest page first."""
         pages = self.pages(seq)
         return [pages[i] for i in self._order(coded)]
 
     def _order(self, coded: int) -> Host:
-        """Of the pages of a sequence, of whose tokens so many are codes, which come first."""
+        """The order in time of the pages of a sequence, `coded` of whose tokens are codes."""
         return (np.arange(self.each) + coded // self.group) % self.each
 
     def rows(self, seq: int, coded: Sequence[int]) -> list[list[Host]]:
-        """Copies of what a sequence has, of each layer K and V as rows (n, heads, width), the oldest first.
+        """Copies of a sequence's K and V in each layer as rows (n, heads, width), the oldest first.
 
-        `coded` says of each layer how many tokens are codes.
+        `coded` says how many tokens of each layer are codes.
         """
         layers = zip(self.pools.to_rows(self.read(seq)), coded, strict=True)
         return [[a[self._order(n)].reshape(-1, *a.shape[2:]) for a in arrays] for arrays, n in layers]
 
     def from_rows(self, rows: list[list[Host]], coded: Sequence[int]) -> HostBlocks:
-        """The reverse of `rows`, of fewer of them too, as `read` gives pages."""
+        """The reverse of `rows`, for fewer of them too: pages as `read` returns them."""
         pages = []
         for arrays, n in zip(rows, coded, strict=True):
             pages.append([np.zeros((self.each * self.group, *a.shape[1:]), a.dtype) for a in arrays])
@@ -180,7 +181,7 @@ class NewPages:
         return self.pools.from_rows(pages)
 
     def copy(self, src: int, dst: int) -> None:
-        """Let a sequence have what another one has."""
+        """Copy the pages of one sequence to another."""
         self.pools.copy_blocks(list(zip(self.pages(src), self.pages(dst), strict=True)))
 
 
@@ -189,7 +190,7 @@ class TokenGroupPages(Pages):
 
     Attributes:
         new: pages of the newest tokens.
-        coded: of each sequence, and layer, how many of its oldest tokens are codes.
+        coded: how many of the oldest tokens are codes, for each sequence and layer.
     """
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
@@ -209,13 +210,13 @@ class TokenGroupPages(Pages):
         return int(self.pools.nbytes) + self.new.pools.nbytes
 
     def refuse_groups(self, operation: str, remedy: str = "Use axis='head_dim'.") -> NoReturn:
-        """As of `Pages`: always."""
+        """As in `Pages`; it always raises."""
         raise OptionError(f"{operation}: a pool with groups along tokens does not support this. {remedy}")
 
     # --- sequences
 
     def add(self, token_ids: Any, salt: bytes) -> int:
-        """As of `Pages`, without token ids."""
+        """As in `Pages`, without token ids."""
         if len(token_ids):
             raise OptionError(
                 "PagedKVCacheStore.add: blocks with groups along tokens cannot be found by token_ids, since the "
@@ -230,17 +231,17 @@ class TokenGroupPages(Pages):
 
     @uninterrupted
     def fork(self, state: SequenceState) -> int:
-        """As of `Pages`; pages of new tokens are copied."""
+        """As in `Pages`; pages of new tokens are copied."""
         seq = self._came(self.sequences.fork(state), list(self.coded[state.number]))
         self.new.copy(state.number, seq)
         return seq
 
     @uninterrupted
     def truncate(self, operation: str, state: SequenceState, n: int) -> None:
-        """As of `Pages`, of new tokens or of whole groups.
+        """As in `Pages`; it drops new tokens or whole groups.
 
         Raises:
-            PositionError: a part of a group would stay. Nothing is changed.
+            PositionError: part of a group would be kept. Nothing is changed.
         """
         coded, group = self.coded[state.number], self.quant.group
         kept = [n - (left.dropped if left else 0) for left in state.left]  # of each layer, if it holds so many
@@ -254,13 +255,13 @@ class TokenGroupPages(Pages):
         self.coded[state.number] = [min(pair) for pair in zip(coded, kept, strict=True)]
 
     def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
-        """As of `Pages`: a group of codes is kept as a whole."""
+        """As in `Pages`: a group of codes must be kept as a whole."""
         coded = Coded(0, self.coded[state.number][layer], self.quant.group)
         kept_groups(operation, chosen[None], coded, lambda row: f"sequence {state.number} in layer {layer}")
 
     @uninterrupted
     def keep(self, layer: int, state: SequenceState, table: Sequence[int], chosen: Host) -> None:
-        """Move groups and new tokens of a layer, by a table of blocks; nothing where memory is short."""
+        """Move groups and new tokens of a layer, by a table of blocks; if memory is short, nothing moves."""
         group, before = self.quant.group, self.coded[state.number][layer]
         coded = int(np.searchsorted(chosen, before))
         pages, pages_to = (self.new.in_order(state.number, n) for n in (before, coded))
@@ -281,7 +282,7 @@ class TokenGroupPages(Pages):
 
     @uninterrupted
     def swap_out(self, state: SequenceState) -> None:
-        """As of `Pages`, with the pages of new tokens."""
+        """As in `Pages`, with the pages of new tokens."""
         self.new.swap_out(state.number)
         self.sequences.swap_out(state, self.pools.read_blocks(state.blocks))
 
@@ -294,11 +295,11 @@ class TokenGroupPages(Pages):
     # --- files
 
     def written(self, state: SequenceState) -> list[int]:
-        """As of `Pages`: those that are codes."""
+        """As in `Pages`: the tokens that are codes."""
         return self.coded[state.number]
 
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
-        """As of `Pages`: the newest tokens as rows (n, heads, width), one sequence behind the other."""
+        """As in `Pages`: the newest tokens as rows (n, heads, width), one sequence after the other."""
         told = [{"coded": self.coded[state.number]} for state in states]
         parts = {
             f"new.{i}.{name}": [np.empty((0, self.config.num_kv_heads, row.width), row.stored.numpy)]
@@ -336,7 +337,7 @@ class TokenGroupPages(Pages):
 
     @uninterrupted
     def append(self, operation: str, layer: int, given: Sequence[ArrayView], seqs: Any, cu: Any, layout: str) -> None:
-        """As `PageAppends.append`: a launch for those that the new pages have room for, three for each group."""
+        """As `PageAppends.append`: one launch for tokens that the new pages have room for, and three for each group."""
         check_rows(operation, self.config, given, layout)
         rows = [rows_first(a, layout) for a in given]
         slots = np.full(rows[0].shape[0], -1, np.int32)
@@ -351,7 +352,7 @@ class TokenGroupPages(Pages):
         self.sequences.commit(layer, step)
 
     def _place(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
-        """Where the next rows of each sequence go, once a group became codes where there is no room; False: none."""
+        """Find slots for each sequence's next rows, after quantising a group if there is no room; False if none."""
         quant, found = self.quant, False
         most = quant.residual + quant.group
         for i, state in enumerate(step.states):
@@ -372,7 +373,7 @@ class TokenGroupPages(Pages):
     def _write(
         self, operation: str, layer: int, rows: Sequence[ArrayView], slots: Host, prepared_only: bool = False
     ) -> None:
-        """Write rows (T, H, D) to slots of the new pages, or only see that they can be."""
+        """Write rows (T, H, D) to slots of the new pages, or only check that they can be written."""
         k, v = self.new.pools.layers[layer]
         index = self.tables.upload(f"slots of {len(slots)}", slots)
         arrays = [rows[0], k, rows[1], v, index]
@@ -392,7 +393,7 @@ class TokenGroupPages(Pages):
         self.coded[seq][layer] = at + self.quant.group
 
     def _rows_of_page(self, layer: int, page: int) -> list[Rows]:
-        """Where K and V of a page of new tokens lie."""
+        """The places of K and V of a page of new tokens."""
         return [
             Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0])
             for a in self.new.pools.layers[layer]
@@ -418,7 +419,7 @@ class TokenGroupPages(Pages):
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
-        """As `PagedKVCacheStore.attend`, codes and new pages read in place."""
+        """As `PagedKVCacheStore.attend`; codes and new pages are read in place."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         self._refuse_options(operation, request)
         states = [self.sequences.state(seq, operation) for seq in ids]
@@ -481,7 +482,7 @@ class TokenGroupPages(Pages):
     def extend(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu: Any, request: AttendRequest
     ) -> Any:
-        """As `PagedKVCacheStore.extend`, some tokens of a sequence at a time: each query sees what it would alone."""
+        """As `PagedKVCacheStore.extend`, some tokens at a time: each query sees what it would see if it came alone."""
         live, config, quant = self.runtime, self.config, self.quant
         self._refuse_options(operation, request)
         q, given = (
@@ -495,7 +496,7 @@ class TokenGroupPages(Pages):
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
-        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])  # to see that all of it has room
+        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])  # checks that there is room for all
         if not step.committed:
             self.sequences.undo(step, refused=True)
         tokens, q_heads, padded = rows[0].shape[0], asking.shape[1], step.cu_seqlens[-1] < rows[0].shape[0]

@@ -1,7 +1,7 @@
 """The sequences of a per-head paged store: a block table for each layer, sequence and KV head.
 
-A block holds tokens of one head of one layer, and each layer has blocks of its own. To `Sequences` of one layer a
-head of a sequence is a sequence: here they are put together. As there, bookkeeping on the host alone.
+A block holds tokens of one head of one layer, and each layer has its own blocks. Each layer has a `Sequences`, in which
+every head of a sequence counts as a sequence; this module combines them. It too is only bookkeeping on the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tikv.stores.pools.sequences import AppendStep, PathStep, Sequences, Sequenc
 
 
 class HeadState(SequenceState):
-    """What is known of one sequence. `lengths` count tokens that came, whatever a head still holds of them."""
+    """What is known of one sequence. `lengths` count appended tokens, whatever heads still hold of them."""
 
     def came(self, layer: int) -> int:
         return self.lengths[layer]
 
     def shift(self, layer: int) -> int:
-        """By how much the position of a new token is beyond its number."""
+        """The difference between a new token's position and its number."""
         left = self.left[layer]
         return left.next_position - left.end if left else 0
 
@@ -35,7 +35,7 @@ class HeadSequences(Sequences):
     """`Sequences` whose heads hold different tokens.
 
     Attributes:
-        layers: of each layer the `Sequences` of its heads; head h of sequence n is their number n * heads + h.
+        layers: the `Sequences` of each layer's heads; head h of sequence n has the number n * heads + h there.
     """
 
     by_head = True
@@ -47,7 +47,7 @@ class HeadSequences(Sequences):
 
     @property
     def num_free(self) -> int:
-        """Free blocks of the layer that has fewest."""
+        """The free blocks of the layer that has the fewest."""
         return min(layer.num_free for layer in self.layers)
 
     def of_heads(self, layer: int, state: SequenceState) -> list[SequenceState]:
@@ -60,7 +60,7 @@ class HeadSequences(Sequences):
         return np.array([head.lengths[0] for head in self.of_heads(layer, state)], np.int32)
 
     def positions(self, layer: int, state: SequenceState) -> list[Host]:
-        """Of each head the true positions of what it holds, ascending, int64."""
+        """The true positions of what each head holds, ascending, int64."""
         left, came = state.left[layer], state.came(layer)
         return [np.arange(came)] * self.heads if left is None else left.rows(came - left.end)
 
@@ -76,14 +76,14 @@ class HeadSequences(Sequences):
         return table.reshape(len(states), self.heads, -1), lens.reshape(len(states), self.heads)
 
     def blocks_held(self, layer: int, state: SequenceState) -> list[tuple[list[int], int]]:
-        """As `Sequences.blocks_held`, of each head."""
+        """As `Sequences.blocks_held`, for each head."""
         return [(head.blocks, head.lengths[0]) for head in self.of_heads(layer, state)]
 
     def version_of(self, layer: int) -> int:
         return self.layers[layer].version
 
     def drawn(self) -> tuple[BlockPool, list[tuple[Any, int, list[int], bool]]]:
-        """As `Sequences.drawn`, of each head in the first layer."""
+        """As `Sequences.drawn`, for each head in the first layer."""
         first = self.layers[0]
         return first.blocks, [
             (f"{n // self.heads}, head {n % self.heads}", head.held, head.blocks, False)
@@ -98,7 +98,7 @@ class HeadSequences(Sequences):
         return self._insert(HeadState([], [0] * self.num_layers))
 
     def truncate(self, state: SequenceState, n: int) -> None:
-        """Keep the tokens before position `n` in every layer; `check_truncate` says whether that can be."""
+        """Keep the tokens before position `n` in every layer; `check_truncate` checks whether that is possible."""
         for i, layer in enumerate(self.layers):
             dropped = max(0, state.lengths[i] - n)
             for head in self.of_heads(i, state):
@@ -108,7 +108,7 @@ class HeadSequences(Sequences):
         self._changed()
 
     def free(self, seq: int) -> None:
-        """Forget a sequence that is there, and give back its blocks."""
+        """Forget an existing sequence, and give back its blocks."""
         del self.states[seq]
         for layer in self.layers:
             for h in range(self.heads):
@@ -126,7 +126,7 @@ class HeadSequences(Sequences):
         bounds = (0, *itertools.accumulate(counts))
         inner = self.layers[layer].begin(operation, 0, of_heads, bounds, rows * heads)
         slots = inner.slots
-        if max(counts, default=0) > 1:  # the rows of a head lie together there, those of a token here
+        if max(counts, default=0) > 1:  # there by head, here by token
             slots = np.full(rows * heads, -1, np.int32)
             for first, end in itertools.pairwise(cu_seqlens):
                 some = inner.slots[first * heads : end * heads]
@@ -164,7 +164,7 @@ class HeadSequences(Sequences):
         return step
 
     def moved_slots(self, step: PathStep) -> list[tuple[Host, Host]]:
-        """As `Sequences.moved_slots`, of the rows of all heads."""
+        """As `Sequences.moved_slots`, for the rows of all heads."""
         return [layer.moved_slots(rows)[0] for layer, rows in zip(self.layers, step.of_layers, strict=True)]
 
     def commit_paths(self, step: PathStep) -> None:
@@ -177,7 +177,7 @@ class HeadSequences(Sequences):
         self._changed()
 
     def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:
-        """The rows that a compaction moves, or turns to a position that is its place, of all heads."""
+        """The rows of all heads that a compaction moves, or rotates to a position equal to their place."""
         found: list[tuple[Host, ...]] = []
         heads = zip(self.of_heads(layer, state), self.positions(layer, state), keep, strict=True)
         for head, positions, index in heads:
@@ -188,7 +188,7 @@ class HeadSequences(Sequences):
         return Moves(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
     def compact_heads(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> None:
-        """Count what each head has kept, whose rows were moved and turned; blocks behind it are free."""
+        """Count what each head has kept, after its rows were moved and rotated; blocks after it become free."""
         end, next_position = state.came(layer), state.came(layer) + state.shift(layer)
         rows = [of_head[index] for of_head, index in zip(self.positions(layer, state), keep, strict=True)]
         if turned:

@@ -1,7 +1,7 @@
 """The memory of a paged store: the pools of all layers, which move whole blocks of every layer together.
 
-All layers have pools of one form, so a block id names the same block of every layer. The layers lie side by side in as
-few arrays as a launch can address; copying a block copies it in all layers.
+All layers have pools of one form, so a block id names the same block of every layer. The layers are adjacent in as few
+arrays as launches can address; copying a block copies it in all layers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers:
 
 
 class LayerGroup:
-    """Layers whose blocks lie one after the other: an array each for K, for V and for the scales that there are."""
+    """Layers whose blocks are adjacent: they have one array for K, one for V and one for each kind of scales."""
 
     def __init__(self, config: PoolConfig, layers: int, live: runtime.Runtime) -> None:
         self.config, self.layers, n = config, layers, layers * config.num_blocks
         self.arrays = [new_array((n, *shape), dtype, live) for shape, dtype in config.block_forms()]
-        self.summaries: list[ArrayView] = []  # of a block's pages, (n, pages, heads, width): the least, the greatest
+        self.summaries: list[ArrayView] = []  # (n, pages, heads, width) each: the least and the greatest keys
 
     def of_layer(self, layer: int) -> list[ArrayView]:
-        """The arrays of one of the layers, where they lie."""
+        """The arrays of one of the layers, in place."""
         n = self.config.num_blocks
         return [a.part(0, layer * n, layer * n + n) for a in self.arrays]
 
@@ -45,19 +45,19 @@ class LayerGroup:
         return least, greatest
 
     def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> HostArray:
-        """(layers * n, 2) int32: each block to move and its destination, in each layer of pools of so many blocks."""
+        """(layers * n, 2) int32: each block to move and its destination, in each layer; pools have these sizes."""
         pair = np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
         layer = np.arange(self.layers, dtype=np.int32)[:, None, None]
         return np.ascontiguousarray((pair + layer * np.array([src_blocks, dst_blocks], np.int32)).reshape(-1, 2))
 
 
 class BlockPools:
-    """The blocks of all layers of a store, of which a number names the same one of each.
+    """The blocks of all layers of a store; a number names the same block of each layer.
 
     Attributes:
         config: what the layers have in common.
-        groups: the layers that lie in one piece of memory each.
-        layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
+        groups: the groups of layers that share one piece of memory.
+        layers: K's pool, V's pool and, for int8 and groups, their scales, in place, for each layer.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
@@ -68,11 +68,11 @@ class BlockPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, those of summaries of pages included, filled or not."""
+        """Bytes of all layers, including page summaries, filled or not."""
         return sum(a.nbytes for group in self.groups for a in (*group.arrays, *group.summaries))
 
     def summarize_blocks(self, written: Sequence[int]) -> None:
-        """Find the summaries of the pages of these blocks, of layers that keep any."""
+        """Compute the summaries of these blocks' pages, for layers that keep any."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each pair from one block to another, in all layers."""
@@ -86,7 +86,7 @@ class BlockPools:
                     blocks.swap_blocks(some[0], some[0], found)
 
     def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
-        """Copies of these blocks of all layers on the host, waited for."""
+        """Copies of these blocks of all layers on the host; it waits for them."""
         n = len(chosen)
         found = self.host_blocks(n)
         for group, host in zip(self.groups if n else (), found, strict=False):
@@ -97,7 +97,7 @@ class BlockPools:
         return found
 
     def host_blocks(self, n: int) -> HostBlocks:
-        """Memory of the host for so many blocks of all layers."""
+        """Memory of the host for `n` blocks of all layers."""
         return [
             [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays] for group in self.groups
         ]
@@ -113,11 +113,11 @@ class BlockPools:
         self.runtime.synchronize()
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
+        """The arguments of a store of this configuration, as `PoolConfig.arguments`."""
         return {"num_layers": len(self.layers), **self.config.arguments()}
 
     def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
-        """What `read_blocks` copied, by layer, as `PoolConfig.names` has it."""
+        """What `read_blocks` copied, by layer, in the shapes of `PoolConfig.names`."""
         found = []
         for group, arrays in zip(self.groups, host, strict=True):
             n = len(arrays[0]) // group.layers
@@ -135,13 +135,13 @@ class BlockPools:
 
 
 class LayerPools(BlockPools):
-    """The pools of all layers of a store, in which rows lie as one token after another.
+    """The pools of all layers of a store, with rows stored token by token.
 
     Attributes:
-        scales: of each layer the scales of int8 and groups by name, as operations take them; or what all rows are
+        scales: each layer's scales of int8 and groups by the names of operations' parameters; or what all rows are
             divided by.
-        caches: of each layer all of this, as attention takes it, without block tables.
-        pages: of each layer the summaries of its pages, or None.
+        caches: all of this for each layer, as attention takes it, without block tables.
+        pages: the page summaries of each layer, or None.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
@@ -173,13 +173,13 @@ class LayerPools(BlockPools):
         self.pages = [LayerPages(self.runtime, config, k, scales, pair) for (k, *_), scales, pair in of_layers]
 
     def write_blocks(self, host: HostBlocks, src: Sequence[int], dst: Sequence[int]) -> None:
-        """As `BlockPools.write_blocks`, and find the summaries of their pages."""
+        """As `BlockPools.write_blocks`; it also computes the summaries of their pages."""
         super().write_blocks(host, src, dst)
         self.summarize_blocks(dst)
         self.runtime.synchronize()
 
     def summarize_blocks(self, written: Sequence[int]) -> None:
-        """Find the summaries of the pages of these blocks anew, in all layers, if any are kept."""
+        """Compute the summaries of these blocks' pages again, in all layers, if any are kept."""
         size = self.config.block_size
         slots = (np.asarray(written, np.int64)[:, None] * size + np.arange(size)).ravel()
         for pages in self.pages:
@@ -187,7 +187,7 @@ class LayerPools(BlockPools):
                 pages.summarize_slots("PagedKVCacheStore", slots)
 
     def gather(self, layer: int, stream: int, table: HostArray, length: int, out: ArrayView) -> None:
-        """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
+        """Copy `length` rows of K (0) or of V (1) out of the blocks of a table."""
         scale = self.scales[layer].get(SCALES[stream])
         paged.gather(
             "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.config.layout,

@@ -1,4 +1,4 @@
-"""Pages: what a paged store is made of, and the frame in which its blocks change."""
+"""Pages: the parts of a paged store, and the context in which its blocks change."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what all layers hold, filled or not."""
+        """Bytes of all layers, filled or not."""
         return self.pools.nbytes
 
     def refuse_groups(self, operation: str, remedy: str = "") -> None:
-        """Raise OptionError where keys are in groups along tokens, with which a call has nothing to do."""
+        """Raise OptionError if keys are in groups along tokens, which a call does not support."""
 
     # --- sequences, and what goes with them
 
@@ -64,7 +64,7 @@ class Pages:
         self.sequences.truncate(state, n)
 
     def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
-        """Raise PositionError where tokens of a layer are chosen that cannot be kept without others."""
+        """Raise PositionError if tokens of a layer are chosen that cannot be kept without others."""
 
     def free(self, seq: int) -> None:
         """Forget a sequence."""
@@ -81,31 +81,31 @@ class Pages:
     # --- files
 
     def written(self, state: SequenceState) -> list[int]:
-        """Of each layer, how many tokens of a sequence its blocks have."""
+        """How many tokens of a sequence the blocks of each layer have."""
         return state.lengths
 
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
-        """What a file has of sequences beside their blocks: arrays by name, and more facts of each."""
+        """What a file has of sequences besides their blocks: arrays by name, and more metadata of each."""
         return {}, [{} for _ in states]
 
     def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
-        """Have what `beside` gave for sequences that come, by what a file tells of them; or nothing is changed."""
+        """Take over what `beside` returned for new sequences, with a file's metadata of them; or change nothing."""
 
     def refuse_per_head(self, operation: str, why: str) -> None:
-        """Raise OptionError where this is a per-head store, which does not do something, and say why."""
+        """Raise OptionError, with the reason `why`, if this is a per-head store."""
         if self.config.per_head:
             raise OptionError(f"{operation}: this store has per_head=True, and {why}. Use a store without it.")
 
     def refuse_pieces(self, operation: str) -> None:
-        """Raise OptionError where rows do not lie whole, so that they cannot be moved."""
+        """Raise OptionError if rows are not contiguous, so that they cannot be moved."""
         if self.config.layout == "VLLM":
             raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which cannot be moved. Use NHD or HND.")
 
 
 class Changing:
-    """Around the writes of a step: blocks that were taken for it go back where one fails.
+    """A context for the writes of a step: if one fails, the blocks that were taken for it are given back.
 
-    A class, since `contextlib` would take as long as all else of an append.
+    It is a class, since `contextlib` would take as long as the rest of an append.
     """
 
     __slots__ = ("pages", "step")
@@ -117,7 +117,7 @@ class Changing:
         return self
 
     def copy_shared(self, prepare: Callable[[], None] | None = None) -> None:
-        """Copy the shared blocks that a step writes into, once the write is prepared, which can be refused no more."""
+        """Copy the shared blocks that a step writes to, after the write is prepared and can no longer be refused."""
         if self.step.copies and not self.step.committed:
             if prepare is not None:
                 prepare()

@@ -1,7 +1,7 @@
-"""Attention of the new tokens of several sequences over pages, each with as many as it likes.
+"""Attention of the new tokens of several sequences over pages; each sequence may have any number of new tokens.
 
-A launch takes one number of queries, so neighbouring sequences with as many new tokens share one, and a long prompt has
-several, each of which reads no further than its last query sees.
+All sequences of a launch have the same number of queries. So neighbouring sequences with equally many new tokens share
+a launch, and a long prompt takes several, each of which reads no further than its last query sees.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RaggedAttention:
     """Queries of several sequences' new tokens, checked against a layer's pools before anything is written.
 
     Args:
-        operation, pages, layer, request: of which call.
+        operation, pages, layer, request: those of the call.
         q: the queries, (T, Hq, D) or head-major (Hq, T, D).
-        sequences: how many there are.
-        terms: views of what is added to the scores, and of which of the new tokens queries see.
+        sequences: how many sequences there are.
+        terms: views of what is added to the scores, and of which new tokens queries see.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RaggedAttention:
             self._terms = dict(zip(terms, stage.arrays, strict=True))
 
     def _check(self, q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
-        """Queries (sequences, Hq, T, D) can be asked of these pools."""
+        """Raise unless queries (sequences, Hq, T, D) fit these pools."""
         heads = self._config.num_kv_heads if self._config.per_head else None
         check_paged_queries(self.operation, q, self._caches, self._request, terms, heads)
 
     def _check_tree(self, terms: Mapping[str, ArrayView], sequences: int) -> None:
-        """Which of the new tokens queries see fits as many of each sequence."""
+        """Raise unless a mask or tree fits new tokens that are equally many for each sequence."""
         name = tree_of(terms)
         if not name or not sequences:
             return
@@ -100,8 +100,8 @@ class RaggedAttention:
             ends: the same lengths, on the host.
 
         Returns:
-            (T, Hq, D_v), and with `return_lse` (T, Hq), or in the layout of the queries; 0 and -inf behind the last of
-            `cu_seqlens`. With mass (B, H, longest).
+            (T, Hq, D_v), and with `return_lse` (T, Hq), or in the layout of the queries; 0 and -inf after the last of
+            `cu_seqlens`. With mass also (B, H, longest).
         """
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
@@ -138,11 +138,11 @@ class RaggedAttention:
         return tuple(results) if len(results) > 1 else results[0]
 
     def _as_sequences(self, tokens: int, a: ArrayView) -> ArrayView:
-        """A result of the caller's as (sequences, Hq, tokens, ...), of as many new tokens each."""
+        """A caller's result as (sequences, Hq, tokens, ...), for equally many new tokens each."""
         return _as_sequences(rows_first(a, self.layout), 0, self.q.shape[0] // tokens, tokens)
 
     def _neighbours(self, run: _Run) -> tuple[Sequence[Neighbours], ArrayView] | None:
-        """Which sequences of a run share how many blocks, and their tokens behind those; None where each is alone."""
+        """Which sequences of a run share how many blocks, and their tokens after those; None if none share any."""
         if run.end - run.first < 2 or not serves(self.live, self._request, self._config.per_head):
             return None
         runs, own_lens = self._tables.neighbours(run.first, run.end, run.tokens, self._block)
@@ -176,7 +176,7 @@ class RaggedAttention:
 
 
 class _Run(NamedTuple):
-    """Sequences `first` to `end`, which have as many new tokens each, from a row on; their tables and lengths."""
+    """Sequences `first` to `end` with equally many new tokens each, from a row on; their tables and lengths."""
 
     first: int
     end: int
@@ -187,7 +187,7 @@ class _Run(NamedTuple):
     ends: Host  # the same lengths on the host
 
     def rows(self, a: ArrayView, begin: int = 0, stop: int | None = None) -> ArrayView:
-        """Their rows of (T, Hq, ...) as (sequences, Hq, tokens, ...), of each those from `begin` to `stop`."""
+        """Their rows of (T, Hq, ...) as (sequences, Hq, tokens, ...), each sequence's from `begin` to `stop`."""
         queries = (self.tokens if stop is None else stop) - begin
         return _as_sequences(a, self.row, self.end - self.first, self.tokens, begin, queries)
 
@@ -203,7 +203,7 @@ class _Run(NamedTuple):
 
 
 def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live: Runtime) -> list[int]:
-    """Starts of sequences that have as many new tokens each, as the host knows them; or ShapeError."""
+    """Starts of sequences that have equally many new tokens each, on the host; or ShapeError."""
     starts = host_integers(cu_seqlens, "cu_seqlens", operation, live)
     if len(starts) == sequences + 1 and (starts[-1] != rows or len({b - a for a, b in itertools.pairwise(starts)}) > 1):
         raise ShapeError(
@@ -215,7 +215,7 @@ def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live
 
 
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring sequences with as many new tokens, some, and few enough for one launch; others by themselves."""
+    """Runs of neighbouring sequences with equally many new tokens, few enough for a launch; others are single."""
     counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]
     found, first = [], 0
     for tokens, same in itertools.groupby(counts):
@@ -237,7 +237,7 @@ def _as_sequences(
 
 
 def fill(array: Any, value: float) -> None:
-    """Set all elements of what `new_like` gave."""
+    """Set all elements of an array that `new_like` returned."""
     if isinstance(array, np.ndarray):
         array.fill(value)
     elif hasattr(array, "fill_"):

@@ -1,4 +1,4 @@
-"""Rows that move between the slots of a pool, of all heads that a block holds."""
+"""Moving rows between the slots of a pool, for all heads that a block holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tikv.stores.pools.config import PoolConfig
 
 
 class Moves(NamedTuple):
-    """Rows of a layer by slot: where they lie and where they go; and the positions of before and after."""
+    """Rows of a layer: the slots from which and to which they move, and their positions before and after."""
 
     src: Host
     dst: Host
@@ -34,9 +34,9 @@ def move_rows(
     rope: Rope | None = None,
     operation: str = "move_rows",
 ) -> None:
-    """Move rows of a layer's pools by way of memory of their own, since slots may be both; nothing where this fails.
+    """Move rows of a layer's pools through a copy, since a slot may be read and written; if it fails, nothing moves.
 
-    `rope` turns keys from the positions before to those after, on their way.
+    `rope` rotates keys from the positions before to those after.
     """
     count, heads = len(moves.src), config.block_heads
     if count == 0:
@@ -83,14 +83,14 @@ def move_in_place(
 
 
 def _read_alike(config: PoolConfig, count: int) -> list[list[int]]:
-    """The pools, by number, whose rows lie in one order: scales do not always lie as K and V do."""
+    """Groups of pools, by number, whose rows have the same order; scales may be laid out differently from K and V."""
     if config.layout == "HND" and config.block_heads > 1 and count > 2:
         return [[0, 1], [*range(2, count)]]
     return [[*range(count)]]
 
 
 def check_turn(config: PoolConfig, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
-    """Refuse a rotation that a layer's keys cannot have, as `check_keys`."""
+    """Raise if a layer's keys cannot be rotated by `rope`, as `check_keys`."""
     k = _as_rows(pools[0], config)
     scale = _as_rows(pools[2], config) if config.rows.k.numbers else None
     rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
@@ -114,7 +114,7 @@ def _numbers(config: PoolConfig, stream: int, slots: Host) -> Host:
     heads = config.block_heads
     if stream < 2 and config.layout == "HND":
         return of_all_heads(heads, config.block_size, slots)
-    return np.ravel(slots * heads + np.arange(heads)[:, None])  # scales lie so in any layout
+    return np.ravel(slots * heads + np.arange(heads)[:, None])  # scales have this order in any layout
 
 
 def _as_rows(pool: ArrayView, config: PoolConfig) -> ArrayView:

@@ -1,7 +1,8 @@
 """The sequences of a paged store: their blocks, how many tokens each layer holds, and where the next tokens go.
 
-Bookkeeping on the host alone; the store moves the data. An append has three parts: `Sequences.begin` takes the blocks,
-the store copies those that are shared and writes the rows, and `commit` counts them, or `undo` gives the blocks back.
+This is bookkeeping on the host; the store moves the data. An append has three parts: `Sequences.begin` takes the
+blocks, the store copies those that are shared and writes the rows, and `commit` counts them, or `undo` gives the blocks
+back.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens that came to the layers ahead."""
+        """Tokens appended to the layer that has the most."""
         return max(map(self.came, range(len(self.lengths))))
 
     @property
@@ -57,28 +58,28 @@ class SequenceState:
         return max(self.lengths)
 
     def came(self, layer: int) -> int:
-        """Tokens that came to a layer, less those cut off."""
+        """Tokens appended to a layer, less those truncated."""
         left = self.left[layer]
         return self.lengths[layer] + (left.dropped if left else 0)
 
     def shift(self, layer: int) -> int:
-        """By how much the position of a new token is beyond its place among those held."""
+        """The difference between a new token's position and its place among those held."""
         left = self.left[layer]
         return left.next_position - left.tokens if left else 0
 
     def positions(self, layer: int) -> Host:
-        """Where each token stands that a layer holds, int64."""
+        """The position of each token that a layer holds, int64."""
         left, held = self.left[layer], self.lengths[layer]
         return np.arange(held) if left is None else left.rows(held - left.tokens)[0]
 
     def _since(self, layer: int) -> tuple[int, str]:
-        """How many tokens came to a layer since it was compacted, and how a message says so of one that was."""
+        """How many tokens were appended to a layer since its compaction, and words for a message about that."""
         left, came = self.left[layer], self.came(layer)
         since = came - (left.end if left else 0)
         return since, f", {since} of them since it was compacted" if left else ""
 
     def check_truncate(self, operation: str, n: int) -> None:
-        """Raise PositionError where tokens behind the first `n` came before a compaction."""
+        """Raise PositionError if tokens after the first `n` were appended before a compaction."""
         for layer, left in enumerate(self.left):
             if left is not None and n < left.end:
                 raise PositionError(
@@ -89,7 +90,7 @@ class SequenceState:
     def check_queries(self, operation: str, layer: int, queries: int, request: AttendRequest, remedy: str = "") -> None:
         """Refuse several queries whose own tokens are not all held, and distances where tokens were dropped.
 
-        `DISTANCES` of a request count how far a key is from its query. `remedy` is another way out where there are more
+        `DISTANCES` of a request count how far a key is from its query. `remedy` is another way out if there are more
         queries than tokens.
         """
         for name in DISTANCES:
@@ -108,7 +109,7 @@ class SequenceState:
     def drafted(self, operation: str, drafted: int | None) -> int:
         """How many of the newest tokens were drafted, the same in all layers; None: those of the last append.
 
-        PositionError where a layer has not so many since it was compacted, or has others; or nobody said how many.
+        PositionError if a layer has fewer since it was compacted, if layers differ, or if the number is unknown.
         """
         came, newest = self.came(0), self.newest[0]
         for layer, brought in enumerate(self.newest):
@@ -155,7 +156,7 @@ class AppendStep:
 
     @property
     def positions(self) -> Host:
-        """Of each row in its sequence, int32; 0 for padding."""
+        """The position of each row in its sequence, int32; 0 for padding."""
         if not any(self.shifts):
             return self.places
         return _places(np.add(self.starts, self.shifts).tolist(), self.cu_seqlens, len(self.places))
@@ -182,7 +183,7 @@ class Sequences:
         next: the number that the next sequence gets.
         blocks: which blocks are free, and who holds the others.
         by_head: heads have block tables of their own.
-        version: changes whenever blocks of a sequence that was there change, for those who keep copies of tables.
+        version: changes whenever blocks of an existing sequence change, for code that keeps copies of tables.
     """
 
     by_head = False
@@ -194,7 +195,7 @@ class Sequences:
         self.next = 0
         self.blocks = BlockPool(num_blocks)
         self.version = 0
-        self.compacted = False  # whether any sequence ever was
+        self.compacted = False  # whether any sequence was ever compacted
         self._step: AppendStep | None = None  # the last one that was committed, which other layers repeat
 
     @property
@@ -203,11 +204,11 @@ class Sequences:
         return self.blocks.num_free
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """How many blocks `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
-        """The state of a sequence that is there, and in the pool unless `swapped` says otherwise; or PositionError."""
+        """The state of a sequence that exists and, unless `swapped` is True, is not swapped out; or PositionError."""
         found = self.states.get(seq) if type(seq) is int else None
         if found is None:
             number = checks.integer(seq, "seq", operation)
@@ -225,7 +226,7 @@ class Sequences:
     def distinct(
         self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
     ) -> list[SequenceState]:
-        """The states of sequences, each of which is there and named once; or PositionError."""
+        """The states of sequences, each of which must exist and be named once; or PositionError."""
         states = [self.state(seq, operation, swapped=swapped) for seq in ids]
         if len(set(ids)) != len(ids):
             twice = next(seq for seq in ids if ids.count(seq) > 1)
@@ -242,7 +243,7 @@ class Sequences:
         return self._insert(SequenceState(shared, lengths, ids, salt, digests, count))
 
     def known(self, token_ids: Sequence[int] | Host, salt: bytes) -> tuple[Host, list[bytes]]:
-        """Of tokens those of the full blocks, and their digests."""
+        """The token ids of full blocks, and the digests of those blocks."""
         digests = chained_digests(token_ids, self.block_size, salt)
         return np.array(token_ids[: len(digests) * self.block_size], np.int64), digests
 
@@ -269,7 +270,7 @@ class Sequences:
         return seq
 
     def truncate(self, state: SequenceState, n: int) -> None:
-        """Keep the first `n` tokens in every layer, and give back the blocks behind them."""
+        """Keep the first `n` tokens in every layer, and give back the blocks after them."""
         state.lengths = [
             min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
         ]
@@ -278,7 +279,7 @@ class Sequences:
         self._changed()
 
     def _cut(self, state: SequenceState, known: int) -> None:
-        """Give back the blocks behind the layer that holds the most, and know no tokens from place `known` on."""
+        """Give back blocks after those of the layer that holds the most; forget token ids from place `known` on."""
         keep = self.blocks_for(state.held)
         self.blocks.release(state.blocks[keep:])
         del state.blocks[keep:]
@@ -326,7 +327,7 @@ class Sequences:
         return step
 
     def moved_slots(self, step: PathStep) -> list[tuple[Host, Host]]:
-        """Of each layer the slots of the rows that move, and those where they go."""
+        """For each layer, the slots of the rows that move, and the slots to which they move."""
 
         @functools.cache
         def moved(starts: tuple[int, ...]) -> tuple[Host, Host]:
@@ -355,7 +356,7 @@ class Sequences:
         return state.lengths[layer]
 
     def positions(self, layer: int, state: SequenceState) -> list[Host]:
-        """Where each token stands that a layer holds, int64: of all heads, or of each."""
+        """The position of each token that a layer holds, int64: for all heads together, or by head."""
         return [state.positions(layer)]
 
     def block_table(self, layer: int, state: SequenceState) -> Host:
@@ -382,7 +383,7 @@ class Sequences:
         ]
 
     def free(self, seq: int) -> None:
-        """Forget a sequence that is there, and give back its blocks."""
+        """Forget an existing sequence, and give back its blocks."""
         self.blocks.release(self.states.pop(seq).blocks)
         self._changed()
 
@@ -428,11 +429,11 @@ class Sequences:
         return numbers
 
     def register(self, state: SequenceState) -> None:
-        """Let others find the full blocks that every layer has written by now."""
+        """Make the full blocks that every layer has written findable by others."""
         full = min(min(state.lengths) // self.block_size, len(state.digests))
         for i in range(state.registered, full):
             digest = state.digests[i]
-            # What comes from a file takes nobody's place, not even that of a block which made room for it.
+            # Blocks from a file replace no others under a digest, not even a block that was evicted for them.
             if state.withheld is None or not (digest in state.withheld or self.blocks.find(digest) is not None):
                 self.blocks.register(state.blocks[i], digest)
         state.registered = max(state.registered, full)
@@ -444,10 +445,10 @@ class Sequences:
     def begin(
         self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
     ) -> AppendStep:
-        """Where new tokens of a layer go; blocks are taken for them. `commit` or `undo` ends it.
+        """Find where new tokens of a layer go, and take blocks for them. `commit` or `undo` ends it.
 
-        The store copies `copies` before it writes, unless the step was `committed` by another layer. CapacityError
-        where too few blocks are free, and nothing has changed; PositionError as `distinct`.
+        The store copies `copies` before it writes, unless the step was `committed` by another layer. CapacityError if
+        too few blocks are free, and nothing is changed; PositionError as `distinct`.
         """
         step = self._step
         if (
@@ -475,9 +476,9 @@ class Sequences:
         return step
 
     def _allocate(self, operation: str, step: AppendStep, written: Sequence[Iterable[int]]) -> None:
-        """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none.
+        """Take the blocks that the step needs, and copies of the shared ones that it writes to; all of them or none.
 
-        `written` has of each sequence the places in its table whose blocks are written into, ascending.
+        `written` has, for each sequence, the ascending places in its table whose blocks are written to.
         """
         pool = self.blocks
         wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
@@ -529,12 +530,12 @@ class Sequences:
                 self.register(state)
 
     def revoke(self, layer: int, step: AppendStep) -> None:
-        """Count the tokens of a step no more in one layer; their blocks stay for those that come instead."""
+        """Uncount the tokens of a step in one layer; their blocks stay, for tokens that are appended instead."""
         for state, start in zip(step.states, step.starts, strict=True):
             state.lengths[layer], state.newest[layer] = start, 0
 
     def _take_over(self, step: AppendStep) -> None:
-        """The sequences hold the blocks of a step, which has copied and written them."""
+        """Give the blocks of a step, which has copied and written them, to its sequences."""
         for state, table in zip(step.states, step.tables, strict=True):
             state.blocks = table
         for block in step.overwritten:
@@ -543,7 +544,7 @@ class Sequences:
 
 
 def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -> None:
-    """Raise PositionError where no token of a sequence ever came to a layer, and some came to another layer."""
+    """Raise PositionError if a layer has no tokens of a sequence of which another layer has some."""
     for state in states:
         came = [state.came(i) for i in range(len(state.lengths))]
         if came[layer] == 0 < max(came):
@@ -570,7 +571,7 @@ def _first_moved(path: Host) -> int:
 
 
 def _places(starts: Sequence[int], cu_seqlens: tuple[int, ...], rows: int) -> Host:
-    """The place of each row behind those that its sequence has, int32; those behind are padding."""
+    """The place of each row in its sequence, after the tokens held, int32; rows after the last are padding."""
     if cu_seqlens == tuple(range(rows + 1)):
         return np.array(starts, np.int32)
     counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]

@@ -1,7 +1,7 @@
-"""Blocks that neighbouring sequences of a call share, read once for all of them.
+"""Reading blocks that neighbouring sequences of a call share once for all of them.
 
-The queries of such sequences attend over the blocks that all of them begin with as those of one sequence, none of which
-is hidden from any; then each over its own tokens; and both results are merged by their log-sum-exps.
+The queries of such sequences first attend together over their common first blocks, all of which all of them see; then
+each sequence attends over its own tokens; and both results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Callable[[ArrayView, ArrayView, Any, AttendRequest], AttentionCall]
 
 
 class Neighbours(NamedTuple):
-    """Sequences `first` to `end` of a call, which begin with so many blocks in common; 0 where each is read alone."""
+    """Sequences `first` to `end` of a call and how many first blocks they share; 0 if each is read separately."""
 
     first: int
     end: int
@@ -39,8 +39,8 @@ class Neighbours(NamedTuple):
 def serves(live: runtime.Runtime, request: AttendRequest, by_head: bool) -> bool:
     """Whether a call may read shared blocks once.
 
-    Not where keys count by their distance or place in a sequence, nor for the mass, nor where pages belong to heads.
-    Nor under ``tikv.init(invariant=True)``, since the order of the sums follows from who shares a block.
+    It may not if keys count by their distance or place in a sequence, for the mass, or if pages belong to heads; nor
+    under ``tikv.init(invariant=True)``, since the order of the sums depends on which sequences share a block.
     """
     if live.invariant or by_head or request.shared_prefix == "off" or request.return_mass:
         return False
@@ -55,13 +55,13 @@ class Block(NamedTuple):
 
 
 def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neighbours]:
-    """How the sequences of a call are read: as one list of `Neighbours`, or empty where each is to be read alone.
+    """How the sequences of a call are read: a list of `Neighbours`, empty if each is to be read separately.
 
     Args:
         table: (B, blocks), on the host.
         lens: (B,) tokens, of which the last `queries` are those of the queries.
-        queries: of each sequence.
-        block: of the pool.
+        queries: how many queries each sequence has.
+        block: the form of the pool's blocks.
     """
     alike = (table[1:, 0] == table[:-1, 0]) & (table[1:, 0] >= 0)
     if not alike.any():
@@ -86,7 +86,7 @@ def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neig
 
 
 def as_one(a: ArrayView) -> ArrayView | None:
-    """(sequences, heads, tokens, ...) as (1, heads, sequences * tokens, ...); None where no strides do that."""
+    """(sequences, heads, tokens, ...) as (1, heads, sequences * tokens, ...); None if no strides can express it."""
     count, heads, tokens, *rest = a.shape
     per_sequence, per_head, per_token, *others = a.strides
     if tokens == 1:
@@ -114,7 +114,7 @@ class SharedAttention(NamedTuple):
         operation, live, request: of which call.
         call: makes a call of attention of queries, a table and lengths, with options.
         tables: (B, blocks), on the device.
-        own_lens: (B,) tokens behind those that are shared, on the device.
+        own_lens: (B,) tokens after those that are shared, on the device.
         runs: which sequences share how many blocks of `block_size` tokens.
     """
 

@@ -1,8 +1,8 @@
-"""The least and the greatest key of each page of a pool, and of those of sequences, read.
+"""The least and the greatest key of each page of a pool, and reading those of sequences.
 
-A page is a part of a block. It is summarised when it is full: until then other sequences may hold fewer of its tokens,
-and what a sequence holds of its last page is found when it is read. An append summarises the pages that it fills in its
-own launch, where keys are stored as numbers; of keys with scales they are decoded first, in a launch more.
+A page is part of a block. It is summarised when it is full: until then other sequences may hold fewer of its tokens, so
+a sequence's last page is summarised when it is read. If keys are stored as numbers, an append summarises the pages that
+it fills in its own launch; keys with scales are decoded first, in one more launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerPages:
         self.keys, self.scale, self.summaries = keys, scales.get(SCALES[0]), summaries
 
     def written(self, row_step: int) -> WrittenPages:
-        """What a launch that appends keeps of them; see `WrittenPages`."""
+        """The summaries that a launch of an append updates; see `WrittenPages`."""
         least = self._rows()[0]._replace(array=both_of(self.summaries))
         return WrittenPages(self.page, least, distance_in(self.summaries), unfinished=False, row_step=row_step)
 
@@ -44,19 +44,19 @@ class LayerPages:
         return least, greatest
 
     def summarize_slots(self, operation: str, slots: Host) -> None:
-        """Find the summaries of the pages in which these slots lie anew, as if they were full."""
+        """Compute the summaries of the pages that contain these slots again, as if they were full."""
         pages = np.unique(slots[slots >= 0] // self.page)
         counts, heads = np.full(len(pages), self.page), self.config.block_heads
         self._summarize(operation, pages * self.page, counts, self.summaries, (pages * heads, 1))
 
     def summarize_filled(self, operation: str, slots: Host) -> None:
-        """The same of the pages whose last slot is one of these."""
+        """The same for the pages whose last slot is one of these."""
         self.summarize_slots(operation, slots[(slots >= 0) & ((slots + 1) % self.page == 0)])
 
     def _summarize(self, operation: str, starts: Host, counts: Host, to: Pair, places: tuple[Host, int]) -> None:
-        """Summaries of so many rows from these slots on, in one launch, or two where keys have scales.
+        """Summarise `counts` rows from these slots on, in one launch, or two if keys have scales.
 
-        `places` are the rows of the first head's summaries, and how many rows further on another head's are.
+        `places` are the rows of the first head's summaries, and the stride in rows to the next head's.
         """
         if len(starts) == 0:
             return
@@ -81,7 +81,7 @@ class LayerPages:
         """Summaries of the tokens in these blocks: tables (B, M) or (B, H, M), lengths (B,) or (B, H).
 
         Returns:
-            (B, H, P, width) each, P the pages of the longest; 0 in both of a page without tokens.
+            (B, H, P, width) each, where P is the number of pages of the longest; 0 in both for pages without tokens.
         """
         config, live, page = self.config, self.runtime, self.page
         count, heads = lens.size, config.block_heads  # of sequences, or of heads that have tables of their own

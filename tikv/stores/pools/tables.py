@@ -1,6 +1,6 @@
-"""What a paged store's launches read beside the rows: slots, positions, block tables and lengths, on the device.
+"""What a paged store's launches read besides rows: slots, positions, block tables and lengths, on the device.
 
-They are uploaded when they change, into the memory that the last ones had, and serve every layer of a step.
+They are uploaded when they change, into the memory of the previous ones, and serve every layer of a step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class DeviceTables:
         self.runtime = live
         self._memory: dict[str, ArrayView] = {}
         self._slots: tuple[AppendStep, ArrayView] | None = None  # the last ones, and the step they belong to
-        # The last ones, after what they depend on: of all layers, or of each.
+        # The last tables, after what they depend on; one entry for all layers, or one per layer.
         self._tables: dict[int, tuple[Any, ArrayView, ArrayView, Host, Host]] = {}
-        # Of the last ones that heads share: what `neighbours` found, by the sequences asked about and their queries.
+        # What `neighbours` found in the last tables that heads share, by sequences and queries.
         self._shared: tuple[Any, dict[tuple[int, int, int], Any]] = (None, {})
 
     def upload(self, name: str, array: Host) -> ArrayView:
-        """A host array on the device, in the memory that the last one of this name and shape had."""
+        """A host array copied to the device, into the memory of the last one of this name and shape."""
         found = self._memory.get(name)
         if found is None or found.shape != array.shape:
             found = self._memory[name] = new_array(array.shape, dtypes.int32, self.runtime)
@@ -38,7 +38,7 @@ class DeviceTables:
         return found
 
     def known(self, name: str, array: Host) -> ArrayView:
-        """The same, and the host goes on knowing what is in it."""
+        """The same, and the host still knows its contents."""
         found = self.upload(name, array)
         found = found.restrided(found.shape, found.strides)
         found.owner = KnownOnHost(found.owner, array)
@@ -56,9 +56,9 @@ class DeviceTables:
     def block_tables(
         self, layer: int, sequences: Sequences, ids: tuple[int, ...], states: Sequence[SequenceState]
     ) -> tuple[ArrayView, ArrayView, Host]:
-        """Block tables and lengths as `Sequences.block_tables` has them, and the lengths on the host too.
+        """Block tables and lengths as in `Sequences.block_tables`, and the lengths on the host too.
 
-        They are kept until they change; those of heads for each layer.
+        They are kept until they change, for each layer if heads have their own.
         """
         own = layer if sequences.by_head else 0
         key = (ids, sequences.version_of(layer), tuple([state.lengths[layer] for state in states]))
@@ -66,15 +66,15 @@ class DeviceTables:
         if last is None or last[0] != key:
             table, lens = sequences.block_tables(layer, states)
             self._tables.pop(own, None)  # while their memory is written
-            # Attention shares out the keys of heads of different lengths by what the host knows of them.
+            # Attention splits the keys of heads of different lengths by lengths that the host knows.
             on_device = (self.known if sequences.by_head else self.upload)(f"lengths {own}", lens)
             last = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens, table
         return last[1:4]
 
     def neighbours(self, first: int, end: int, queries: int, block: Block) -> tuple[list[Neighbours], ArrayView | None]:
-        """`shared_prefix.neighbours` among those of the last `block_tables`, and tokens behind what they share.
+        """`shared_prefix.neighbours` in the last `block_tables`, and the tokens after what sequences share.
 
-        Sequences from `first` to `end`, by their places. None where nothing is shared.
+        It looks at the sequences in places `first` to `end`. The second is None if nothing is shared.
         """
         key, *_, lens, table = self._tables[0]
         if self._shared[0] != key:
