@@ -1,16 +1,16 @@
-"""Compile a kernel once a runtime, bind it once, launch it many times by the cheapest route of the arch.
+"""Compiles a kernel once per runtime, binds it once, and launches it many times in the cheapest way for the arch.
 
 Three launchers give the same bits. **native**, on CUDA: NVIDIA's driver launches the kernel on torch's current stream,
-or on that of `use_stream`, and a CUDA graph may capture it. **direct**: the engine's launcher, whose launch context is
-filled here; on CPU it is kept and relaunched, changing only the arguments that changed; elsewhere a launch overwrites
-it, so each launch fills a fresh one. **public**: the engine's public call, at ten times the cost.
+or on that of `use_stream`, and a CUDA graph may capture it. **direct**: the engine's launcher, with a launch context
+that is filled here. On CPU the context is kept, and only changed arguments are set again; elsewhere a launch overwrites
+it, so each launch fills a new one. **public**: the engine's public call, at ten times the cost.
 
-The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use what is inside
-Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
+The first that works is used; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use internals of Taichi
+1.7, so Taichi is pinned to `taichi>=1.7.4,<1.8`.
 
 `launcher` chooses and reports; `compilation` compiles kernels, `compiled` keeps and binds them; `bound`, `cuda.native`
 and `cuda.legacy_stream` launch them; `vectors` names the entries of their arguments; `recorder` and `graph` are for
-`tikv.graphs`; `ahead` compiles kernels for programs without Python; `notices` tells who waits for a compiler.
+`tikv.graphs`; `ahead` compiles kernels for programs without Python; `notices` tells users who wait for a compiler.
 """
 
 from tikv.launch.bound import Bound as Bound

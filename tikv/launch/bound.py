@@ -17,10 +17,10 @@ from tikv.launch.vectors import fields_of, place_in, places_of
 
 
 class Bound:
-    """A kernel with its arguments; change some, launch, and again. Its `Plan` lets one thread at a time do so.
+    """A kernel with its arguments, some of which may change between launches. One thread at a time uses it.
 
-    An entry of a vector goes by its argument and its place there, or by its name: see `vectors.joined`. Memory that has
-    an address is not kept alive here: the caller keeps it, for as long as launches use it.
+    An entry of a vector is given by its argument and its index there, or by its name: see `vectors.joined`. Memory that
+    has an address is not kept alive here: the caller keeps it for as long as launches use it.
     """
 
     def __init__(self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...]) -> None:
@@ -49,7 +49,7 @@ class Bound:
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
-        """Name -> (argument, place in it) of the entries of vectors that one entry alone has."""
+        """Name -> (argument, place in it), for each name that only one entry of a vector has."""
         return places_of(self._fields)
 
     def set(self, name: str, value: int) -> None:
@@ -57,12 +57,12 @@ class Bound:
         self.set_entry(*place_in(self.places, name, self.kernel.name), value)
 
     def setter(self, name: str) -> Callable[[int], None]:
-        """`set` of an entry's name, by the cheapest call."""
+        """A function that sets the entry of a name, with the least work."""
         return self._setter_at(*place_in(self.places, name, self.kernel.name))
 
     def _setter_at(self, i: int, j: int) -> Callable[[int], None]:
         numbers = self.arguments[i]
-        if isinstance(numbers, memoryview):  # in memory that the launch reads: no more is to be done
+        if isinstance(numbers, memoryview):  # the launch reads this memory, so setting it is enough
             return functools.partial(operator.setitem, numbers, j)
         return functools.partial(self.set_entry, i, j)
 
@@ -71,11 +71,11 @@ class Bound:
         raise AssertionError("a Bound is made by Kernel.bind")
 
     def launcher(self) -> Callable[[], None]:
-        """`launch`, by the cheapest call."""
+        """A function that does `launch` with the least work."""
         return self.launch
 
     def release(self, which: Sequence[int] | None = None) -> None:
-        """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch.
+        """Drop arrays without an address, which would otherwise be kept alive; set them again to launch.
 
         `which` are the arguments that each launch sets; None: all arrays.
         """

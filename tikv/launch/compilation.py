@@ -1,4 +1,4 @@
-"""A kernel's source, compiled for one runtime, and what its arguments are; how it is launched is no concern of it."""
+"""A kernel compiled for one runtime, and the types of its arguments; this module does not launch it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompiledKernel:
         self.factory = factory
         self.choices = choices
         self.fast_math = bool(getattr(factory, "fast_math", False))
-        shared_bytes = getattr(factory, "shared_bytes", None)  # of a block; by the native launcher alone
+        shared_bytes = getattr(factory, "shared_bytes", None)  # per block; only the native launcher gives it
         self.shared_bytes = int(shared_bytes(*choices)) if shared_bytes else 0
         with live.lock, live.compiling(self.fast_math):
             self.function = factory(*choices)
@@ -40,7 +40,7 @@ class CompiledKernel:
         self.compiled: Any = None
 
     def compile(self) -> None:
-        """Compile for the engine's launcher, in this process, unless that is done."""
+        """Compile for the engine's launcher, in this process, unless it is compiled already."""
         if self.compiled is not None:
             return
         live = self.runtime
@@ -59,7 +59,7 @@ class CompiledKernel:
 
     @property
     def title(self) -> str:
-        """What it does, in words."""
+        """What the kernel does, in words."""
         return self.factory.__name__.removeprefix("make_").replace("_", " ")
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """Kernels, compiled on first use and kept.
 
-A runtime keeps each kernel that it compiled for as long as it lives, with no limit: their number is that of the forms a
-program uses, bound launches and graphs hold them anyway, and one that went would be compiled again.
+A runtime keeps each kernel that it compiled for as long as it lives, without a limit: there are as many as a program
+uses forms of arrays, bound launches and graphs hold them anyway, and a dropped one would be compiled again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from tikv.launch.recorder import Recorded, bind_recorded
 
 
 class NeedsNativeLauncher(ArchError):
-    """A kernel with shared memory of its launch, where the native launcher is not there or does not take it."""
+    """A kernel needs shared memory from its launch, but the native launcher is missing or refused the kernel."""
 
 
 class Kernel(CompiledKernel):
     """A compiled kernel of one runtime, bound to arguments by the launcher of its arch."""
 
-    native: Native | None = None  # as the driver launches it, once it was bound so
+    native: Native | None = None  # the driver's form, once a launch was bound natively
 
     def compile(self) -> None:
-        """As there; who waits for long is told."""
+        """As in `CompiledKernel`, with a notice if it takes long."""
         if self.compiled is None:
             with notice.compiling(self.title, self.runtime.arch):
                 super().compile()
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
-        """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number.
+        """Bind arguments in the order of the signature: an `ArrayView` for an array, a tuple for a vector, or a number.
 
-        On CPU a tuple may be given for an array of i32 too: these numbers then lie in memory of the launch's own. A
-        NamedTuple, or what `vectors.joined` makes of several, names its entries for `Bound.set` and `Bound.setter`.
+        On CPU a tuple may also be given for an array of i32: the launch then holds these numbers in its own memory. A
+        NamedTuple, or several in `vectors.joined`, names its entries for `Bound.set` and `Bound.setter`.
         """
         bound = bind_recorded(self, iterations, arguments)
         if bound is not None:
@@ -71,7 +71,7 @@ class Kernel(CompiledKernel):
         return (KeptBound if self.runtime.is_cpu else FreshBound)(self, iterations, arguments)
 
     def _bind_native(self, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
-        """A native launch; None where only the engine's launcher can do it: arrays on the host, PTX of unknown form."""
+        """A native launch; None if only the engine's launcher can do it: arrays on the host, or PTX of unknown form."""
         if any(self.words[i] and array.device == "cpu" for i, array in enumerate(arguments)):
             return None
         if self.native is None:
@@ -92,7 +92,7 @@ class Kernel(CompiledKernel):
 
 
 def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
-    """The compiled kernel of a factory and its choices in a runtime; compiled on first use, then kept."""
+    """The compiled kernel for a factory and its choices in a runtime; compiled on first use, then kept."""
     key = (factory, choices)
     found: Kernel | None = live.kernels.get(key)
     if found is None:
@@ -105,7 +105,7 @@ def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
 
 
 def bind_again(recorded: Recorded) -> Bound:
-    """The launch that was recorded, bound to be done."""
+    """A recorded launch, bound so that it can run."""
     assert isinstance(recorded.kernel, Kernel)
     return recorded.kernel.bind(recorded.iterations, *recorded.arguments)
 

@@ -1,4 +1,4 @@
-"""Launches as one compiled `ti.graph`, for where memory has no address."""
+"""Launches as one compiled `ti.graph`, for archs whose memory has no address."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tikv.launch.vectors import fields_of, place_in, places_of
 
 
 class TaichiGraph:
-    """Launches as one compiled `ti.graph`, over whole `ti.ndarray`s: what Vulkan and Metal have instead of addresses.
+    """Launches as one compiled `ti.graph` over whole `ti.ndarray`s, which Vulkan and Metal have instead of addresses.
 
-    Taichi's own `dispatch` wants an ndarray of the element type of the kernel. Ours hold words that kernels read as
-    they like, so kernels are compiled here and handed over as they are.
+    Taichi's own `dispatch` requires an ndarray with the kernel's element type. Here ndarrays hold words that kernels
+    read as any type, so kernels are compiled here and passed to the graph directly.
 
     Args:
-        launches: of each its kernel and arguments; an array argument is the name of an ndarray.
-        ndarrays: one for each name, of the element type of those that runs will bring.
+        launches: the kernel and arguments of each launch; an array argument is the name of an ndarray.
+        ndarrays: one for each name, with the element type of those that runs will use.
     """
 
     def __init__(self, launches: Sequence[tuple[CompiledKernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
         graph, kinds = runtime.ti.graph, runtime.ti.graph.ArgKind
         arrays = {name: graph.Arg(kinds.NDARRAY, name, a.dtype, ndim=1) for name, a in ndarrays.items()}
-        self._values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name
+        self._values: dict[str, Any] = dict(ndarrays)  # the next run's ndarrays, numbers and vectors, by name
         self._names = list(ndarrays)
         self._launches = [(kernel, fields_of(arguments, kernel.is_float)) for kernel, arguments in launches]
         builder = graph.GraphBuilder()
@@ -51,11 +51,11 @@ class TaichiGraph:
         self._runtime = launches[0][0].runtime
 
     def set_array(self, i: int, array: ArrayView) -> None:
-        """Let the ndarray of that number, counted in the order they were given in, be that of `array`."""
+        """Replace the `i`-th ndarray, in the order in which they were given, by that of `array`."""
         self._values[self._names[i]] = array.handle
 
     def setter(self, n: int, name: str) -> Callable[[int], None]:
-        """What sets the entry of that name of launch `n`."""
+        """A function that sets the entry of that name in launch `n`."""
         kernel, fields = self._launches[n]
         i, j = place_in(places_of(fields), name, kernel.name)
         return functools.partial(operator.setitem, self._values[f"{n}.{i}"].entries, j)
@@ -66,6 +66,6 @@ class TaichiGraph:
             self._compiled.run(self._values)
 
     def release(self, which: Sequence[int]) -> None:
-        """Let go of these ndarrays, which would otherwise be kept alive; set them again to launch."""
+        """Drop these ndarrays, which would otherwise be kept alive; set them again to launch."""
         for i in which:
             self._values[self._names[i]] = None

@@ -1,4 +1,4 @@
-"""Which launcher kernels get: the one asked for by name, or the first that works; and what is said about it."""
+"""Which launcher kernels get: the one asked for by name, or the first that works; and the reports about it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tikv.launch.cuda import driver
 
 LAUNCHERS = ("native", "direct", "public")
 _chosen: str | None = None
-_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; it is asked once per process
+_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; checked once per process
 
-# Kernels that the native launcher could not take, and why. One line a kernel for as long as the process lives: the
-# reason does not go away, and a second attempt would start the compiling process again.
+# Kernels that the native launcher refused, and why, for as long as the process lives: the reason does not go away, and
+# a second attempt would start the compiling process again.
 fallbacks: dict[str, str] = {}
 
 
 def choose_launcher(name: str | None) -> None:
-    """Take this launcher for kernels bound from now on; None takes the first that works.
+    """Use this launcher for kernels that are bound from now on; None uses the first that works.
 
     Calls that were bound before keep theirs. On CPU, Vulkan and Metal "native" means "direct".
 
     Raises:
-        ArchError: no such launcher.
+        ArchError: there is no such launcher.
     """
     global _chosen
     if name is not None and name not in LAUNCHERS:
@@ -46,7 +46,7 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     """(launcher, why) for kernels bound now in a runtime.
 
     Raises:
-        ArchError: native was asked for on CUDA and cannot be had.
+        ArchError: native was asked for on CUDA, but cannot be used.
     """
     wanted = wanted_launcher()
     if wanted == "public":
@@ -79,10 +79,10 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
 
 
 def require_native(live: runtime.Runtime, operation: str) -> None:
-    """Another GPU than the first is driven by the native launcher alone: the engine knows of one.
+    """Require the native launcher on GPUs other than the first, since the engine knows only one GPU.
 
     Raises:
-        ArchError: it is another one, and kernels have another launcher there.
+        ArchError: the runtime is on such a GPU, and kernels have another launcher there.
     """
     if not live.index:
         return
@@ -112,7 +112,7 @@ def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
 
 
 def multiprocessors(live: runtime.Runtime) -> int:
-    """Of the GPU that a runtime on CUDA uses, whichever launcher is chosen.
+    """The number of multiprocessors of the GPU that a runtime on CUDA uses, whichever launcher is chosen.
 
     Raises:
         ArchError: the driver does not say.
@@ -122,7 +122,7 @@ def multiprocessors(live: runtime.Runtime) -> int:
 
 
 def why_no_tensor_cores(live: runtime.Runtime) -> str:
-    """Why kernels of a runtime have no tensor cores; empty where they have."""
+    """Why a runtime's kernels cannot use tensor cores; empty if they can."""
     if not live.is_cuda:
         return f"they exist on NVIDIA GPUs alone, and this is {live.arch}"
     if not live.engine.has_bitcode:
@@ -141,7 +141,7 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
 
 
 def why_no_warpgroups(live: runtime.Runtime) -> str:
-    """Why kernels of a runtime have no products of warpgroups, by which prompts attend; empty where they have."""
+    """Why a runtime's kernels cannot use products of warpgroups, which serve prompts; empty if they can."""
     if reason := why_no_tensor_cores(live):
         return reason
     generation = driver.generation(live.index)

@@ -1,4 +1,4 @@
-"""Tell whoever waits for a first call what it waits for: kernels that are being compiled."""
+"""Tells users who wait for a first call that kernels are being compiled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 
 from tikv import runtime
 
-SECONDS = 2.0  # of compiling in a process, after which it says so
+SECONDS = 2.0  # compilation time in a process after which it says so
 
 
 class Notice:
-    """How long a process has compiled kernels by now; who compiles tells it, `compiling` in `compiling(...)`.
+    """Counts how long a process has compiled kernels; a compiler runs inside `compiling(...)`.
 
-    After `SECONDS` of them it says so, once, by the logger "tikv": on stderr, where nobody has set up logging. That
-    happens while a kernel is being compiled, by a timer: a first call that takes ten seconds looks like one that hangs.
-    The environment variable TIKV_QUIET, set to anything, or the logger's level keeps it quiet.
+    After `SECONDS` it says so, once, through the logger "tikv": on stderr, unless logging is configured. A timer does
+    this during compilation, since a first call that takes ten seconds looks like one that hangs. The environment
+    variable TIKV_QUIET, set to anything, or the logger's level suppresses it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Notice:
 
     @contextlib.contextmanager
     def compiling(self, kernel: str, arch: str) -> Iterator[None]:
-        """While a kernel of this name is being compiled."""
+        """The context in which a kernel of this name is compiled."""
         listener = self._listener
         if listener is not None:
             listener(kernel)
@@ -53,7 +53,7 @@ class Notice:
 
     @contextlib.contextmanager
     def heard_by(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Give the name of each kernel to a function instead, which shows it."""
+        """Instead give the name of each kernel to a function that shows it."""
         before, self._listener = self._listener, listener
         try:
             yield

@@ -1,4 +1,4 @@
-"""Record what a thread binds and launches instead of launching it; a graph repeats it later."""
+"""Records what a thread binds and launches instead of launching it, for a graph to launch later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tikv.runtime.cache import BoundedCache
 
 
 class Recorded(NamedTuple):
-    """A launch that was recorded instead of done; it keeps the memory of its arrays alive."""
+    """A launch that was recorded instead of made; it keeps the memory of its arrays alive."""
 
     kernel: CompiledKernel
     iterations: int
@@ -24,12 +24,12 @@ class Recorded(NamedTuple):
 
     @property
     def named(self) -> dict[str, tuple[int, int]]:
-        """Name -> (argument, place in it) of the entries of vectors that one entry alone has."""
+        """Name -> (argument, place in it), for each name that only one entry of a vector has."""
         return places_of(fields_of(self.arguments, self.kernel.is_float))
 
 
 class _Recording(threading.local):
-    """Where the launches of a thread go that records."""
+    """Where the launches of a recording thread go."""
 
     launches: list[Recorded] | None = None
 
@@ -41,7 +41,7 @@ _recording = _Recording()
 def recording(live: runtime.Runtime, plans: BoundedCache[Any, Any]) -> Iterator[list[Recorded]]:
     """Collect what this thread binds and launches, and launch nothing.
 
-    Meanwhile its one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.
+    Meanwhile its one-shot calls use the cache `plans` instead of the runtime's.
     """
     launches: list[Recorded] = []
     with live.lock:
@@ -66,7 +66,7 @@ def bind_recorded(kernel: CompiledKernel, iterations: int, arguments: tuple[Any,
 
 
 class RecordedBound(Bound):
-    """Under `recording`: keeps arrays and all, and notes its launches."""
+    """A bound kernel under `recording`: it keeps its arrays alive, and notes its launches."""
 
     def __init__(
         self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]

@@ -1,8 +1,8 @@
 """Whether the kernels of a runtime may reduce over the subgroups of its device, and why not.
 
 The engine emits the operations without declaring their SPIR-V capability, so a driver may give wrong numbers, refuse
-the kernel, or end the process. They are tried once per process: here where the driver is one by which they have run,
-in a process of their own elsewhere, which a driver may end.
+the kernel, or end the process. They are tried once per process: in this process if they have run with the driver
+before, otherwise in a process of their own, which a driver may end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tikv.errors import OptionError
 from tikv.launch.compiled import kernel
 from tikv.runtime.cache import BoundedCache
 
-CHOICES = ("auto", "on", "off")  # of TIKV_SUBGROUPS: "on" takes them without a trial
+CHOICES = ("auto", "on", "off")  # values of TIKV_SUBGROUPS: "on" uses them without a trial
 NOT_TRIED = "not tried yet: attention's first call tries them"
-SECONDS = 60.0  # that a trial in a process of its own may take
+SECONDS = 60.0  # the most that a trial in a process of its own may take
 WRONG = "a trial gave wrong numbers"
 
 _RIGHT, _ENDED = "subgroups: right", "subgroups: wrong"
@@ -33,11 +33,11 @@ from tikv.launch import subgroups
 print({_RIGHT!r} if subgroups.gives_right_numbers(tikv.init(sys.argv[2])) else {_ENDED!r})
 """
 
-_found: BoundedCache[tuple[str, str], str] = BoundedCache()  # what a trial says, for an engine and an arch
+_found: BoundedCache[tuple[str, str], str] = BoundedCache()  # the result of a trial, by engine and arch
 
 
 def why_no_subgroups(live: runtime.Runtime) -> str:
-    """Why kernels of a runtime do not reduce over subgroups; empty where they do. The first call may take seconds.
+    """Why kernels of a runtime do not reduce over subgroups; empty if they do. The first call may take seconds.
 
     Raises:
         OptionError: TIKV_SUBGROUPS is not one of `CHOICES`.
@@ -49,7 +49,7 @@ def why_no_subgroups(live: runtime.Runtime) -> str:
 
 
 def subgroup_report(live: runtime.Runtime) -> str:
-    """For people: "in use", why not, or that nobody asked yet. Tries nothing."""
+    """Text for people: "in use", why not, or that they were not tried yet. Tries nothing."""
     if live.why_no_subgroups is None:
         return NOT_TRIED
     return live.why_no_subgroups or "in use"
@@ -80,7 +80,7 @@ def _why_not(live: runtime.Runtime) -> str:
 def tried(live: runtime.Runtime) -> str:
     """What is wrong with the operations here; empty if they give the right numbers.
 
-    Nobody can know beforehand what Apple's compiler, or a Vulkan driver that they have not run by, does to a process.
+    What Apple's compiler, or a Vulkan driver with which they have not run, does to a process is not known beforehand.
     """
     if live.arch == "vulkan" and runtime.vulkan_drivers_known():
         return "" if gives_right_numbers(live) else WRONG
@@ -88,7 +88,7 @@ def tried(live: runtime.Runtime) -> str:
 
 
 def gives_right_numbers(live: runtime.Runtime) -> bool:
-    """Whether a kernel that uses each of the operations has the right numbers."""
+    """Whether a kernel that uses each of the operations gives the right numbers."""
     from tikv.kernels import lanes
 
     trial = kernel(live, lanes.make_self_test, lanes.SUBGROUP)

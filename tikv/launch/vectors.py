@@ -1,4 +1,4 @@
-"""Entries of a launch's vector arguments by name: a vector is a NamedTuple, or several vectors joined into one."""
+"""Names for the entries of a launch's vector arguments: a vector is a NamedTuple, or several joined into one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Joined(tuple[int, ...]):
-    """Vectors one behind the other; as a NamedTuple it has `_fields`, where "" is an entry without a name."""
+    """Concatenated vectors; like a NamedTuple it has `_fields`, where "" is an entry without a name."""
 
     _fields: tuple[str, ...]
 
@@ -59,7 +59,7 @@ def place_in(places: dict[str, tuple[int, int]], name: str, kernel: str) -> tupl
     """The (argument, place) of a name.
 
     Raises:
-        KeyError: no entry has it, or several have; an error of this library.
+        KeyError: no entry has it, or several have, which is an error in this library.
     """
     if name not in places:
         known = ", ".join(places) or "none"

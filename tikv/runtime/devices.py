@@ -1,4 +1,4 @@
-"""What this machine is: its devices, their names and memory, and which archs are worth trying on it."""
+"""Describes this machine: its devices, their names and memory, and which archs are worth trying."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu", "amdgpu")  # best first; "auto" never takes amdgpu
-SPIRV_ARCHS = ("metal", "vulkan")  # whose kernels are SPIR-V, and whose memory has no address
+SPIRV_ARCHS = ("metal", "vulkan")  # archs whose kernels are SPIR-V, and whose memory has no address
 NEVER_RUN = ("amdgpu",)  # archs on which nobody has run this library yet
 _INTEGRATED = 18  # in the CUDA driver's CUdevice_attribute
-_PORTABLE, _MAPPED = 1, 2  # of page-locked memory: each context may use it, at an address of the device
+_PORTABLE, _MAPPED = 1, 2  # flags of page-locked memory: every context may use it, at a device address
 
 
 def candidate_archs() -> Iterator[str]:
@@ -93,14 +93,14 @@ class _Properties2(ctypes.Structure):
 
 _VULKAN_1_1 = (1 << 22) | (1 << 12)
 _PROPERTIES_2, _SUBGROUP_PROPERTIES, _DRIVER_PROPERTIES = 1000059001, 1000094000, 1000196000  # types of structures
-_DRIVERS = (4, 13)  # NVIDIA's own and Mesa's lavapipe, by which this library's kernels have run
+_DRIVERS = (4, 13)  # NVIDIA's own and Mesa's lavapipe, with which this library's kernels have run
 _COMPUTE, _BASIC, _ARITHMETIC = 0x20, 1, 4
 _VULKAN_KINDS = {0: "other", 1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
 
 
 @contextlib.contextmanager
 def _physical_devices() -> Iterator[tuple[Any, list[Any]]]:
-    """Vulkan's loader and a handle of each device; (None, []) without a loader."""
+    """The Vulkan loader and a handle of each device; (None, []) without a loader."""
     vulkan = _library("libvulkan.so.1", "vulkan-1.dll", "libvulkan.1.dylib")
     if vulkan is None:
         yield None, []
@@ -144,25 +144,25 @@ def vulkan_devices() -> list[tuple[str, str]]:
 
 
 def vulkan_subgroups() -> bool:
-    """Whether kernels may reduce over subgroups, on every Vulkan device: Taichi does not say which it took."""
+    """Whether kernels may reduce over subgroups on every Vulkan device, since Taichi does not say which one it uses."""
     with _physical_devices() as (vulkan, handles):
         return bool(handles) and all(_reduces(vulkan, handle) for handle in handles)
 
 
 def vulkan_drivers_known() -> bool:
-    """Whether every Vulkan device has a driver by which this library's kernels have run."""
+    """Whether every Vulkan device has a driver with which this library's kernels have run."""
     with _physical_devices() as (vulkan, handles):
         return bool(handles) and all(_driver(vulkan, handle) in _DRIVERS for handle in handles)
 
 
 def _driver(vulkan: Any, handle: Any) -> int:
-    """The number that Vulkan gave a device's driver; 0 for one that does not tell."""
+    """The number that Vulkan gave a device's driver; 0 if the driver does not tell."""
     driver = _DriverProperties(_DRIVER_PROPERTIES, None)
     return driver.driver if _ask(vulkan, handle, driver) else 0
 
 
 def _ask(vulkan: Any, handle: Any, about: ctypes.Structure) -> bool:
-    """Have a device fill in a structure; False for one of a Vulkan before that."""
+    """Have a device fill in a structure; False if its Vulkan is too old for that."""
     if int.from_bytes(_properties(vulkan, handle)[:4], sys.byteorder) < _VULKAN_1_1:
         return False
     both = _Properties2(_PROPERTIES_2, ctypes.cast(ctypes.pointer(about), ctypes.c_void_p))
@@ -179,7 +179,7 @@ def _reduces(vulkan: Any, handle: Any) -> bool:
 
 
 def device_name(arch: str) -> str:
-    """A name for the device an arch runs on."""
+    """A name for the device that an arch runs on."""
     if arch == "vulkan":
         devices = vulkan_devices()
         hardware = [name for name, kind in devices if kind != "cpu"]
@@ -202,20 +202,20 @@ def _cuda_library() -> Any:
 
 
 def _cuda() -> Any:
-    """The driver's own library, started; None without one."""
+    """The CUDA driver's library, initialised; None without a driver."""
     cuda = _cuda_library()
     return None if cuda is None or cuda.cuInit(0) != 0 else cuda
 
 
 def num_gpus() -> int:
-    """CUDA devices that this process sees."""
+    """The number of CUDA devices that this process sees."""
     cuda, count = _cuda(), ctypes.c_int()
     return count.value if cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 @functools.cache
 def _primary_context(cuda: Any, index: int) -> ctypes.c_void_p | None:
-    """The context of a CUDA device that torch uses as well, and an engine that of device 0; None without the device."""
+    """The context of a CUDA device, which torch uses too, and an engine on device 0; None without the device."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     failed = cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDevicePrimaryCtxRetain(
         ctypes.byref(context), device
@@ -225,9 +225,9 @@ def _primary_context(cuda: Any, index: int) -> ctypes.c_void_p | None:
 
 @contextlib.contextmanager
 def current_gpu(index: int) -> Iterator[None]:
-    """Let a CUDA device be the current one of this thread; torch's is as before in the end.
+    """Make a CUDA device this thread's current one, and restore torch's current device afterwards.
 
-    A thread that has none, since it has not used CUDA yet, keeps this one. Without the device nothing happens.
+    A thread without a current device, which has not used CUDA yet, keeps this one. Without the device nothing happens.
     """
     cuda, before = _cuda(), ctypes.c_void_p()
     context = None if cuda is None else _primary_context(cuda, index)
@@ -256,7 +256,7 @@ def _cuda_device() -> tuple[str, int]:
 
 
 def memory_bytes(arch: str) -> int | None:
-    """Total bytes of memory an arch allocates from, where the system tells; else None."""
+    """The total bytes of memory that an arch allocates from, if the system tells; else None."""
     if arch == "cuda":
         return _cuda_device()[1] or None
     if arch in ("cpu", "metal") and hasattr(os, "sysconf"):
@@ -266,7 +266,7 @@ def memory_bytes(arch: str) -> int | None:
 
 
 def shares_memory(arch: str, index: int = 0) -> bool:
-    """Whether the device computes in the memory of the host, beside which it has none of its own."""
+    """Whether the device computes in the host's memory and has none of its own."""
     if arch == "cuda":
         cuda, device, found = _cuda(), ctypes.c_int(), ctypes.c_int()
         if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), index):
@@ -278,10 +278,10 @@ def shares_memory(arch: str, index: int = 0) -> bool:
 
 
 def lock_pages(nbytes: int, index: int) -> int:
-    """The address of new page-locked memory of the host, where the host and each CUDA device see it.
+    """Allocate page-locked host memory; the address is the same for the host and each CUDA device.
 
     Raises:
-        MemoryError: there is not so much.
+        MemoryError: there is not enough memory.
     """
     cuda, found = _cuda(), ctypes.c_void_p()
     with current_gpu(index):
@@ -292,7 +292,7 @@ def lock_pages(nbytes: int, index: int) -> int:
 
 
 def unlock_pages(address: int, index: int) -> None:
-    """Give page-locked memory back, once all devices have done what they were given."""
+    """Free page-locked memory, once all devices have finished their work."""
     cuda = _cuda()
     with current_gpu(index):
         cuda.cuCtxSynchronize()

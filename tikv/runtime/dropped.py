@@ -1,7 +1,7 @@
-"""Memory of Taichi's on Vulkan and Metal that nobody uses any more, until it can be given back.
+"""Keeps Taichi's unused memory on Vulkan and Metal until it can be freed.
 
-Taichi's own release of an ndarray does nothing, without a word, where a kernel used the array since the last
-synchronize, and never tries again. So the arrays are kept here, and released behind a synchronize.
+Taichi's own release of an ndarray silently does nothing if a kernel has used the array since the last synchronize, and
+never tries again. So the arrays are kept here, and released after a synchronize.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-KEPT_BYTES = 1 << 24  # that may wait; a synchronize of its own is due above it
-LEAST_BYTES = KEPT_BYTES // 256  # that an array counts for, so that no more than 256 wait
+KEPT_BYTES = 1 << 24  # the most that may wait; above it, a synchronize is due
+LEAST_BYTES = KEPT_BYTES // 256  # the least that an array counts for, so that at most 256 wait
 
 
 class Array(NamedTuple):
-    """An array of Taichi's without its Python object, and its size."""
+    """One of Taichi's arrays without its Python object, and its size."""
 
     arr: Any
     nbytes: int
@@ -25,7 +25,7 @@ class Array(NamedTuple):
 class Dropped:
     """The arrays of one program that wait for their release.
 
-    `fresh.append` is all that a finalizer does, for it may run in the middle of any other call, in any thread.
+    A finalizer only calls `fresh.append`, since it may run in the middle of any other call, in any thread.
 
     Attributes:
         fresh: arrays that were dropped and are not counted yet.
@@ -38,7 +38,7 @@ class Dropped:
         self._lock = threading.Lock()
 
     def due(self) -> bool:
-        """Whether more waits than may."""
+        """Whether more bytes wait than may."""
         with self._lock:
             while self.fresh:
                 array = self.fresh.popleft()
@@ -47,7 +47,7 @@ class Dropped:
             return self._nbytes > KEPT_BYTES
 
     def release_behind(self, synchronize: Callable[[], None], release: Callable[[Any], None]) -> None:
-        """Synchronize, then release what had been dropped before; where that fails, all of it goes on waiting."""
+        """Synchronize, then release what had been dropped before; if that fails, all of it keeps waiting."""
         taken = self._take()
         try:
             synchronize()
@@ -58,7 +58,7 @@ class Dropped:
             release(array.arr)
 
     def release_at_end(self, release: Callable[[Any], None]) -> None:
-        """Release what waits in a program that ends: later its addresses may be those of another program's arrays."""
+        """Release what waits in a program that is ending: later, another program's arrays may have its addresses."""
         for array in self._take():
             release(array.arr)
 

@@ -1,7 +1,7 @@
-"""The engine of this process, which compiles and runs the kernels: chosen once, imported and started here alone.
+"""The engine of this process, which compiles and runs the kernels: only this module chooses, imports and starts it.
 
-Whatever it takes to do so beyond an engine's public names stands here, and in `tikv.engines` what differs between them.
-Others take `ti` from `tikv.runtime`.
+Everything that this needs beyond an engine's public names is here, and what differs between engines is in
+`tikv.engines`. Other modules take `ti` from `tikv.runtime`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tikv.runtime.real_functions import RealFunctions
 
 _lock = threading.RLock()
 _module: Any = None  # the engine, once it is imported
-_engine: Engine = next(iter(engines.ALL.values()))  # which it is; of no meaning until then
+_engine: Engine = next(iter(engines.ALL.values()))  # which engine it is; meaningless until then
 _why = ""
 _program_at_load: Any = None
 _kept_ndarray: Any = None
-_ndarrays: weakref.WeakSet[Any] = weakref.WeakSet()  # each that was made since, of whichever program
-_LEVELS = ("trace", "debug", "info", "warn", "error", "critical")  # of what an engine prints
-before_end: list[Callable[[Any], None]] = []  # told of a program that is about to end
+_ndarrays: weakref.WeakSet[Any] = weakref.WeakSet()  # all that were made since, in any program
+_LEVELS = ("trace", "debug", "info", "warn", "error", "critical")  # levels of an engine's log
+before_end: list[Callable[[Any], None]] = []  # these are called with a program that is about to end
 
 
 def wanted(asked: str = "auto") -> tuple[Engine, str]:
-    """(engine, why): the one that is in use, else the one asked for, that of TIKV_ENGINE, or the one that fits.
+    """(engine, why): the engine in use, else the one asked for, the one that TIKV_ENGINE names, or the best one.
 
     Raises:
-        OptionError: no such engine.
-        ArchError: another one is in use.
+        OptionError: there is no such engine.
+        ArchError: another engine is in use.
     """
     by_environment = os.environ.get("TIKV_ENGINE") or "auto"
     for name, where in ((asked, f"init: engine={asked!r}"), (by_environment, f"runtime: TIKV_ENGINE={by_environment}")):
@@ -102,18 +102,18 @@ def _import(engine: Engine, why: str) -> None:
     ndarrays = engine.part("lang._ndarray")
     _stamp_ndarrays(ndarrays.Ndarray)
     _free_ndarrays_in_time(engine, ndarrays.ScalarNdarray)
-    # A finalizer may run anywhere, in the middle of the engine's work too: so it only tells.
+    # A finalizer may run anywhere, even in the middle of the engine's work, so it only notes the array.
     tell = {"__del__": lambda self: self._tikv_dropped()}
     _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
     _module = module
-    atexit.register(_wait_at_exit)  # the program goes after that, with the last of Python's objects
+    atexit.register(_wait_at_exit)  # the program is freed after that, with the last Python objects
 
 
 def _import_silently(name: str) -> Any:
-    """Import an engine with its messages of no concern left out: in a notebook it tells where it prints, in red.
+    """Import an engine without its unimportant messages, such as the red one in notebooks about where it prints.
 
-    Its native part, which has the switch, is loaded first; that the package imports by its first line, so the package
-    is known for that moment without having been executed.
+    Its native part, which has the switch, is loaded first. Importing that would run the package's first line, so for
+    that moment the package is registered without having been executed.
     """
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None or spec.loader is None:
@@ -131,7 +131,7 @@ def _import_silently(name: str) -> Any:
 
 
 def engine_in_use() -> Engine:
-    """The engine of this process, imported if need be."""
+    """The engine of this process; it is imported if necessary."""
     load()
     return _engine
 
@@ -151,7 +151,7 @@ def engine_report() -> dict[str, Any]:
 
 
 def shares_mps() -> bool:
-    """Whether the engine in use, or that would be, lets PyTorch see its memory on MPS. Imports nothing."""
+    """Whether the engine that is or would be in use lets PyTorch see its memory on MPS. Imports nothing."""
     try:
         return wanted()[0].mps_arch is not None
     except OptionError:  # of TIKV_ENGINE: the first operation says so
@@ -160,9 +160,9 @@ def shares_mps() -> bool:
 
 @contextlib.contextmanager
 def _quiet_compilation(engine: Engine) -> Iterator[None]:
-    """Hide what Python says of an engine's sources, which it compiles here when they were installed without byte code.
+    """Hide Python's warnings about an engine's sources, which it compiles now if they were installed without byte code.
 
-    A warning of the compiler carries the file's path as its module, one of running code the module's name.
+    A compiler warning has the file's path as its module; a warning of running code has the module's name.
     """
     if engine.is_imported:
         yield
@@ -171,12 +171,12 @@ def _quiet_compilation(engine: Engine) -> Iterator[None]:
         for category in (SyntaxWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"(.*[/\\])?{engine.name}([./\\]|$)")
         yield
-    # The engine adds this one when it is imported, and it ended with the context.
+    # The engine adds this filter at import, and the context has just removed it.
     warnings.filterwarnings("once", category=DeprecationWarning, module=engine.name)
 
 
 def _stamp_ndarrays(ndarray_class: Any) -> None:
-    """Let every `ti.ndarray` remember its program: a stale one is otherwise a dangling pointer nobody can recognise."""
+    """Let every `ti.ndarray` remember its program: otherwise a stale one is a dangling pointer that looks valid."""
     original = ndarray_class.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,10 +188,10 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
 
 
 def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
-    """Let a program that ends free its ndarrays there and then, and let each be freed by its own program alone.
+    """Let a program free its ndarrays when it ends, and let each be freed only by its own program.
 
-    An engine would free what is left when Python lets go of the program, at any time after: by address, which may be
-    that of another program's array by then.
+    An engine would free the rest when Python frees the program, at any later time: by address, which another program's
+    array may have by then.
     """
     settings_class, at_load = type(engine.settings), engine.program
     clear, delete = settings_class.clear, ndarray_class.__del__
@@ -203,7 +203,7 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
                 program.delete_ndarray(array.arr)
         for tell in before_end if program is not None else ():
             tell(program)
-        if program is not None:  # new kernels are about to be written
+        if program is not None:  # new kernels are about to be written to the cache
             _wait_for_cache(program.config().offline_cache_file_path)
         clear(self)
 
@@ -216,9 +216,9 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
 
 
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
-    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
+    """A `ti.ndarray` of so many 32-bit words. If `dropped` is given, it is called instead of freeing."""
     ti = load()
-    # The traceback takes the longer the deeper the stack.
+    # The traceback takes longer the deeper the stack is.
     with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]), _errors_not_printed():
         made = ti.ndarray(getattr(ti, _engine.word), (count,))
     if dropped is not None:
@@ -229,7 +229,7 @@ def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any
 
 @contextlib.contextmanager
 def _errors_not_printed() -> Iterator[None]:
-    """The engine prints an error before it raises it."""
+    """Suppress the engine's output of an error, which it prints before it raises it."""
     core = _engine.core
     level = next((level for level in _LEVELS if core.logging_effective(level)), _LEVELS[-1])
     core.set_logging_level(_LEVELS[-1])
@@ -246,7 +246,7 @@ def is_stale_ndarray(array: Any) -> bool:
 
 
 def is_imported() -> bool:
-    """Whether anybody has imported the engine that this process uses, or would."""
+    """Whether the engine that this process uses, or would use, has been imported by any code."""
     if _module is not None:
         return True
     try:
@@ -256,7 +256,7 @@ def is_imported() -> bool:
 
 
 def before_fork() -> None:
-    """Wait until no other thread imports the engine, so that a forked process has all of it or nothing."""
+    """Wait until no other thread is importing the engine, so that a forked process has all of it or nothing."""
     _lock.acquire()
 
 
@@ -266,15 +266,15 @@ def after_fork() -> None:
 
 
 def is_left_behind() -> bool:
-    """Whether this process was forked from one in which the engine ran, and none was started since."""
+    """Whether this process was forked from one in which the engine ran, and has not started one since."""
     program = front().prog
     return program is not None and any(program is left for left in forks.left_behind)
 
 
 def front() -> Any:
-    """An object whose `prog` is the program that runs, and None before the start and after the end.
+    """An object whose `prog` is the running program, or None before the start and after the end.
 
-    Every start makes another one.
+    Each start makes a new object.
     """
     return engine_in_use().front
 
@@ -287,11 +287,11 @@ def start(arch: str, options: Mapping[str, Any]) -> None:
     _wait_for_cache(folder or _engine.part("lang.impl").default_cfg().offline_cache_file_path)
     with contextlib.redirect_stdout(io.StringIO()), _floating_point_kept():
         ti.init(arch=getattr(ti, arch), **{**own, **options, "enable_fallback": False})
-    _engine.settings.materialize()  # else the first kernel must be compiled by this thread
+    _engine.settings.materialize()  # otherwise this thread must compile the first kernel
 
 
 def _wait_for_cache(folder: str) -> None:
-    """Before the engine reads its cache on disk, or writes there: see that no process that is gone has its lock."""
+    """Before the engine reads or writes its cache on disk, make sure that no dead process has its lock."""
     cache_lock.wait_for(Path(folder) / _engine.cache_lock)
 
 
@@ -302,7 +302,7 @@ def _wait_at_exit() -> None:
 
 @contextlib.contextmanager
 def _floating_point_kept() -> Iterator[None]:
-    """Give this thread its settings back: on x86 the engine's start makes subnormals zero in all that it computes."""
+    """Restore this thread's floating-point settings: on x86 the engine's start makes it flush subnormals to zero."""
     library, settings = ctypes.CDLL("ucrtbase" if os.name == "nt" else None), ctypes.create_string_buffer(512)
     library.fegetenv(settings)
     try:
@@ -315,8 +315,8 @@ def require_arch(arch: str, asked: str) -> None:
     """Refuse an arch that the engine of this process, or the one that it would get, lacks. Imports nothing.
 
     Raises:
-        ArchError: says which engine has it; or another engine than the one asked for is in use.
-        OptionError: no such engine.
+        ArchError: the engine lacks it, and the message says which has it; or a different engine is in use.
+        OptionError: there is no such engine.
     """
     engine, _ = wanted(asked)
     if arch not in engine.archs:
@@ -328,7 +328,7 @@ def require_arch(arch: str, asked: str) -> None:
 
 
 def known_options() -> set[str]:
-    """What `start` takes beside the arch."""
+    """The options of `start` other than the arch."""
     special = load().lang.misc._SpecialConfig()
     config = _engine.part("lang.impl").default_cfg()
     of_program = {n for n in dir(config) if not n.startswith("_")} - {"arch", "default_up"}
@@ -336,13 +336,13 @@ def known_options() -> set[str]:
 
 
 def arch_of(program: Any) -> str:
-    """The arch a program runs on, "cpu" whatever the processor."""
+    """The arch that a program runs on; "cpu" for every processor."""
     name = _engine.arch_name(program.config().arch)
     return {"x64": "cpu", "arm64": "cpu"}.get(name, name)
 
 
 def _next_real_function(settings: Any, program: Any) -> Callable[[Any, Any], Any]:
-    """What takes the place of the engine's `Program.create_function` while a kernel is compiled."""
+    """The function that replaces the engine's `Program.create_function` while a kernel is compiled."""
     functions = settings.__dict__.get("_tikv_real_functions")
     if functions is None:
         functions = RealFunctions(type(program).create_function, _engine.core.FunctionKey, _engine.address_of)
@@ -352,7 +352,7 @@ def _next_real_function(settings: Any, program: Any) -> Callable[[Any, Any], Any
 
 
 def own_kernels() -> None:
-    """Take this library's kernels out of the engine's list, which keeps all of them for the programs to come."""
+    """Remove this library's kernels from the engine's list, which keeps all kernels for later programs."""
     kernels = _engine.settings.kernels
     for kernel in [kernel for kernel in kernels if kernel.func.__module__.startswith("tikv.")]:
         kernels.remove(kernel)
@@ -360,15 +360,15 @@ def own_kernels() -> None:
 
 @contextlib.contextmanager
 def compiling(program: Any, fast_math: bool) -> Iterator[None]:
-    """Compile under this library's settings whatever the caller chose, and put the caller's back.
+    """Compile with this library's settings, whatever the caller chose, and then restore the caller's.
 
-    The choices of the caller (`fast_math`, `default_fp`, `debug` ...) must not change one bit of a copy.
+    The caller's settings (`fast_math`, `default_fp`, `debug` ...) must not change a single bit of a copy.
     """
     settings, config, arch = _engine.settings, program.config(), arch_of(program)
     of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
     if arch in (*SPIRV_ARCHS, "cpu"):
-        # The engine's own optimizations take a third to a half of a kernel's compilation, and LLVM and drivers do the
-        # same for whatever they are given: kernels run as fast without.
+        # The engine's own optimizations take a third to a half of a kernel's compilation time, and LLVM and drivers do
+        # the same work anyway: kernels are as fast without them.
         of_config["advanced_optimization"] = False
     if arch in SPIRV_ARCHS:
         of_config["cfg_optimization"] = False
@@ -390,7 +390,7 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """With attributes of the engine's that have other values: each (where, name, value)."""
+    """Temporarily replace attributes of the engine: each change is (where, name, value)."""
     saved = [(where, name, getattr(where, name)) for where, name, _ in changes]
     try:
         for where, name, value in changes:

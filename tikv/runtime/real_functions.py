@@ -1,8 +1,7 @@
-"""Real functions of kernels, in an order that is the same in every process.
+"""Gives the real functions of kernels the same order in every process.
 
-An engine finds a kernel in its cache on disk by a hash of all that the kernel's source became. There it lists the real
-functions that a kernel calls by their addresses in memory, which is an order of chance: on the CPU, attention would be
-compiled again in every process.
+An engine finds a kernel in its cache on disk by a hash of its intermediate code. There it lists the real functions that
+a kernel calls in the order of their addresses, which varies: on the CPU, every process would compile attention again.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 _OURS = -1  # instance of a function; the engine counts from 0, and compares functions by their numbers alone
-LEAST = 32  # that are ready when a kernel's compilation begins; those of a kernel with more may come in any order
+LEAST = 32  # functions ready when a kernel's compilation begins; if it needs more, their order may vary
 
 
 class RealFunctions:
-    """The engine's functions for the real functions of one program's kernels: for one kernel, by ascending address.
+    """The engine's objects for the real functions of one program's kernels, by ascending address within a kernel.
 
-    The engine can neither move a function nor say where it lies. So some are always made in advance, and sorted.
+    The engine cannot choose the address of a function. So some are always made in advance, and sorted.
     """
 
     def __init__(self, create: Any, key_class: Any, address_of: Callable[[Any], int]) -> None:
@@ -26,7 +25,7 @@ class RealFunctions:
         self._made = 0
 
     def begin_kernel(self, program: Any) -> None:
-        """See to it that a kernel's functions can all be taken from those that are sorted."""
+        """Make sure that all of a kernel's functions can be taken from the sorted ones."""
         if len(self._spare) < LEAST:
             for _ in range(2 * LEAST):
                 self._made += 1
@@ -34,5 +33,5 @@ class RealFunctions:
             self._spare.sort(key=self._address_of)
 
     def take(self, program: Any, key: Any) -> Any:
-        """The next function, in the place of the engine's own `Program.create_function`."""
+        """The next function; this replaces the engine's own `Program.create_function`."""
         return self._spare.pop(0) if self._spare else self._create(program, key)

@@ -1,8 +1,8 @@
-"""How an engine reads the Python source of a kernel, without what it does again and again.
+"""Speeds up how an engine reads the Python source of a kernel, by removing repeated work.
 
-An engine walks through the source of each function once for every call of it in a kernel. That takes more time than
-machine code does wherever that is found on disk. While this library's kernels are compiled, what stands here takes the
-place of parts of the engine: the same program comes out, sooner.
+An engine walks through the source of a function once for every call of it in a kernel. If the machine code is found on
+disk, this takes most of the time. While this library's kernels are compiled, this module replaces parts of the engine:
+the result is the same program, sooner.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tikv.engines import Engine
 from tikv.runtime.cache import BoundedCache
 
 _sources: BoundedCache[tuple[Callable[[Any], Any], str, int, str], Any] = BoundedCache()
-_lines = functools.lru_cache(1 << 15)(textwrap.fill)  # which engines call for each line of a function
+_lines = functools.lru_cache(1 << 15)(textwrap.fill)  # engines call it for each line of a function
 _texts = types.SimpleNamespace(fill=_lines, dedent=functools.lru_cache(1 << 12)(textwrap.dedent))
 
 
@@ -35,11 +35,11 @@ def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
         yield parser, "ast", types.SimpleNamespace(parse=trees.parse)
         yield parser, "transform_tree", trees.transform
         yield walker.Builder, "__call__", _visit
-        yield engine.settings, "src_info_stack", [""]  # which line is read, for expressions: no message shows it
+        yield engine.settings, "src_info_stack", [""]  # the current line of expressions, which no message shows
 
 
 def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`read(function)` of the source, once for all functions that were made of the same lines."""
+    """`read(function)` of the source, once for all functions that were made from the same lines."""
 
     def read_once(function: Any) -> Any:
         code = function.__code__
@@ -51,14 +51,14 @@ def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _line_of(context: Any, node: Any) -> str:
-    """Where an expression stands; the engine would draw its line as well."""
+    """The position of an expression; the engine would also format its source line."""
     return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
 
 
 class _Trees:
-    """Sources as trees. The engine notes on a tree what each part becomes, so that a tree serves one call at a time.
+    """Syntax trees of sources. The engine writes results into a tree, so a tree serves one call at a time.
 
-    Those of functions serve the later calls in a kernel too; the engine takes the arguments out of a kernel's own.
+    A function's tree serves later calls in a kernel too; a kernel's own does not, as the engine removes its arguments.
     """
 
     def __init__(self, transform: Callable[[Any, Any], Any]) -> None:
@@ -67,14 +67,14 @@ class _Trees:
         self.source_of: dict[int, str] = {}
 
     def parse(self, source: str) -> ast.Module:
-        """The tree of a source that no call is under way with."""
+        """A tree of a source that no call is using."""
         free = self.free.get(source)
         tree = free.pop() if free else ast.parse(source)
         self.source_of[id(tree)] = source
         return tree
 
     def transform(self, tree: ast.Module, context: Any) -> Any:
-        """What the engine makes of a tree, which is free then."""
+        """The engine's transform of a tree, which is then free for other calls."""
         found = self.plain_transform(tree, context)
         if not (context.is_kernel or context.is_real_function):
             self.free.setdefault(self.source_of[id(tree)], []).append(tree)
@@ -82,7 +82,7 @@ class _Trees:
 
 
 def _visit(builder: Any, context: Any, node: Any) -> Any:
-    """A part of a tree becomes a part of a program; the engine would note the line of each as well."""
+    """Turn a part of a tree into a part of a program; the engine would also record the line of each part."""
     try:
         return getattr(builder, "build_" + node.__class__.__name__)(context, node)
     except Exception as error:

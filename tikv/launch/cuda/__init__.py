@@ -1,6 +1,6 @@
-"""Launch Taichi's kernels by NVIDIA's driver: torch's stream, CUDA graphs, no buffer of arguments.
+"""Launches Taichi's kernels with NVIDIA's driver: on torch's stream, in CUDA graphs, without an argument buffer.
 
-`ptx` rewrites what Taichi generates so that arguments travel with the launch, and `peepholes` so that it is faster;
-`compiler` gets it from a child process, which runs `compile_server`; `disk_cache` keeps it on disk; `driver` loads it;
-`native` launches it. `legacy_stream` launches by Taichi's launchers what the driver cannot take.
+`compiler` gets a kernel's PTX from a child process, which runs `compile_server`; `ptx` rewrites it so that arguments
+are passed with the launch, and `peepholes` makes it faster; `disk_cache` keeps it on disk; `driver` loads it; `native`
+launches it. `legacy_stream` uses Taichi's launchers for kernels that the driver cannot launch.
 """
