@@ -1,6 +1,6 @@
 """Tokens to slots, slots to words: the only place that computes where a row lies.
 
-A placement answers "which slot does token t of sequence b go to", or -1 for none. A sequence here is one of a batch,
+A placement answers "which slot does token t of sequence b go to?", with -1 for none. A sequence here is one of a batch,
 or one of a layer and a batch. Positions reach a kernel either as a scalar that the host has reduced (see
 `ops.layouts.reduced_position`), or as absolute values in device memory, which are bounds-checked here.
 
@@ -25,7 +25,7 @@ class RowStrides(NamedTuple):
 
 
 class CopyParams(NamedTuple):
-    """What placements and scales need beside the strides."""
+    """The numbers that placements and scales need in addition to the strides."""
 
     iterations: int = 0
     k_units: int = 0  # units in a row of each stream
@@ -36,7 +36,7 @@ class CopyParams(NamedTuple):
     dst_position: int = 0
     keep: int = 0  # first token that a ring does not lose
     sinks: int = 0
-    ring: int = 0  # slots behind the sinks that wrap; 0: none
+    ring: int = 0  # slots after the sinks that wrap; 0: none
     src_limit: int = 0  # slots, or pages of a table, that exist
     dst_limit: int = 0
     index_group: int = 0
@@ -67,7 +67,7 @@ class PageNumbers(NamedTuple):
     pages: int = 0  # of all requests
 
 
-# The place of each number in its vector: strides[K_DST + S.head], params[P.ring].
+# The index of each number in its vector: strides[K_DST + S.head], params[P.ring].
 S = RowStrides(*range(len(RowStrides._fields)))
 P = CopyParams(*range(len(CopyParams._fields)))
 K_SRC, K_DST, V_SRC, V_DST = (len(S) * i for i in range(4))
@@ -76,7 +76,7 @@ STRIDES = ti.types.vector(4 * len(S), ti.i32)
 PARAMS = ti.types.vector(len(P), ti.i32)
 NUMBERS = ti.types.vector(len(N), ti.i32)
 INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}  # by its bits; 0 without an index
-PARAMS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `params`, and `strides` behind them
+PARAMS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `params` followed by `strides`
 
 
 def index_array(bits):
@@ -85,23 +85,23 @@ def index_array(bits):
 
 
 def inverse_of(divisor):
-    """(inverse, shift), two 32-bit numbers by which `divided` divides by an integer from 1 on."""
+    """(inverse, shift), two 32-bit numbers with which `divided` divides by an integer that is at least 1."""
     shift = 31 + (divisor - 1).bit_length()
-    inverse = -(-(1 << shift) // divisor)  # below 2**32; what it is too large by no dividend shows
-    return inverse - (1 << 32), shift  # as a signed number has these bits
+    inverse = -(-(1 << shift) // divisor)  # below 2**32; its excess changes no quotient
+    return inverse - (1 << 32), shift  # the signed number with these bits
 
 
 @ti.func
 def divided(x, inverse, shift):
-    """The quotient x // n of x from 0 on, by what `inverse_of(n)` says: `//` takes a GPU some thirty instructions."""
-    # Not by casts to unsigned numbers: of those SPIRV-Cross writes what C++ reads as the type of a function.
+    """The quotient x // n for x >= 0, with the result of `inverse_of(n)`: `//` takes some thirty instructions on a GPU."""
+    # No casts to unsigned numbers: SPIRV-Cross writes these in a form that C++ parses as a function type.
     product = (ti.cast(x, ti.i64) & ti.i64(0xFFFFFFFF)) * (ti.cast(inverse, ti.i64) & ti.i64(0xFFFFFFFF))
     return ti.cast(product >> ti.cast(shift, ti.i64), ti.i32)
 
 
 @ti.func
 def ring_slot(p, sinks, ring):
-    """The slot of position p behind `sinks` fixed slots: the ring, computed here and nowhere else."""
+    """The slot of position p in a ring after `sinks` fixed slots; it is computed only here."""
     slot = p
     if p >= sinks:
         slot = sinks + ti.cast(ti.cast(p - sinks, ti.u32) % ti.cast(ring, ti.u32), ti.i32)
@@ -121,7 +121,7 @@ def ring_slot_of_absolute(p, sinks, ring):
 def make_slot_of(placement, page, position, limit, first):
     """slot_of(b, t, index, params) -> slot or -1; the last three choices are the entries of `params` for this end.
 
-    linear: position + t. ring: the same behind sinks; tokens before `keep`, which the ring would lose, are skipped.
+    linear: position + t. ring: the same, after sinks; tokens before `keep`, which the ring would lose, are skipped.
     ragged: index[b] + t if inside [0, limit), or in the ring when there is one. slots: index[t] if inside [0, limit).
     table: page index[(position + t) // page] if inside [0, limit). group: as linear, in sequence index[b].
     layers: as ring or linear, by the sinks and ring of sequence b in index[4b + 2] and index[4b + 3].
@@ -164,7 +164,7 @@ def make_slot_of(placement, page, position, limit, first):
             p = params[position] + t
             entry = b * params[P.index_group] + (p // page) * params[P.index_step] + params[first]
             block = ti.cast(index[entry], ti.i64)
-            # Without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+            # Unsigned: Vulkan takes a negative number that was widened to 64 bits for a positive one.
             if ti.cast(block, ti.u64) < ti.cast(params[limit], ti.u64):
                 slot = ti.cast(block, ti.i32) * page + p % page
         return slot
@@ -173,7 +173,7 @@ def make_slot_of(placement, page, position, limit, first):
 
 
 def make_slot_of_request(page, limit):
-    """slot_of(b, t, index, params): by token t's request and position, in the pages of all requests, one after another.
+    """slot_of(b, t, index, params): by token t's request and position, in the concatenated pages of all requests.
 
     A token without a request, a position or a page of its request inside [0, limit) gets -1.
     """
@@ -181,7 +181,7 @@ def make_slot_of_request(page, limit):
     @ti.func
     def slot_of(b, t, index: ti.template(), params):
         requests, positions, pages, starts, numbers = ti.static(index)
-        # All comparisons are without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+        # All comparisons are unsigned: Vulkan takes a negative number that was widened to 64 bits for a positive one.
         slot = -1
         r = ti.cast(requests[numbers[N.request_first] + t * numbers[N.request_step]], ti.u64)
         position = ti.cast(positions[numbers[N.position_first] + t * numbers[N.position_step]], ti.u64)
@@ -210,7 +210,7 @@ def row_of_layer(b, h, slot, index: ti.template(), first):
 
 @functools.cache
 def make_row_offset(page, end):
-    """row_offset(b, slot, h, strides) -> the row's first word, by the strides from `end` on; page 0 means no pages."""
+    """row_offset(b, slot, h, strides) -> the first word of the row, by the strides from `end` on; page 0: no pages."""
 
     @ti.func
     def row_offset(b, slot, h, strides):
@@ -226,7 +226,7 @@ def make_row_offset(page, end):
 
 @functools.cache
 def make_word_offset(chunk, chunk_stride):
-    """word_offset(word): where a row's word lies behind the row's first. Chunk 0 means side by side.
+    """word_offset(word): the offset of a row's word from its first word. Chunk 0 means that words are contiguous.
 
     vLLM's pages cut a row of K into 16-byte chunks, and one of V into single elements, `chunk_stride` words apart.
     """

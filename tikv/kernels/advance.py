@@ -1,4 +1,4 @@
-"""Positions in device memory, moved on by the tokens of a step that a graph repeats without the host."""
+"""Advances positions in device memory by the tokens of a step, so that a graph can repeat it without the host."""
 
 from tikv.kernels.lanes import BLOCK
 from tikv.runtime import ti
@@ -8,7 +8,7 @@ NUMBERS = ti.types.vector(3, ti.i32)
 
 
 def make_advance(style):
-    """advance(positions, numbers): `TOKENS` more in each of `COUNT` int64 positions from entry `FIRST` on."""
+    """advance(positions, numbers): adds `TOKENS` to each of `COUNT` int64 positions from entry `FIRST` on."""
     P = ti.types.ndarray(dtype=ti.i64, ndim=1)
 
     @ti.kernel

@@ -20,8 +20,8 @@ SCALE_WORD = {
     "f32": ti.u32,
     "e4m3": ti.u8,
     "e8m0": ti.u8,
-}  # of a row's or a group's scale
-# As CPU kernels see an array whose words are elements.
+}  # dtypes of a row's or a group's scale
+# The types with which CPU kernels view an array whose words are elements.
 ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "e4m3": ti.u8, "e5m2": ti.u8, "i8": ti.i8, "e8m0": ti.u8}
 
 
@@ -33,22 +33,22 @@ class Codec(NamedTuple):
     elements: int
     src_bits: int
     dst_bits: int
-    turn: tuple[int, int] | None = None  # of codes of rotated rows: columns of a block and seed, see `hadamard`
+    turn: tuple[int, int] | None = None  # for codes of rotated rows: columns per block and seed, see `hadamard`
 
     @property
     def finds_scale(self) -> bool:
-        """Whether a row is quantised with a scale of its own, which its largest magnitude gives."""
+        """Whether a row is quantised with its own scale, computed from its largest magnitude."""
         return self.dst in OF_CODE and OF_CODE[self.dst].scale_of == "row"
 
     @property
     def src_words(self) -> int:
-        """Words of a unit at the source; a group of codes counts as one."""
+        """The words of a unit at the source; a group of codes counts as one."""
         whole = self.src == "raw" or self.src in GROUP_FORMATS
         return 1 if whole else self.elements * SIZE[self.src] * 8 // self.src_bits
 
     @property
     def dst_words(self) -> int:
-        """Words of a unit at the destination."""
+        """The words of a unit at the destination."""
         return 1 if self.dst == "raw" else self.elements * SIZE[self.dst] * 8 // self.dst_bits
 
 
@@ -58,7 +58,7 @@ def word_array(bits):
 
 
 def element_array(code):
-    """The type of an array whose words are an element each."""
+    """The type of an array in which each word is one element."""
     return word_array(SIZE[code] * 8)
 
 
@@ -84,7 +84,7 @@ def f32_to_bf16(value):
 
 @ti.func
 def e4m3_to_f32(bits):
-    """The value of float8_e4m3fn bits; exact. Those of a float16 with an exponent that is 8 too small, but for NaN."""
+    """The value of float8_e4m3fn bits; exact. Except for NaN they are a float16 whose exponent is 8 too small."""
     half = ((bits & ti.u32(0x80)) << ti.u32(8)) | ((bits & ti.u32(0x7F)) << ti.u32(7))
     value = ti.cast(ti.bit_cast(ti.cast(half, ti.u16), ti.f16), ti.f32) * ti.f32(256.0)
     nan = ti.select((bits & ti.u32(0x7F)) == ti.u32(0x7F), ti.u32(0x7FC00000), ti.u32(0))
@@ -108,14 +108,14 @@ def e8m0_to_f32(bits):
 
 @ti.func
 def e2m1_to_f32(bits):
-    """The value of a float of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, whose doubles are the digits of a number."""
+    """The value of a 4-bit float: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, whose doubles are the digits of one constant."""
     doubled = (ti.u32(0xC8643210) >> ((bits & ti.u32(7)) << ti.u32(2))) & ti.u32(15)
     value = ti.cast(ti.cast(doubled, ti.i32), ti.f32) * ti.f32(0.5)
     return ti.bit_cast(ti.bit_cast(value, ti.u32) | ((bits & ti.u32(8)) << ti.u32(28)), ti.f32)
 
 
 class Float8(NamedTuple):
-    """A type of 8 bits: bits of its fraction, least normal exponent, and the bytes of its largest number and NaN."""
+    """An 8-bit type: the bits of its fraction, its least normal exponent, the bytes of its largest number and NaN."""
 
     fraction: int
     least: int
@@ -130,7 +130,8 @@ FLOAT8 = {"e4m3": Float8(3, -6, 0x7E, 0x7F), "e5m2": Float8(2, -14, 0x7B, 0x7E)}
 def make_f32_to_float8(code, style):
     """f32_to_float8(value): nearest even, saturating, infinities too; a NaN stays a (quiet) NaN.
 
-    In integers; what becomes subnormal by a sum where arithmetic is IEEE, whose last place is the least subnormal.
+    It uses integers. Where arithmetic is IEEE, a subnormal result is rounded by adding a number whose last place is the
+    least subnormal.
     """
     kind = FLOAT8[code]
     dropped = 23 - kind.fraction
@@ -138,7 +139,7 @@ def make_f32_to_float8(code, style):
     rebias = (normal_field - 1) << 23
     large = 2.0 ** (kind.least - kind.fraction + 23)
     large_bits = (kind.least - kind.fraction + 23 + 127) << 23
-    widest = dropped + normal_field  # what shifts a fraction to units of the least subnormal, and its exponent field
+    widest = dropped + normal_field  # the shift of a fraction to units of the least subnormal, and its exponent field
 
     @ti.func
     def f32_to_float8(value):
@@ -191,7 +192,7 @@ def f32_to_f16_integer(value):
 
 @ti.func
 def f32_to_f16_cast(value):
-    """The same where a cast rounds to nearest even: CPU and CUDA."""
+    """The same, if a cast rounds to nearest even: on CPU and CUDA."""
     return ti.bit_cast(ti.cast(value, ti.f16), ti.u16)
 
 
@@ -204,10 +205,10 @@ def finite_magnitude_bits(value):
 
 @functools.cache
 def make_word_magnitude(code):
-    """(type, magnitude(word), to_bits(magnitude)): `finite_magnitude_bits` of words that are an element each.
+    """(type, magnitude(word), to_bits(magnitude)): `finite_magnitude_bits` for words of one element.
 
-    Magnitudes of the 16-bit types order as their words do: no conversion, and twice as many in a vector register.
-    Signed, since vector registers compare signed integers.
+    Magnitudes of 16-bit types are ordered as their words are: no conversion is needed, and a vector register holds
+    twice as many. They are signed, since vector instructions compare signed integers.
     """
     number, infinite, mask = {
         "f32": (ti.i32, 0x7F800000, 0x7FFFFFFF),
@@ -234,13 +235,13 @@ def round_half_even(x):
     low = ti.floor(x)
     rest = x - low
     whole = ti.cast(low, ti.i32)
-    # No `|` or `&` between comparisons: it becomes a bitwise operation on booleans, which SPIR-V does not have.
+    # No `|` or `&` between comparisons: they become bitwise operations on booleans, which SPIR-V does not have.
     return whole + ti.select(rest == ti.f32(0.5), whole & 1, ti.select(rest > ti.f32(0.5), 1, 0))
 
 
 @ti.func
 def round_half_even_by_addition(x):
-    """The same where arithmetic is IEEE: adding 1.5 * 2**23 leaves the rounded integer in the low bits."""
+    """The same, if arithmetic is IEEE: adding 1.5 * 2**23 leaves the rounded integer in the low bits."""
     return ti.bit_cast(x + ti.f32(12582912.0), ti.i32) - 0x4B400000
 
 
@@ -251,7 +252,7 @@ def make_quantise(style):
 
     @ti.func
     def quantise(value, inverse_scale):
-        # Selects and a signed comparison: LLVM has one vector instruction for each.
+        # Selects and a signed comparison are used, since LLVM has one vector instruction for each.
         scaled = value * inverse_scale
         scaled = ti.select(scaled > ti.f32(-127.0), scaled, ti.f32(-127.0))
         scaled = ti.select(scaled < ti.f32(127.0), scaled, ti.f32(127.0))
@@ -337,8 +338,8 @@ def make_f32_to_bits(code, style):
 def make_decode(code, bits):
     """decode(word) -> the float32 values of the elements in a word.
 
-    Words of 64 bits are taken apart by halves. Of four bytes one becomes a float by an addition, and the others by a
-    GPU's converter, which takes fewer instructions but is slow: both are busy then.
+    Words of 64 bits are decoded in halves. Of four bytes, one becomes a float by an addition, and the others by the
+    GPU's converter, which takes fewer instructions but is slow: so both units are busy.
     """
     value = make_bits_to_f32(code)
     width = SIZE[code] * 8
@@ -432,7 +433,7 @@ SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-3
 def make_scale(code, style):
     """scale_bits(magnitude_bits): the scale of a row as stored, max|x| / 127 rounded to the scale's dtype.
 
-    Never below the smallest normal number nor above the largest finite one, so its reciprocal is finite.
+    It is never below the smallest normal number nor above the largest finite one, so its reciprocal is finite.
     """
     low, high = SCALE_LIMITS[code]
     encode = make_f32_to_bits(code, style)

@@ -1,14 +1,14 @@
-"""Rows of a head moved down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
+"""Moves rows of a head down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
 
-Rows in pages have no order of their own: the index then holds a pair for each, of where it lies and where it goes, in
-the order in which they may be moved one after the other.
+Rows in pages have no natural order: the index then holds a pair for each row, its source and its destination, in an
+order in which they may be moved one by one.
 
-Since index[j] >= j, a head whose rows are moved in their order never reads a row that was written before. So heads are
-independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head, and reads the rows
-between those that it keeps as well, where that is sooner done (`make_wants_gaps`). On Vulkan and Metal a thread moves
-one word of each of a head's rows, `HELD` at a time, all read before one is written, and waits for nobody. On CUDA,
-where that would leave memory waiting, the threads of a block share a head's words and neighbouring rows, and a barrier
-stands between reading and writing: what a block reads in a later round lies above all that it has written.
+Since index[j] >= j, moving a head's rows in order never reads a row that was already written. So heads are independent,
+and so are the words of a row, but the rows of a head are not. On CPU a thread moves a head, and also reads the rows
+between those that it keeps, if that is faster (`make_wants_gaps`). On Vulkan and Metal a thread moves one word of each
+row of a head, reads `HELD` of them before it writes one, and needs no barrier. On CUDA, where that would not keep
+memory busy, the threads of a block share a head's words and neighbouring rows, with a barrier between reading and
+writing: what a block reads in a later round lies above everything that it has written.
 """
 
 import zlib
@@ -19,13 +19,13 @@ from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
-HELD = 16  # words that a GPU's thread holds at once
+HELD = 16  # words that a GPU thread holds at once
 COLUMNS, EACH = 8, 2  # threads side by side on CUDA, and words of a row for each: what they ask of an index, both share
 STREAMS = 4  # K, V, and the scales of both
-LINE = 64  # bytes that a CPU's core fetches at once
+LINE = 64  # bytes that a CPU core fetches at once
 GAP = 1024  # bytes between two rows of a head, on average, above which a CPU does not read them
 READ_AHEAD = 1024  # bytes of kept rows by which it reads ahead of what it moves
-ENTRIES = len(S)  # strides of an array; a constant, since Taichi warns of `len` in what it compiles
+ENTRIES = len(S)  # strides of an array; a constant, since Taichi warns about `len` in a kernel
 
 
 class CompactParams(NamedTuple):
@@ -41,7 +41,7 @@ class CompactParams(NamedTuple):
     index_head: int = 0
     index_step: int = 0
     index_first: int = 0
-    write_read: int = 0  # never 1: a compiler does not know that, and leaves in what is read for its time alone
+    write_read: int = 0  # never 1, but the compiler does not know that, so it keeps reads that serve only for speed
 
 
 C = CompactParams(*range(len(CompactParams._fields)))
@@ -75,7 +75,7 @@ def shape_of(units, barrier):
 
 
 def threads_of(units, barrier):
-    """Threads that move the rows of one head."""
+    """The number of threads that move the rows of one head."""
     return shape_of(units, barrier).parts * (BLOCK if barrier else 1)
 
 
@@ -88,7 +88,7 @@ def make_compact(style, serial, barrier, streams, index_bits, placed=False):
         barrier: on a GPU, whether a block shares a head's rows.
         streams: a `Words` for each array.
         index_bits: 32 or 64.
-        placed: behind each row's index stands that of the row which it becomes.
+        placed: each row's index is followed by its destination's.
     """
     A, B, D, E = (word_array(words.bits) for words in (*streams, *[streams[0]] * (STREAMS - len(streams))))
     count = len(streams)
@@ -146,10 +146,10 @@ def find_head(lane, first, strides, params):
 
 
 def make_wants_gaps(bits, IX, uid):
-    """CPU: wants_gaps(...): 1 where a head is moved sooner if the rows between those that it keeps are read as well.
+    """CPU: wants_gaps(...): 1 if moving a head is faster when the rows between those that it keeps are read as well.
 
-    A core fetches ahead of what it reads in order only: half of the rows of 256 bytes, any of them, take longer to read
-    than all of them. That pays where no more than three fifths are dropped, in short gaps.
+    A core prefetches only if it reads in order: reading half of the rows of 256 bytes takes longer than reading all of
+    them. So it is faster if at most three fifths of the rows are dropped, in short gaps.
     """
 
     @ti.real_func
@@ -174,7 +174,7 @@ def make_wants_gaps(bits, IX, uid):
 
 
 def make_move_head(bits, IX, uid, placed):
-    """CPU: move_head(...): all rows of a head. The number tells kernels apart, as in `kernels.copy`."""
+    """CPU: move_head(...): all rows of a head. The number distinguishes kernels, as in `kernels.copy`."""
     A = word_array(bits)
     word, line = A.dtype, LINE * 8 // bits
     wants_gaps = make_wants_gaps(bits, IX, uid)
@@ -239,7 +239,7 @@ def make_move_words(shape, words, barrier, placed):
             part = thread // BLOCK
             own = (thread % BLOCK) // columns
             column = part * (columns * each) + thread % BLOCK % columns
-        # Threads that are over take no row, but stop at the barrier with the others.
+        # Threads without work take no row, but stop at the barrier with the others.
         taking = own < side and column < words.units
         tokens = params[C.tokens]
         for turn in range((tokens + side * rows - 1) // (side * rows)):
@@ -251,7 +251,7 @@ def make_move_words(shape, words, barrier, placed):
                     target[n] = j
                 if taking and j < tokens:
                     s = ti.cast(index[at + j * params[C.index_step]], ti.i64)
-                    # Without signs, see `kernels.address`: a negative index is above the limit.
+                    # Unsigned, see `kernels.address`: a negative index is above the limit.
                     if ti.cast(s, ti.u64) < ti.cast(params[C.limit], ti.u64):
                         source[n] = ti.cast(s, ti.i32)
                         if ti.static(placed):

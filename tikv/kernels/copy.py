@@ -1,10 +1,10 @@
-"""The copy: every contiguous, ragged, slot-mapped, paged, casting or quantising move of rows is this one kernel.
+"""The copy: this one kernel does every contiguous, ragged, slot-mapped, paged, casting or quantising move of rows.
 
     for each sequence b, token t, head h:  dst[b, slot(t), h] = codec(src[b, slot'(t), h])
 
-One top-level loop, one task, one launch, for K alone or K and V. On CPU an iteration is a token's rows, first those of
-K, then those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words.
-Rows that are quantised are shared by `lanes` threads, which first agree on the row's largest magnitude.
+It is one top-level loop, so one task and one launch, for K alone or K and V. On CPU an iteration moves a token's rows,
+first those of K, then those of V; on a GPU it moves one unit of a row of both, so that neighbouring threads access
+neighbouring words. `lanes` threads share a row that is quantised, and first agree on its largest magnitude.
 """
 
 import zlib
@@ -54,7 +54,7 @@ from tikv.runtime import ti
 
 
 class EndLayout(NamedTuple):
-    """One end of a copy: placement, page length (0: none), how K's and V's rows are cut (chunk, stride in words)."""
+    """One end of a copy: placement, page length (0: no pages), (chunk, stride in words) of the rows of K and of V."""
 
     placement: str = "linear"
     page: int = 0
@@ -74,17 +74,17 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
     Args:
         style: "cpu", "cuda" or "spirv": the shape of the loop.
-        serial: on CPU, run in the calling thread; cheaper than waking the others for a small copy.
+        serial: on CPU, run in the calling thread, which for a small copy is cheaper than waking others.
         heads: rows per token.
         grouped: whether there is more than one sequence.
         streams: one `Stream` (K) or two (K and V).
         src, dst: the `EndLayout` of each end.
         lanes: threads that share a row; 1 on CPU.
-        index_bits: 0 without an index array, else 32 or 64; of placement "pages" those of each of its four.
-        scale: dtype code of the scales, or "" without: those of int8 rows are found and written, those of floats of 8
-            bits are read.
-        joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
-        summaries: the `WrittenForm` of pages of keys that are summarised in the same launch; no scales then.
+        index_bits: 0 without an index array, else 32 or 64; for placement "pages", one for each of its four arrays.
+        scale: dtype code of the scales, or "" without: scales of int8 rows are computed and written, those of 8-bit
+            floats are read.
+        joint: on CPU without index and scales, K and V go to one array, since each array of a launch takes time.
+        summaries: the `WrittenForm` of pages of keys that are summarised in the same launch; there are no scales then.
     """
     k, v = streams[0], streams[-1]
     KS, KD, VS, VD = (word_array(bits) for s in (k, v) for bits in (s.codec.src_bits, s.codec.dst_bits))
@@ -94,7 +94,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
     find_rows = make_find_rows(src, dst, k.codec.src in OF_CODE)
     if style == "cpu":
-        unused = plain or summaries is not None  # the array of scales: a launch gives K's source in its place
+        unused = plain or summaries is not None  # whether scales are unused: a launch then gives K's source instead
         uid = (
             zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale, unused)).encode())
             >> 1
@@ -106,7 +106,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
     @ti.func
     def copy_item(i, arrays: ti.template(), strides, params):
-        """Move what iteration i stands for."""
+        """Move the rows of iteration i."""
         ks, kd, vs, vd, index, k_scale, v_scale = ti.static(arrays)
         b, t, h, lane, is_v, inside = decode_item(i, params)
         rows = find_rows(b, t, h, inside, index, strides, params)
@@ -119,7 +119,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         return make_copy_summarized(style, serial, copy_item, summarize, summaries, types, index_bits, joint)
 
     if style == "cpu":
-        placed, strided = len(P), 4 * len(S)  # here, since Taichi warns of `len` in what it compiles
+        placed, strided = len(P), 4 * len(S)  # here, since Taichi warns about `len` in a kernel
 
         @ti.func
         def copy_item_cpu(i, arrays: ti.template(), numbers: ti.template()):
@@ -159,7 +159,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     @ti.kernel
     def copy_full(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC,
                   strides: STRIDES, params: PARAMS):  # fmt: skip
-        """The same with an index array and scales; those a placement or codec does not use repeat another array."""
+        """The same with an index array and scales; unused ones repeat another array."""
         loop(ks, params, ((ks, kd, vs, vd, index, k_scale, v_scale), strides, params))
 
     if by_pages:
@@ -168,10 +168,10 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
 
 def make_copy_summarized(style, serial, copy_item, summarize_written, form, types, index_bits, joint):
-    """The kernels of `make_copy` without scales; behind the items that copy come those that summarise pages of keys.
+    """The kernels of `make_copy` without scales; items that copy are followed by items that summarise pages of keys.
 
-    On CPU words are elements, so that pages are read from K's source and destination as they are. Elsewhere both are
-    given again as arrays of elements. `to` has the summaries.
+    On CPU words are elements, so that pages are read directly from K's source and destination. Elsewhere both are
+    passed again as arrays of elements. `to` has the summaries.
     """
     KS, KD, VS, VD, IX = types
     NEW, STORED = element_array(form.source), element_array(form.code)
@@ -248,7 +248,7 @@ def make_copy_by_pages(types, index_bits, loop):
 
 
 def make_decode_item(style, heads, grouped, lanes, two):
-    """decode_item(i, params) -> (sequence, token, head, lane, whether it is of V, whether there is such a token)."""
+    """decode_item(i, params) -> (sequence, token, head, lane, whether it belongs to V, whether the token exists)."""
 
     @ti.func
     def decode_item(i, params):
@@ -430,8 +430,8 @@ def make_move_row(style, streams, src, dst, lanes, scale):
         ok, s, src_sequence, d, scale_offset, _, _, _ = rows
         k_at, v_at = scale_offset + params[P.k_scale], scale_offset + params[P.v_scale]
         k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
-        # A row that is skipped is read all the same, from slot 0, one of no sequence from sequence 0: a load without a
-        # test is under way sooner.
+        # A skipped row is read anyway, from slot 0, and one without a sequence from sequence 0: a load without a test
+        # starts sooner.
         s = ti.select(ok, s, 0)
         k_tensor, v_tensor = ti.bit_cast(params[P.k_tensor], ti.f32), ti.bit_cast(params[P.v_tensor], ti.f32)
         k_held = read_k(ks, lane, k_src(src_sequence, s, h, strides))
@@ -461,7 +461,7 @@ def make_unit(style, codec, src_inner, dst_inner, scale):
 
 
 def has_scale(code, scale):
-    """Whether what is kept so has a scale here: floats of 8 bits may have none."""
+    """Whether rows of this dtype have a scale here: 8-bit floats may have none."""
     return code in OF_CODE and scale != ""
 
 

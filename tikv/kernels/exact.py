@@ -1,9 +1,9 @@
-"""float32 arithmetic of the same bits on every back end: products that stay products, quotients and roots.
+"""float32 arithmetic with the same bits on every back end: products that are not fused, quotients and roots.
 
-A GPU's compiler makes one rounding of a product and a sum, and its `/` and roots are some units of the last place off:
-CUDA's under Taichi, and what SPIR-V asks of Vulkan and Metal. What it must leave alone are integers: they stop the
-fusing, and turn an approximation into the nearest float32. Metal's compiler also takes sums and products in another
-order, and integers stop that too. On CPU the plain operations are IEEE's.
+A GPU's compiler fuses a product and a sum into one rounding, and its `/` and roots are off by some units in the last
+place: on CUDA under Taichi, and as SPIR-V allows on Vulkan and Metal. Integer operations are exact: they prevent the
+fusing, and turn an approximation into the nearest float32. Metal's compiler also reorders sums and products, which
+integers prevent too. On CPU the plain operations are IEEE.
 """
 
 import functools
@@ -12,22 +12,22 @@ import math
 from tikv.runtime import ti
 
 FRACTION, HIDDEN, ONE, INFINITE = 0x7FFFFF, 0x800000, 0x3F800000, 0x7F800000
-# A number from -64 on is rounded by adding ROUNDING, cutting and taking OFFSET: near a tie down, to be corrected.
+# A number >= -64 is rounded by adding ROUNDING, truncating and subtracting OFFSET: near a tie down, then corrected.
 OFFSET, ROUNDING = 64, 64.5 - 2.0**-7
 
-OFF = 2.0**-21  # the step of Newton is off by 3 units of 2**-24, and a product and a quotient are rounded
-TAME_BITS = (127 + 100) << 23  # the reciprocal of larger numbers may be lost
+OFF = 2.0**-21  # Newton's step is off by 3 units of 2**-24, and a product and a quotient are rounded
+TAME_BITS = (127 + 100) << 23  # the reciprocal of larger numbers may be flushed to 0
 
 
 @ti.func
 def apart(x, row):
-    """x, of which the compiler does not see how it came about; `row` is what it does not know, and never below 0."""
+    """x, with its origin hidden from the compiler by `row`, a value that it does not know, never negative."""
     return ti.bit_cast(ti.bit_cast(x, ti.u32) ^ (ti.bit_cast(row, ti.u32) >> ti.u32(31)), ti.f32)
 
 
 @functools.cache
 def make_product(style):
-    """product(x, y, row): x * y, rounded before anything is added; `row` is the first word of a row, never below 0."""
+    """product(x, y, row): x * y, rounded before anything is added; `row` is a row's first word, never negative."""
 
     @ti.func
     def product(x, y, row):
@@ -41,9 +41,9 @@ def make_product(style):
 
 @functools.cache
 def make_in_order(style):
-    """in_order(x, row): x, a sum or a product that is rounded before another takes it in; `row` as for `make_product`.
+    """in_order(x, row): x, a sum or a product that is rounded before it is used further; `row` is as in `make_product`.
 
-    Metal's compiler joins them in any order unless it is told otherwise, which Taichi does not do.
+    Metal's compiler reorders such operations unless it is told not to, which Taichi does not do.
     """
 
     @ti.func
@@ -58,32 +58,32 @@ def make_in_order(style):
 
 @ti.func
 def rough_reciprocal(x):
-    """1 / x as the back end has it: up to 16 units of the last place off."""
+    """The back end's own 1 / x: up to 16 units in the last place off."""
     return ti.f32(1.0) / x
 
 
 @ti.func
 def rough_reciprocal_root(x):
-    """The same of the root, for x in 1..4."""
+    """The back end's own 1 / sqrt(x), for x in 1..4."""
     return ti.f32(1.0) / ti.sqrt(x)
 
 
 @ti.func
 def near_reciprocal(x):
-    """1 / x, of which a product is less than `OFF` of itself off the quotient; x normal, above 0 and below 2**100."""
+    """1 / x; its product with y is within a relative error of `OFF` of y / x; x is normal, above 0, below 2**100."""
     rough = rough_reciprocal(x)
     return rough * (ti.f32(2.0) - x * rough)
 
 
 @ti.func
 def nearest(dividend, divisor, guess, inverse):
-    """The integer nearest to dividend / divisor, of which there is no tie, from a guess at most 32 away.
+    """The integer nearest to dividend / divisor, which is never a tie, from a guess at most 32 away.
 
-    The divisor has 24 bits, `inverse` is about its reciprocal. The dividend, of up to 48 bits, is known modulo 2**32,
-    which is enough: what the guess leaves of it is less.
+    The divisor has 24 bits, `inverse` approximates its reciprocal. The dividend, of up to 48 bits, is known modulo
+    2**32, which is enough, since the guess leaves a smaller remainder.
     """
     rest = ti.bit_cast(dividend - guess * divisor, ti.i32)
-    whole = ti.cast(ti.cast(rest, ti.f32) * inverse + ti.f32(ROUNDING), ti.i32) - OFFSET  # right, or one too low
+    whole = ti.cast(ti.cast(rest, ti.f32) * inverse + ti.f32(ROUNDING), ti.i32) - OFFSET  # exact, or one too low
     rest = rest - whole * ti.bit_cast(divisor, ti.i32)
     whole = whole + ti.select(2 * rest > ti.bit_cast(divisor, ti.i32), 1, 0)
     return guess + ti.bit_cast(whole, ti.u32)
@@ -91,9 +91,9 @@ def nearest(dividend, divisor, guess, inverse):
 
 @ti.func
 def quotient(x, y):
-    """The bits of the float32 nearest to x / y, of which x and y are the bits; 0 where that is subnormal.
+    """The bits of the float32 nearest to x / y, where x and y are given as bits; 0 if the quotient is subnormal.
 
-    y is positive and normal; x is positive and finite, and the quotient too.
+    y is positive and normal; x and the quotient are positive and finite.
     """
     a, b = (x & ti.u32(FRACTION)) | ti.u32(HIDDEN), (y & ti.u32(FRACTION)) | ti.u32(HIDDEN)
     less = ti.select(a < b, ti.u32(1), ti.u32(0))
@@ -107,9 +107,9 @@ def quotient(x, y):
 
 @functools.cache
 def make_ratio(style):
-    """ratio(x, y): x / y for a normal y above 0, rounded correctly; what is below 2**-125 is 0.
+    """ratio(x, y): x / y for a normal y above 0, rounded correctly; quotients below 2**-125 become 0.
 
-    Of x a NaN stays one, and an infinity infinite; a subnormal may count as 0.
+    If x is a NaN or an infinity, so is the result; a subnormal x may count as 0.
     """
 
     @ti.func
@@ -134,13 +134,13 @@ def make_ratio(style):
 
 @ti.func
 def upper_half(x):
-    """The 12 highest bits of a float's 24; what is left of it has 12 too."""
+    """The 12 highest bits of a float's 24; the remainder has 12 bits too."""
     return ti.bit_cast(ti.bit_cast(x, ti.u32) & ti.u32(0xFFFFF000), ti.f32)
 
 
 @ti.func
 def without_last_bit(x):
-    """The nearest float of 23 bits towards 0."""
+    """The float x, rounded towards 0 to 23 bits."""
     return ti.bit_cast(ti.bit_cast(x, ti.u32) & ti.u32(0xFFFFFFFE), ti.f32)
 
 
@@ -149,12 +149,12 @@ SMALL = 4096.0
 
 @functools.cache
 def make_small_ratio(style):
-    """small_ratio(x, n): x / n, rounded correctly, for a whole number n from 1 on and x not negative.
+    """small_ratio(x, n): x / n, rounded correctly, for an integer n >= 1 and x >= 0.
 
-    Quick below `SMALL`: products of halves with n are exact, so that what a first quotient leaves of x is, whether or
-    not a product and a sum are rounded once. No quotient of such a number lies close enough to the middle of two floats
-    for the second one to be wrong. What is below 2**-90 may be. The first quotient lacks its last bit, so that a
-    compiler cannot put the product in its place, which has more bits, where it is taken from a sum.
+    It is fast below `SMALL`: products of halves with n are exact, so the remainder of a first quotient is exact too,
+    whether or not a product and a sum are fused. No quotient of such numbers lies close enough to the midpoint of two
+    floats for the second quotient to be wrong; those below 2**-90 may be. The first quotient lacks its last bit, so
+    that a compiler cannot replace it in a sum by the product, which has more bits.
     """
     ratio = make_ratio(style)
 
@@ -178,9 +178,9 @@ def make_small_ratio(style):
 
 @functools.cache
 def make_divide_by(style, divisor):
-    """divide(x): x / divisor, rounded correctly, for x not negative and a divisor from 1 on.
+    """divide(x): x / divisor, rounded correctly, for x >= 0 and a divisor >= 1.
 
-    Subnormals that do not fit a float32 any more are rounded as the back end does it.
+    Subnormal results that do not fit a float32 are rounded as the back end does it.
     """
     power = math.frexp(divisor)[0] == 0.5
 
@@ -203,9 +203,9 @@ def make_divide_by(style, divisor):
 
 @functools.cache
 def make_reciprocal_root(style, least):
-    """reciprocal_root(x): 1 / sqrt(x), first the root and then the quotient rounded correctly, for x from `least` on.
+    """reciprocal_root(x): 1 / sqrt(x), with first the root and then the quotient rounded correctly, for x >= `least`.
 
-    Infinity gives 0 and NaN NaN, and 0, of which `least` may be, infinity. Subnormals count where they are not flushed.
+    Infinity gives 0, NaN gives NaN, and 0, which `least` may be, gives infinity. Subnormals count if not flushed.
     """
     below_normal = least < 2.0**-126
 

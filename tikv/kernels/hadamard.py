@@ -1,9 +1,9 @@
-"""Rows turned by signs and a Hadamard matrix, so that few columns that are large become many that are not.
+"""Rotates rows by signs and a Hadamard matrix, which spreads a few large columns over many columns.
 
-A row of D columns is taken in blocks of n, the largest power of two that divides D: a column gets its sign, a block is
-multiplied by the matrix of Sylvester's order, and all of it by n ** -0.5. Turned back, signs come last; both are exact
-but for the rounding of sums. In each step two numbers become their sum and their difference, first neighbours, then
-those 2, 4, 8 apart: the order of `reference.hadamard`, which float32 shows.
+A row of D columns is divided into blocks of n, the largest power of two that divides D: each column gets its sign, each
+block is multiplied by the Hadamard matrix in Sylvester's order, and then by n ** -0.5. To rotate back, signs come last;
+both are exact except for the rounding of sums. In each step two numbers become their sum and their difference, first
+neighbours, then those 2, 4, 8 apart: this is the order of `reference.hadamard`, on which float32 results depend.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tikv.kernels.exact import apart, make_product
 from tikv.kernels.lanes import ALL, BLOCK, make_loop
 from tikv.runtime import ti
 
-HELD = 16  # columns of a row that a thread of a GPU holds, where nothing else says which
+HELD = 16  # columns of a row that a GPU thread holds by default
 MIX = (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B)  # odd numbers by which the signs are drawn
 
 
@@ -36,12 +36,12 @@ def make_sign_of(seed):
 
 @ti.func
 def with_sign(x, sign):
-    """x, or -x where the sign bit is set."""
+    """x, or -x if the sign bit is set."""
     return ti.bit_cast(ti.bit_cast(x, ti.u32) ^ sign, ti.f32)
 
 
 def steps_of(n):
-    """Steps of a block of n."""
+    """The number of steps for a block of n."""
     return n.bit_length() - 1
 
 
@@ -63,7 +63,7 @@ def add_pair(a: ti.template(), b: ti.template(), i):
 
 
 class Place(NamedTuple):
-    """Which columns the threads of a block of a row hold: `columns[lane][i]` is number i of a thread's."""
+    """The columns that the threads of a block hold: `columns[lane][i]` is the column of a thread's number i."""
 
     columns: tuple[tuple[int, ...], ...]
 

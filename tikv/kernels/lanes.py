@@ -1,8 +1,8 @@
 """The loop of a kernel, the threads that share a row in it, and how they agree on a number.
 
-They agree by shuffles on CUDA and by shared memory on Vulkan and Metal, where subgroups have no width that a row could
-be cut to. On CPU a row belongs to one thread, which gets back what it gives. `make_group_operations` is for kernels
-that take groups of threads as wide as they come: warps, subgroups, or single threads.
+They agree by shuffles on CUDA and by shared memory on Vulkan and Metal, where the width of subgroups is not known in
+advance. On CPU a row belongs to one thread, which gets back its own value. `make_group_operations` is for kernels that
+work with groups of threads of any width: warps, subgroups, or single threads.
 """
 
 import functools
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from tikv.runtime import engine_in_use, ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
-LEAST_ITERATIONS = 512  # that Taichi gives a CPU thread
+LEAST_ITERATIONS = 512  # the fewest iterations that Taichi gives a CPU thread
 ALL = 0xFFFFFFFF  # lanes of a warp
-SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
+SPIRV_THREADS = 1 << 16  # threads of a Vulkan or Metal launch; each strides over the work: the loop bound is constant
 
 
 def butterfly_distances(lanes):
@@ -26,15 +26,15 @@ def butterfly_distances(lanes):
     return [lanes >> n for n in range(1, lanes.bit_length())]
 
 
-WARP_DISTANCES = butterfly_distances(32)  # of a whole warp
+WARP_DISTANCES = butterfly_distances(32)  # those of a whole warp
 
 
 def make_loop(style, serial, body, count):
     """loop(extent, numbers, arguments): a kernel's one top-level loop, body(i, *arguments) for each iteration i.
 
-    On CPU and CUDA there are as many as the array `extent` is said to have elements. On Vulkan and Metal, where only a
-    constant bound leaves it one task, `SPIRV_THREADS` threads stride over numbers[count]. All of loop's arguments are
-    templates: a value that is passed would be copied in a task of its own.
+    On CPU and CUDA the declared length of the array `extent` is the number of iterations. On Vulkan and Metal, where
+    only a constant bound keeps the kernel one task, `SPIRV_THREADS` threads stride over numbers[count]. All of loop's
+    arguments are templates: a value would be copied in a task of its own.
     """
 
     @ti.func
@@ -79,7 +79,7 @@ def butterfly_sum(x, distances: ti.template()):
 
 @ti.func
 def butterfly_max(x, distances: ti.template()):
-    """The largest float32, none a NaN, of the lanes of a CUDA warp that these distances join."""
+    """The largest float32 among the lanes of a CUDA warp that these distances join; no value may be NaN."""
     found = x
     for distance in ti.static(distances):
         found = ti.max(found, shuffle_xor(found, distance))
@@ -133,7 +133,7 @@ def make_row_sum(style, distances):
 
 
 class GroupOperations(NamedTuple):
-    """How a group of neighbours in a block agrees without a barrier; all threads of a group call these together."""
+    """How neighbouring threads of a block agree without a barrier; all threads of a group call these together."""
 
     position: Any  # position(thread) -> the vector `GroupPosition`; with a barrier: for all of a block together
     sum: Any  # sum(x): the float32 sum over the group
@@ -141,7 +141,7 @@ class GroupOperations(NamedTuple):
 
 
 class GroupPosition(NamedTuple):
-    """Entries of what `GroupOperations.position` returns: of a thread in its group, and of the group in the block."""
+    """Entries of `GroupOperations.position`'s result: a thread's place in its group, and the group's in the block."""
 
     rank: int = 0  # of the thread, from 0
     size: int = 1  # threads of the group
@@ -157,11 +157,10 @@ subgroup_add, subgroup_min, subgroup_max = (engine_in_use().over_subgroup(name) 
 
 @functools.cache
 def make_group_operations(kind):
-    """The operations of `WARP` on CUDA, of `SUBGROUP` on Vulkan and Metal, of `SINGLE`, groups of one thread, anywhere.
+    """The operations of `WARP` on CUDA, `SUBGROUP` on Vulkan and Metal, or `SINGLE`, groups of one thread, anywhere.
 
-    Nothing is taken for granted of subgroups but that they partition the block: their widths differ by device, by
-    kernel on some, and may be less than what the device reports. They are counted, and their threads ranked, as they
-    come.
+    The only assumption about subgroups is that they partition the block: their widths differ by device, on some by
+    kernel, and may be less than what the device reports. They are counted, and their threads ranked, at run time.
     """
 
     @ti.func
@@ -231,7 +230,7 @@ SELF_TEST_ROWS = len(GroupPosition._fields) + 2  # numbers of a thread that a se
 
 
 def self_test_passed(found):
-    """Whether what a self-test left is right: the groups are a partition of the block, in order, and each agrees."""
+    """Whether the result of a self-test is right: the groups partition the block, in order, and each agrees."""
     if not abs(found).max() <= BLOCK * BLOCK:  # or a NaN
         return False
     rank, size, offset, index, groups, sums, maxima = found.astype(int).reshape(SELF_TEST_ROWS, BLOCK).tolist()

@@ -1,4 +1,4 @@
-"""The most that a key of a page can score, by the least and the greatest in each of its channels."""
+"""The highest score that a key of a page can have, from the least and the greatest number in each channel."""
 
 import zlib
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """The least and the greatest number in each channel of the keys of a page.
 
-Numbers are compared as integers in whose order they are: -0 comes before 0, and what is found does not depend on which
-row comes first. A NaN lies beyond the infinities, so that it shows in one of the two.
+Numbers are compared as integers of the same order: -0 comes before 0, and the result does not depend on the order of
+rows. A NaN lies beyond the infinities, so that it appears in one of the two.
 """
 
 import functools
