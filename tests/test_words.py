@@ -37,6 +37,8 @@ HABITS = {
     r"\b[Hh]ow (?:time|it) is (?:taken|said)\b": "say: ... says how time is measured",
     r"\bcalled? (?:anew|afresh)\b|\bbound anew\b|\bcompiled anew\b": "say: again",
     r"\b(?:stands?|goes) by itself\b": "say: alone",
+    r"\b(?:one behind (?:the other|another)|behind one another)\b": "say: one after the other, or concatenated",
+    r"\bby the name that errors give\b": "say: under the name that errors give",
     r"\bor as (?:transformers'|torch's)\b": "say: or the same as with ...",
 }
 LONGEST_HEADING = 80
@@ -98,6 +100,7 @@ def test_a_heading_is_one_short_line():
         "By that name, queries see all", "to see what lies where", "with tokens cut",
         "The next table is decode attention", "the computing time of a thread", "arithmetic that is next to nothing",
         "in calls in a row", "How time is taken is said in gpu.py", "a kernel is compiled anew", "of it the cache",
+        "rows that lie one behind the other", "a call, by the name that errors give",
     ],
 )  # fmt: skip
 def test_a_habit_is_found(text):

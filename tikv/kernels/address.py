@@ -93,7 +93,7 @@ def inverse_of(divisor):
 
 @ti.func
 def divided(x, inverse, shift):
-    """The quotient x // n for x >= 0, with the result of `inverse_of(n)`: `//` takes some thirty instructions on a GPU."""
+    """The quotient x // n for x >= 0, by `inverse_of(n)`: `//` itself takes some thirty instructions on a GPU."""
     # No casts to unsigned numbers: SPIRV-Cross writes these in a form that C++ parses as a function type.
     product = (ti.cast(x, ti.i64) & ti.i64(0xFFFFFFFF)) * (ti.cast(inverse, ti.i64) & ti.i64(0xFFFFFFFF))
     return ti.cast(product >> ti.cast(shift, ti.i64), ti.i32)

@@ -117,8 +117,8 @@ def make_key_of(source, code, style):
 def make_summarize_rows(code, width):
     """CPU: summarize_rows(k, least, greatest, at, step, count, low_to, high_to, number): a page of at least one row.
 
-    Rows are read one behind the other, into what is least and greatest until then: a row of each stays in the first
-    cache, and LLVM vectorises the loops. Until the end the two rows hold keys.
+    Rows are read one after the other, and update the least and the greatest so far: these two rows stay in the first
+    cache, and LLVM vectorises the loops. They hold keys until the end.
     """
     K = element_array(code)
     order = make_order(code, "cpu")

@@ -554,7 +554,7 @@ class RowPart(NamedTuple):
 
 
 def make_turn(style, elements, interleaved):
-    """turn(both, c, s, row): the values of two units, one behind the other, turned by as many cosines and sines."""
+    """turn(both, c, s, row): the values of two units, concatenated, rotated by as many cosines and sines."""
     product = make_product(style)
 
     @ti.func

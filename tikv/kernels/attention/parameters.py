@@ -52,7 +52,7 @@ class Choices(NamedTuple):
     sink_logits: bool = False  # one more logit a query head, in the denominator only
     alibi: bool = False  # slopes of the distance between key and query
     two_sided: bool = False  # which counts as much to a newer key as to an older one
-    block: int = 0  # tokens that lie on a rank one behind the other, where slopes count those of others too
+    block: int = 0  # consecutive tokens on one rank, where slopes also count those of other ranks
     tree: bool = False  # which of the new tokens a query sees stands in an array
     values: Kept | None = None  # None: as K
     starts: bool = False  # behind the length of a sequence stands its first key that is seen
