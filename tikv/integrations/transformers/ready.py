@@ -1,4 +1,4 @@
-"""What keeps a layer of a `TikvCache` ready for compiled steps, and counts what they have added."""
+"""The part of a `TikvCache`'s layer that keeps it ready for compiled steps, and counts what they have added."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tikv.stores.layers.growing import GrowingLayer
 
 
 class ReadyLayer:
-    """The part of a `TikvLayer` that knows of compiled steps: its memory, which they may have written, and its counts.
+    """The part of a `TikvLayer` for compiled steps: its memory, which they may have written to, and its counts.
 
     Attributes:
-        for_steps: whether the layer is of a cache whose steps may be compiled.
+        for_steps: whether the layer belongs to a cache whose steps may be compiled.
     """
 
     config: Any
@@ -41,7 +41,7 @@ class ReadyLayer:
 
     @property
     def store(self) -> GrowingLayer | None:
-        """The memory, with all tokens counted."""
+        """The memory, after counting all tokens of compiled steps."""
         if self._counted is not None and self._counted.steps.before is not None:
             self._count_steps()
         return self._store
@@ -56,18 +56,18 @@ class ReadyLayer:
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile` can make one program of all steps of this layer."""
+        """Whether `torch.compile` can compile all steps of this layer to one program."""
         return self.for_steps and shim.attention_of(self.config) == ATTENTION
 
     def _count_on_device(self, tokens: int) -> None:
-        """Note that the host has appended tokens: after a prompt compiled steps may follow."""
+        """Note that the host has appended tokens, since compiled steps may follow a prompt."""
         if tokens > 1:
             self._make_ready()
         elif self._counted is not None:
             self._counted.current = False
 
     def _make_ready(self) -> None:
-        """Let compiled steps go on from here, where slots follow from positions."""
+        """Make the layer ready for compiled steps from here on, if slots follow from positions."""
         store = self.store
         if store is None or store.origin or store.capacity != self.limit or not self.is_compileable:
             return
@@ -79,7 +79,7 @@ class ReadyLayer:
         """Count what compiled steps have added.
 
         Raises:
-            CapacityError: they went on beyond the memory; what is there is counted.
+            CapacityError: they continued beyond the memory; what was stored is counted.
         """
         counted, store = self._counted, self._store
         assert counted is not None
@@ -91,12 +91,12 @@ class ReadyLayer:
             steps.refuse_skipped(self._name, end, counted.slots)
 
     def _recount_on_device(self) -> None:
-        """After the host has dropped tokens, let compiled steps go on from what is left."""
+        """Let compiled steps continue from the tokens that are left after the host has dropped some."""
         if self._counted is not None:
             self._make_ready()
 
     def get_seq_length(self) -> int:
-        """Tokens seen since `reset`, less those cropped; traced in a compiled step: a tensor."""
+        """Tokens seen since `reset`, less those cropped; a tensor while a step is traced."""
         if self._counted is not None and self._counted.current and _is_traced():
             return self._counted.count[0]  # type: ignore[no-any-return]
         return 0 if self.store is None else self.store.end
@@ -109,7 +109,7 @@ class ReadyLayer:
             )
 
     def _slots_for_a_step(self) -> tuple[int, int]:
-        """`get_mask_sizes` of one new token, where compiled steps go on: all slots there are.
+        """`get_mask_sizes` of one new token, if compiled steps may follow: all slots of the memory.
 
         Raises:
             CapacityError: compiled steps have used up ``max_cache_len``.
@@ -121,11 +121,11 @@ class ReadyLayer:
         return counted.slots, steps.SlotsOffset.of(counted, end + 1)
 
     def _goes_by_steps(self) -> bool:
-        """Whether compiled steps may go on from what the layer has now."""
+        """Whether compiled steps may continue from the layer's current state."""
         return self._counted is not None and self._counted.current and shim.attention_of(self.config) == ATTENTION
 
     def _update_by_step(self, key_states: Any, value_states: Any) -> tuple[Any, Any] | None:
-        """Traced: `update` of tokens for which a compiled step has all it needs; None of others."""
+        """`update` while traced, for tokens that a compiled step can append; None for others."""
         counted = self._counted
         assert counted is not None
         one = key_states.shape[2] == 1 or not counted.ring
@@ -134,7 +134,7 @@ class ReadyLayer:
         return counted.append(key_states, value_states)
 
     def _mask_sizes_of_steps(self, queries: int) -> tuple[int, int] | None:
-        """What `get_mask_sizes` says where compiled steps go on: all slots there are; None elsewhere."""
+        """The result of `get_mask_sizes` if compiled steps may follow: all slots of the memory; else None."""
         counted = self._counted
         if counted is None or not counted.current:
             return None
@@ -144,7 +144,7 @@ class ReadyLayer:
         return self._slots_for_a_step() if queries == 1 else None
 
     def _takes(self, key_states: Any, value_states: Any) -> bool:
-        """Whether tokens are of the form that the cache has."""
+        """Whether tokens have the form of the cache."""
         if key_states.shape[2] != value_states.shape[2]:
             return False
         return all(

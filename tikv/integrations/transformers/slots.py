@@ -1,7 +1,7 @@
-"""The memory of a layer as decode attention reads it: all slots, of which the first so many are attended over.
+"""The memory of a layer as decode attention reads it: all slots, with a number of first slots to attend over.
 
-What `update` returns gets longer with each token. Its memory does not, so a call over that has the form of the call
-before, and most of what a call is made of is there already.
+What `update` returns gets longer with each token. The memory does not, so a call over it has the same form as the
+previous call, and most of the preparation can be reused.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
 
-STEPS = 64  # for which a call is looked at once, at most
+STEPS = 64  # the most steps for which a call is checked once
 
 
 @functools.lru_cache
 def request_of(scale: float | None, softcap: float | None, causal: bool) -> AttendRequest:
-    """What a model asks of attention, the same object for the same."""
+    """A model's request to attention; equal arguments give the same object."""
     return AttendRequest(scale=scale, softcap=softcap, causal=causal)
 
 
 class CacheSlots:
-    """Keys and values where they lie, with their scales, until the layer gets other memory.
+    """Keys and values in place, with their scales; valid until the layer's memory is replaced.
 
     Args:
         k, v: (batch, heads, slots, width), or words of codes.
-        k_scale, v_scale: as a store has them; None for none.
-        formats: of K and V, None for what is not stored as groups of codes.
+        k_scale, v_scale: as in a store; None without scales.
+        formats: the formats of K and V, None for one that is not stored as groups of codes.
     """
 
     __slots__ = ("_again", "_places", "_slots", "caches")
@@ -48,7 +48,7 @@ class CacheSlots:
         return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype, v.dtype
 
     def are(self, key: Any, value: Any) -> bool:
-        """Whether these are the first of the slots, as they are stored, whatever a model has made of them by now."""
+        """Whether these are views of the first slots, and not tensors that a model has made from them."""
         return self._places == self._places_of(key, value)
 
     def attend(self, query: Any, length: int, request: AttendRequest) -> Any:
@@ -67,13 +67,13 @@ class CacheSlots:
 
 
 class Again:
-    """A call of attention that is made again on the CPU, with queries of the same form over a few more tokens.
+    """A call of attention that can be repeated on the CPU, with queries of the same form over a few more tokens.
 
     Args:
-        guard: tells such queries.
-        request: what is asked, by `request_of`.
-        first, last: between which lengths the launches serve.
-        ready: the call, of which everything is checked.
+        guard: recognises such queries.
+        request: the request, from `request_of`.
+        first, last: the lengths between which the launches serve.
+        ready: the call, which is fully checked.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Again:
 
     @classmethod
     def of(cls, caches: ContiguousCaches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
-        """One for lengths from `first` on, up to `last` or as far as the keys are shared out in the same way."""
+        """A call for lengths from `first` on, up to `last` or as long as the keys are split in the same way."""
         guard = torch_guard((query,))
         if guard is None:
             return None
@@ -109,7 +109,7 @@ class Again:
         return cls(guard, request, first, call.plan.alike_until(first, last), ready)
 
     def attend(self, query: Any, length: int) -> Any:
-        """Attention over so many tokens; None where the queries are of another form."""
+        """Attention over `length` tokens; None if the queries have another form."""
         if not self._live.alive:
             require_alive(self._live, OPERATION)
         if not self._guard(query):

@@ -1,6 +1,6 @@
-"""Layers of a `TikvCache` that keep a state beside keys and values, or in their place: that is transformers' own.
+"""Layers of a `TikvCache` that keep a state beside keys and values, or instead of them; the state is transformers' own.
 
-Imported where a model has such layers, which old versions of transformers have no classes for.
+This module is imported only for models with such layers, since old versions of transformers have no classes for them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tikv.integrations.transformers.streaming import StreamingLayer
 
 
 class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
-    """Transformers' own layer with a state, and what a cache asks of it that it has no answer to.
+    """Transformers' own layer with a state, and the methods that a cache needs and that layer lacks.
 
     Args:
         index: the layer's number, for messages.
-        **options: of transformers' layer.
+        **options: those of transformers' layer.
     """
 
     def __init__(self, index: int, **options: Any) -> None:
         super().__init__(**options)
         self.index = index
         self._options = options
-        self._from_start: set[int] = set()  # states that hold all tokens since the first
+        self._from_start: set[int] = set()  # the states that include all tokens since the first
 
     def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """As transformers' layer does."""
@@ -38,10 +38,11 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         return super().update_conv_state(conv_states, state_idx, **kwargs)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Let sequence b go on from the state of sequence ``beam_idx[b]``.
+        """Let each sequence b continue from the state of sequence ``beam_idx[b]``.
 
         Raises:
-            ShapeError, PositionError: not an index for each sequence, or one of no sequence. Nothing is changed.
+            ShapeError, PositionError: there is not one index per sequence, or an index has no sequence. Nothing is
+                changed.
         """
         index = torch.as_tensor(beam_idx)
         operation = f"{OPERATION}.reorder_cache"
@@ -64,7 +65,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         """Keep these sequences, in this order.
 
         Raises:
-            ShapeError, PositionError: a mask of another length, or an index of no sequence. Nothing is changed.
+            ShapeError, PositionError: a mask has another length, or an index has no sequence. Nothing is changed.
         """
         chosen = torch.as_tensor(indices)
         operation = f"{OPERATION}.batch_select_indices"
@@ -87,7 +88,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         return next((state.shape[0] for state in states if state is not None), None)
 
     def _check_sequences(self, operation: str, index: Any, low: int, high: int) -> None:
-        """Indices on the host are of sequences that there are; the device is not waited for."""
+        """Raise unless indices on the host are those of existing sequences; it never waits for the device."""
         if index.device.type != "cpu":
             return
         outside = [i for i in index.flatten().tolist() if not low <= i < high]
@@ -109,7 +110,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         super().reset()
 
     def _cropped_to(self, tokens_to_remove: int) -> Any:
-        """Raises where the state after fewer tokens is not known any more."""
+        """Raise if the state after fewer tokens is no longer known."""
         back = abs(tokens_to_remove)
         if not back or not any(self.has_previous_state.values()):
             return
@@ -132,10 +133,10 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
                 )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the state back by so many tokens, given as a negative number.
+        """Take the state back by a number of tokens, given as a negative number.
 
         Raises:
-            PositionError: it is not known any more. Nothing is changed.
+            PositionError: that state is no longer known. Nothing is changed.
         """
         self._cropped_to(tokens_to_remove)
         if not self.record_past or not any(self.has_previous_state.values()):
@@ -147,14 +148,14 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
 
 
 class _KeysBeside(StateLayer):
-    """What a layer does that has both; the class of its keys and values comes next in the order of classes."""
+    """The base of layers that have both; the class of their keys and values comes next in the order of classes."""
 
     _keys: type[TikvLayer]
     is_compileable = False
     supports_early_init = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, which come by place, or of a state, which comes by name."""
+        """Initialise keys and values, passed by position, or a state, passed by keyword."""
         (StateLayer if kwargs else self._keys).lazy_initialization(self, *args, **kwargs)
 
     def get_max_length(self) -> int:
@@ -172,7 +173,7 @@ class _KeysBeside(StateLayer):
         self._keys.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As `TikvLayer.batch_repeat_interleave`, of both."""
+        """As `TikvLayer.batch_repeat_interleave`, for both."""
         StateLayer.batch_repeat_interleave(self, repeats)
         self._keys.batch_repeat_interleave(self, repeats)
 
@@ -192,7 +193,7 @@ class _KeysBeside(StateLayer):
         return target
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvLayer.crop`, of both or of none."""
+        """As `TikvLayer.crop`, for both or for neither."""
         self._keys.crop(self, tokens_to_remove)  # asks `_cropped_to` first
         StateLayer.crop(self, tokens_to_remove)
 
@@ -227,7 +228,7 @@ class KeysAndState(_KeysBeside, TikvLayer):
 
 
 class StreamingKeysAndState(_KeysBeside, StreamingLayer):
-    """`StreamingLayer` with a state beside it; the state is of all tokens, as ever."""
+    """`StreamingLayer` with a state beside it; the state includes all tokens."""
 
     _keys = StreamingLayer
 

@@ -1,8 +1,8 @@
-"""What a compiled step of a model knows of a layer: all of it on the device, at addresses that stay.
+"""What a compiled step of a model knows about a layer: all of it on the device, at fixed addresses.
 
-A step that torch compiles, or that a CUDA graph replays, reads no number of the host's. So where the next token goes is
-a tensor, `Counted.count`, which the step itself moves on; the host learns of it afterwards, from the chain of `Steps`
-that each call leaves.
+A step that torch compiles, or that a CUDA graph replays, reads no numbers from the host. So the position of the next
+token is a tensor, `Counted.count`, which the step itself advances; the host learns of it afterwards, from the chain of
+`Steps` that each call extends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tikv.integrations.transformers import stored_ops as ops
 class Steps:
     """Tokens that compiled steps have added and the host has not counted yet, one link for each step.
 
-    A number that each step changes would have torch compile anew; a new object of the same kind does not.
+    A number that changes with each step would make torch compile again; a new object of the same class does not.
     """
 
     def __init__(self, before: Steps | None, tokens: int) -> None:
@@ -28,20 +28,20 @@ class Steps:
 
 
 class Counted:
-    """Where a layer's tokens lie and how many there are, as a compiled step reads it.
+    """A layer's memory and the number of its tokens, as a compiled step reads them.
 
-    Position p lies in slot p, or from slot `sinks` on in a ring: ``sinks + (p - sinks) % ring``.
+    Position p is in slot p, or after the sinks of a ring in slot ``sinks + (p - sinks) % ring``.
 
     Attributes:
         keys, values, k_scale, v_scale: the layer's memory, all slots.
-        formats: the names of the formats of keys and values; "" for numbers.
-        widths: of a head of keys and of values.
-        dtype: the model's.
-        slots, sinks, ring: as above; a ring of 0 for none.
+        formats: the names of the formats of keys and values; "" for plain numbers.
+        widths: the widths of a head of keys and of values.
+        dtype: the model's dtype.
+        slots, sinks, ring: as above; `ring` is 0 without a ring.
         count: (batch,) int64, the position of the next token.
-        current: whether `count` and the slots are those that the layer has.
-        stepped: whether a compiled step has been taken since the host counted itself.
-        steps: what the host has not counted.
+        current: whether `count` and the slots match the layer.
+        stepped: whether a compiled step has run since the host last counted.
+        steps: the steps that the host has not counted.
     """
 
     def __init__(self, layer: Any, slots: int, sinks: int, ring: int) -> None:
@@ -56,16 +56,16 @@ class Counted:
         self.current = self.stepped = False
         self.steps = Steps(None, 0)
         for a in (self.keys, self.values, self.k_scale, self.v_scale, self.count):
-            if a is not None and a.is_cuda:  # a CUDA graph reads it where it is; another cache's is captured anew
+            if a is not None and a.is_cuda:  # a CUDA graph reads this address; for another cache it is captured again
                 torch._dynamo.mark_static_address(a, guard=False)
 
     def set(self, end: int) -> None:
-        """Let the next token be that of position `end`."""
+        """Set the position of the next token to `end`."""
         self.count.fill_(end)
         self.current, self.stepped = True, False
 
     def taken(self) -> int:
-        """How many tokens compiled steps have added since this was last asked."""
+        """How many tokens compiled steps have added since the last call of this method."""
         found, step = 0, self.steps
         while step.before is not None:
             found, step = found + int(step.tokens), step.before
@@ -74,7 +74,7 @@ class Counted:
         return found
 
     def positions(self, end: Any) -> Any:
-        """(slots,) where each slot's token stands when the newest is at `end` - 1; beyond that for an empty slot."""
+        """(slots,) the position in each slot when the newest is `end` - 1; a greater number for an empty slot."""
         slots = torch.arange(self.slots, device=self.keys.device)
         if not self.ring:
             return slots
@@ -83,7 +83,7 @@ class Counted:
         return torch.where((slots < self.sinks) | (found < self.sinks), slots, found)
 
     def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Traced: write new tokens and count them; returns `read`."""
+        """While traced, write new tokens, count them and return `read()`."""
         ops.append_stored(
             keys, values, self.keys, self.values, self.k_scale, self.v_scale, self.count, self.ring, self.sinks,
             *self.formats,
@@ -93,7 +93,7 @@ class Counted:
         return self.read()
 
     def read(self) -> tuple[Any, Any]:
-        """Traced: keys and values of all slots, decoded; of a compiled program where something reads them."""
+        """While traced, keys and values of all slots, decoded; the compiler removes this if nothing reads them."""
         written = self.seen()[:, None] > torch.arange(self.slots, device=self.count.device)
         found = []
         for a, scale, width, format in (
@@ -107,13 +107,13 @@ class Counted:
         return found[0], found[1]
 
     def seen(self) -> Any:
-        """(batch,) slots that the newest token sees."""
+        """(batch,) how many slots the newest token sees."""
         return self.count.clamp(max=self.slots)
 
     def attend(
         self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
     ) -> Any:
-        """Traced: attention of the newest token's queries, (batch, heads, 1, width) of values, from `starts` on."""
+        """While traced, attention of the newest token's queries from `starts` on: (batch, heads, 1, value width)."""
         return ops.attend_stored(
             query, self.keys, self.values, self.k_scale, self.v_scale, self.seen(), sink_logits, scale, softcap,
             self.widths[1], *self.formats, starts,
@@ -121,10 +121,10 @@ class Counted:
 
 
 class SlotsOffset(int):
-    """The offset of a layer's keys, 0, where a mask is made for all slots that there are, for one new token.
+    """The offset of a layer's keys, 0, in a mask of all slots for one new token.
 
     Attributes:
-        counted: of the layer.
+        counted: the layer's `Counted`.
         end: the number of tokens, the new one included.
     """
 
@@ -133,23 +133,23 @@ class SlotsOffset(int):
 
     @classmethod
     def of(cls, counted: Counted, end: int) -> SlotsOffset:
-        """The offset of the slots of a layer that will have so many tokens."""
+        """The offset of the slots of a layer that will have `end` tokens."""
         found = cls(0)
         found.counted, found.end = counted, end
         return found
 
 
 class KnownOffset(int):
-    """The position of the first key of a layer whose steps may be compiled; by its class a mask knows whose it is."""
+    """The position of the first key of a layer whose steps may be compiled; masks recognise it by its class."""
 
 
 def are_compiled(device: Any) -> bool:
-    """Whether steps on a device may well be compiled: it is a GPU, or torch's compiler has been imported."""
+    """Whether steps on a device are likely to be compiled: it is a GPU, or torch's compiler has been imported."""
     return device.type == "cuda" or "torch._dynamo" in sys.modules
 
 
 def order_of_ring(end: int, slots: int, sinks: int) -> np.ndarray[Any, Any]:
-    """Which token each slot of a full ring has, counted as they lie in temporal order."""
+    """The number, in temporal order, of the token in each slot of a full ring."""
     ring = slots - sinks
     positions = np.r_[:sinks, end - ring : end]
     order = np.empty(slots, np.int64)
@@ -158,10 +158,10 @@ def order_of_ring(end: int, slots: int, sinks: int) -> np.ndarray[Any, Any]:
 
 
 def refuse_skipped(name: str, end: int, limit: int) -> None:
-    """Compiled steps have not gone on beyond the memory, which has dropped what they wrote there.
+    """Raise if compiled steps continued beyond the memory, where their writes were skipped.
 
     Raises:
-        CapacityError: they have.
+        CapacityError: they did.
     """
     if end > limit:
         raise CapacityError(

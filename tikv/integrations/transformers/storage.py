@@ -1,4 +1,4 @@
-"""What the layers of a `TikvCache` store tokens in, and memory that they share with torch."""
+"""The formats in which layers of a `TikvCache` store tokens, and the memory that they share with torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ OPERATION = "TikvCache"
 
 
 class Storage(NamedTuple):
-    """What keys and what values are stored in, None for the model's dtype; and what they are divided by."""
+    """The formats of keys and of values, None for the model's dtype; and what they are divided by."""
 
     k: DType | GroupFormat | None
     v: DType | GroupFormat | None
     k_scale: Any = None
     v_scale: Any = None
-    quant: Quant | None = None  # of keys by channel over groups of tokens
+    quant: Quant | None = None  # if keys are quantised by channel over groups of tokens
 
 
 def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: Any = None) -> Storage:
-    """What a user's ``dtype``, ``v_dtype`` and scales mean.
+    """The storage that a user's ``dtype``, ``v_dtype`` and scales ask for.
 
     Raises:
-        DTypeError: nothing is stored in one of the dtypes.
-        OptionError: a scale of what is not stored in floats of 8 bits.
+        DTypeError: nothing can be stored in one of the dtypes.
+        OptionError: a scale is given for keys or values that cannot have one.
     """
     quant = dtype if isinstance(dtype, Quant) and dtype.axis == "tokens" else None
     k = _stored_as(dtype, "dtype") if quant is None else quant.by_tokens
@@ -53,10 +53,10 @@ def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
 
 
 def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
-    """Tokens of these dtypes and widths are stored so; `name` is the layer's.
+    """Check that keys and values of these dtypes and widths can be stored so; `name` is the layer's.
 
     Raises:
-        DTypeError: they are not.
+        DTypeError: they cannot.
         ShapeError: groups do not divide the width of a head.
     """
     for what, states, stored in (("keys", keys, storage.k), ("values", values, storage.v)):
@@ -76,13 +76,13 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
 
 
 def share_memory_with(device: Any) -> contextlib.AbstractContextManager[Any]:
-    """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
+    """Make sure that Taichi runs on the device of the model's tensors; start it there if it does not run yet.
 
     Returns:
-        What is made within has its memory on that device: a model may lie on several GPUs.
+        A context in which memory is allocated on that device, since a model may be spread over several GPUs.
 
     Raises:
-        ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
+        ArchError: it runs elsewhere, or it cannot share the memory of the device.
     """
     engine = engines.that_shares_mps() if device.type == "mps" else None
     arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)

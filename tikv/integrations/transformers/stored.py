@@ -1,4 +1,4 @@
-"""Keys and values in a storage format of the cache's own: tensors that are decoded when they are used."""
+"""Keys and values in a storage format of the cache: tensors that are decoded when they are used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tikv.ops.attention.request import AttendRequest
 
 
 class Pair:
-    """The keys and values that one `update` returned: where they lie or, once they were used, their numbers.
+    """The keys and values that one `update` returned: their slots or, after they were used, the decoded tensors.
 
     Args:
         layer: the `TikvLayer`, which decodes them; it calls `numbers` before its memory changes.
-        first, end: their slots.
+        first, end: the range of their slots.
     """
 
     __slots__ = ("__weakref__", "_layer", "_numbers", "end", "first")
@@ -27,7 +27,7 @@ class Pair:
         self._numbers: tuple[Any, Any] = ()  # type: ignore[assignment]
 
     def numbers(self) -> tuple[Any, Any]:
-        """Both, decoded, in memory of their own."""
+        """Both, decoded, in their own memory."""
         if self._layer is not None:
             with torch.no_grad():
                 found = self._layer._read(self.first, self.end)
@@ -37,39 +37,39 @@ class Pair:
         return self._numbers
 
     def attend(self, query: Any, request: AttendRequest) -> Any:
-        """Attention of (batch, heads, 1, head_dim) queries by the layer itself; None where others read its memory.
+        """Attention of (batch, heads, 1, head_dim) queries by the layer itself; None if others can read its memory.
 
-        None too once they were decoded, and of chosen keys, which no such layer reads.
+        It is None too after they were decoded, and for chosen keys, which such layers do not support.
         """
         own = None if self._layer is None or request.indices is not None else self._layer.attend_stored
         return None if own is None else own(self.first, query, request)
 
     def stored(self) -> Any:
-        """(keys, values, scales of keys, scales of values, formats) as they lie there.
+        """(keys, values, scales of keys, scales of values, formats) as they are stored.
 
-        None once they were decoded, since the model may have changed what it got.
+        It is None after they were decoded, since the model may have changed what it got.
         """
         return None if self._layer is None else self._layer._stored(self.first, self.end)
 
     def slots(self) -> CacheSlots | None:
-        """The same as the first of some `CacheSlots`, where others read them."""
+        """The same as the first of some `CacheSlots`, if others can read them."""
         return None if self._layer is None else self._layer._slots_from(self.first, self.end)
 
 
 class StoredTensor(torch.Tensor):  # type: ignore[misc]
-    """Keys or values with the shape and dtype of a model's, which torch decodes before it does anything with them.
+    """Keys or values with the model's shape and dtype, which are decoded before torch does anything with them.
 
-    So a model may cut, repeat, scale or gate what `update` returned; where it did not, `attend` reads it in place.
+    So a model may slice, repeat, scale or gate what `update` returned; if it does not, `attend` reads it in place.
     """
 
-    pair: Any  # a `Pair`, or what has its `numbers` and `stored`
+    pair: Any  # a `Pair`, or another object with `numbers` and `stored`
     which: int  # 0: keys; 1: values
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any operation of torch, on the numbers."""
+        """Do any operation of torch on the decoded tensors."""
         args, kwargs = pytree.tree_map_only(StoredTensor, StoredTensor.numbers, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -77,10 +77,10 @@ class StoredTensor(torch.Tensor):  # type: ignore[misc]
         """The decoded tensor."""
         return self.pair.numbers()[self.which]
 
-    # What torch does without an operation would find no memory here.
+    # What torch does without dispatching an operation would find no memory here.
 
     def data_ptr(self) -> int:
-        """Of the decoded tensor, as all that follows."""
+        """The address of the decoded tensor; all methods below use that tensor too."""
         return self.numbers().data_ptr()  # type: ignore[no-any-return]
 
     def untyped_storage(self) -> Any:
@@ -123,31 +123,31 @@ def stored_tensors(pair: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...]
 
 
 def decoded(tensor: Any) -> Any:
-    """A tensor that torch has the numbers of."""
+    """A plain tensor, decoded if it was not one."""
     return tensor.numbers() if type(tensor) is StoredTensor else tensor
 
 
 def pair_of(keys: Any, values: Any) -> Any:
-    """What one `update` returned, if these are it and nothing has followed it; else None."""
+    """The pair that one `update` returned, if these are its tensors and autograd does not follow them; else None."""
     if type(keys) is not StoredTensor or type(values) is not StoredTensor:
         return None
     return keys.pair if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
 
 
 def stored_pair(keys: Any, values: Any) -> Any:
-    """`Pair.stored`, if these are what one `update` returned and nothing has used or followed it; else None."""
+    """`Pair.stored`, if these are the tensors of one `update`, unused and not followed by autograd; else None."""
     pair = pair_of(keys, values)
     return None if pair is None else pair.stored()
 
 
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
-    """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, by what is stored of them."""
+    """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, reading them as stored."""
     query, held = _in_rows(query), key.shape[2]
     slots = getattr(key, "tikv_slots", None)
     if slots is not None and slots.are(key, value):
         return slots.attend(query, held, request)
     pair = pair_of(key, value)
-    if isinstance(pair, Pair):  # what is made of latents lies nowhere
+    if isinstance(pair, Pair):  # keys made from latents are not stored
         found = pair.attend(query, request)
         if found is not None:
             return found
@@ -159,5 +159,5 @@ def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) ->
 
 
 def _in_rows(a: Any) -> Any:
-    """An array whose numbers of a row follow each other, as the kernel reads them."""
+    """The array with contiguous rows, as the kernel needs them."""
     return a if a.stride(3) == 1 else a.contiguous()

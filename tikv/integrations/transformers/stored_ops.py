@@ -1,6 +1,6 @@
-"""Writes and reads of what a `TikvLayer` stores, as torch operators: one form of call for every storage format.
+"""Writes and reads of what a `TikvLayer` stores, as torch operators: one signature for every storage format.
 
-Where tokens go and how many there are is in tensors, so that one compiled program serves all steps.
+The places and the number of tokens are in tensors, so that one compiled program serves all steps.
 """
 
 import sys
@@ -19,12 +19,12 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
 from tikv.ops.row_copy import bind_copy
 
-# torch reads these signatures, as those of `torch_ops`.
+# torch reads these signatures, like those of `torch_ops`.
 OPERATION = "TikvCache.update"
 
 
 def name_of(format: Any) -> str:
-    """What operators call a format of groups, a scale of the whole tensor behind it; nothing for rows of numbers."""
+    """An operator's name for a format of groups, followed by any scale of the whole tensor; empty for plain numbers."""
     if format is None:
         return ""
     return f"{format}" if format.tensor_scale == 1.0 else f"{format}/{format.tensor_scale!r}"
@@ -41,10 +41,12 @@ def _format_of(named: str) -> Any:
 
 
 def _refuse_capture_by_hand(cache: Tensor) -> None:
-    """Torch's compiler looks at the addresses of a cache before each replay, and a cache learns of each of its steps.
+    """Refuse CUDA graphs that torch's compiler does not capture.
+
+    Torch's compiler checks the addresses of a cache before each replay, and the cache counts each of its steps.
 
     Raises:
-        ArchError: another captures a CUDA graph, whose replays would do neither.
+        ArchError: other code captures a CUDA graph, whose replays would do neither.
     """
     if _captured(cache) and not _by_compiler():
         raise ArchError(
@@ -60,7 +62,7 @@ def _captured(cache: Tensor) -> bool:
 
 
 def _by_compiler() -> bool:
-    """Whether it is torch's compiler that captures; asked while a graph is captured, which is rare."""
+    """Whether torch's compiler is the one that captures; called only while a graph is captured, which is rare."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     frame = sys._getframe()
     while trees is not None and frame is not None:
@@ -87,7 +89,7 @@ def append_stored(
     """`append_at`.
 
     Raises:
-        ArchError: a CUDA graph is captured, not by torch's compiler.
+        ArchError: a CUDA graph is being captured, but not by torch's compiler.
     """
     _refuse_capture_by_hand(k_cache)
     append_at(
@@ -112,7 +114,7 @@ def attend_stored(
     v_format: str,
     starts: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
-    """Attention of one query of each sequence to its first `lens` slots, from `starts` on: (B, Hq, 1, width_v)."""
+    """Attention of one query per sequence to its first `lens` slots, from `starts` on: (B, Hq, 1, width_v)."""
     found, both = _formats(k_format, v_format), starts is not None
     if starts is not None:
         lens = torch.stack((lens, starts), 1).flatten()

@@ -1,4 +1,4 @@
-"""The layer of a `TikvCache` with a window for models that attend in full, and the masks of its prompts."""
+"""The layer of a `TikvCache` with a window for models with full attention, and the masks of its prompts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tikv.integrations.transformers.ring import RingLayer
 from tikv.integrations.transformers.storage import Storage
 from tikv.stores.picture import counted
 
-_MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
+_MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; "tikv" uses that of "sdpa"
 
 
 class StreamingLayer(RingLayer):
-    """A layer of a model that attends in full, which keeps the first tokens and the newest ones.
+    """A full-attention layer of a model, which keeps only the first tokens and the newest ones.
 
-    A single token overwrites the oldest behind the sinks, so that what it sees is all the memory there is, in place and
-    in no order; rotations are those of true positions already. Longer prompts are held whole until the next tokens
-    come, in temporal order.
+    A single token overwrites the oldest after the sinks, so that it sees all slots, in place and in no order; keys are
+    already rotated by their true positions. Longer prompts are held whole, in temporal order, until the next tokens
+    come.
 
     Args:
         index, dtype, config: as in `TikvLayer`.
-        window: tokens that a query sees, itself and the sinks included.
-        sinks: first tokens, which every query sees.
+        window: how many tokens a query sees, itself and the sinks included.
+        sinks: how many first tokens every query sees.
     """
 
     def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
@@ -48,11 +48,11 @@ class StreamingLayer(RingLayer):
         return max(tokens, min(self.window, super()._room_for(tokens)))
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `TikvLayer.update`: what new tokens may see is the sinks, the newest tokens, and the new ones.
+        """As `TikvLayer.update`: new tokens may see the sinks, the newest tokens and the new ones.
 
         Raises:
             As `TikvLayer.update`.
-            OptionError: several tokens that do not all see each other, under an attention whose mask cannot say so.
+            OptionError: several new tokens do not all see each other, and attention gets no mask that could say so.
         """
         if _is_traced():
             counted = self._counted
@@ -78,7 +78,7 @@ class StreamingLayer(RingLayer):
         return super().update(key_states, value_states)
 
     def _settle(self) -> None:
-        """Let go of the tokens of a prompt that no later query sees, and of the memory they needed."""
+        """Drop the tokens of a prompt that no later query sees, and give back the memory that they needed."""
         store = self.store
         if store is None or store.length <= self.window:
             return
@@ -94,7 +94,7 @@ class StreamingLayer(RingLayer):
             self._keep_newest(self.window + rooms.ROLLBACK)
 
     def _keep_newest(self, tokens: int) -> None:
-        """Have memory for so many tokens, the sinks and the newest; more are held, in temporal order."""
+        """Keep the sinks and the newest tokens, `tokens` in all, of more that are held in temporal order."""
         store = self.store
         assert store is not None
         self._recall()
@@ -129,7 +129,7 @@ class StreamingLayer(RingLayer):
             self._oldest = self.sinks
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
-        """As `TikvLayer.get_mask_sizes`; where keys are left out, the second number knows where each of them stands."""
+        """As `TikvLayer.get_mask_sizes`; if keys are left out, the second number also knows each key's position."""
         counted, tokens = self._counted, shim.query_length(queries)
         if counted is not None and counted.current and (tokens == 1 or _is_traced()):
             return super().get_mask_sizes(queries)
@@ -171,7 +171,7 @@ class StreamingLayer(RingLayer):
         super().reset()
 
     def compact(self, keep: Any) -> None:
-        """Refused: which tokens this layer holds is what its window says."""
+        """Raise OptionError, since the window decides which tokens this layer holds."""
         raise OptionError(f"{self._name}: compact() works only on layers without a window. Leave window out.")
 
     def _blank(self) -> TikvLayer:
@@ -185,21 +185,21 @@ class StreamingLayer(RingLayer):
 
 
 class _MaskOffset(int):
-    """The offset of the keys for whom one number is enough, and where each of them stands for `_mask`."""
+    """The offset of the keys for callers that need one number, and each key's position for `_mask`."""
 
     def __new__(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> _MaskOffset:
         found = super().__new__(cls, offset)
         found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
         return found
 
-    count: int  # keys there are, the new ones included
-    tokens: int  # that are new
+    count: int  # how many keys there are, the new ones included
+    tokens: int  # how many of them are new
     window: int
     sinks: int
-    newest: int | None  # the slot of the newest, where that has overwritten the oldest; else it is the last
+    newest: int | None  # the newest token's slot, if it has overwritten the oldest; else the newest is the last
 
     def positions(self) -> np.ndarray[Any, Any]:
-        """Where the keys stand, in the order of `update`."""
+        """The positions of the keys, in the order of `update`."""
         sinks, end = min(self.sinks, self.count), int(self) + self.count
         behind = np.arange(end - (self.count - sinks), end)
         if self.newest is not None:
@@ -209,7 +209,7 @@ class _MaskOffset(int):
 
 
 def know_masks() -> None:
-    """Have masks of keys that are not a range made by `_mask`; all others go on being what they are."""
+    """Have `_mask` make the masks of keys that are not a range; all other masks are unchanged."""
     for name in _MASKED:
         made = ALL_MASK_ATTENTION_FUNCTIONS[name]
         if not hasattr(made, "tikv_made_by"):
@@ -234,7 +234,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The mask that `made` makes of the keys which a streaming layer has, for queries of which each has its window."""
+    """The mask that `made` makes for the keys of a streaming layer, where each query has its own window."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     if offset.tokens == 1 and padding is None and allow_is_causal_skip:
         return None

@@ -1,7 +1,7 @@
-"""`GrowingGroups`: one layer of groups along tokens, with room that changes, for `TikvCache`.
+"""`GrowingGroups`: one layer with groups along tokens, with room that changes, for `TikvCache`.
 
-What `GrowingLayer` is of rows. Of a window that moves on the oldest groups are let go of, each as a whole, so that a
-few tokens more may be held than were asked for.
+It is to groups what `GrowingLayer` is to rows. When a window moves on, the oldest groups are dropped as a whole, so a
+few more tokens may be held than were asked for.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class GrowingGroups(runtime.NotCopied):
     """Keys by channel and values of one layer without a window, head-major; see the module.
 
     Args:
-        quant: of the keys, along tokens.
-        row_dtype: of the newest keys, and of the newest values where these become codes.
-        capacity: as of `KVCacheStore`.
-        **form: num_kv_heads, head_dim, head_dim_v, batch_size, v_dtype, as of `KVCacheStore`.
+        quant: the format of the keys, along tokens.
+        row_dtype: the dtype of the newest keys, and of the newest values if these become codes.
+        capacity: as in `KVCacheStore`.
+        **form: num_kv_heads, head_dim, head_dim_v, batch_size, v_dtype, as in `KVCacheStore`.
 
     Attributes:
         rows: how keys and values are stored.
-        capacity: tokens that there is room for as `make_room` was asked; there may be for a few more.
-        origin: position of the oldest token that is held; `end` is that of the next token.
+        capacity: how many tokens `make_room` was asked to have room for; there may be room for a few more.
+        origin: the position of the oldest token that is held; `end` is that of the next token.
 
-    Arguments, what is raised and exactness are as of `KVCacheStore`; making room keeps every bit.
+    Arguments, errors and exactness are those of `KVCacheStore`; making room keeps every bit.
     """
 
     instead = "Use copy.deepcopy()."
-    on_host = plain = False  # as `GrowingLayer` has them
+    on_host = plain = False  # as in `GrowingLayer`
     whole_from = 0
     append_alike: AppendAlike = staticmethod(takes_nothing)  # an append may have to quantise a group first
 
@@ -65,7 +65,7 @@ class GrowingGroups(runtime.NotCopied):
 
     @property
     def quantised(self) -> int:
-        """Tokens held that are codes, the oldest."""
+        """How many of the oldest tokens held are codes."""
         return self._codes.tokens - self._codes.dropped
 
     @property
@@ -89,7 +89,7 @@ class GrowingGroups(runtime.NotCopied):
 
     @property
     def batch_size(self) -> int:
-        """Sequences now."""
+        """The current number of sequences."""
         return self._layers.batch_size
 
     @property
@@ -120,10 +120,10 @@ class GrowingGroups(runtime.NotCopied):
         return self._layers.tokens_from(operation, 0, self._codes.dropped + first, dtype)
 
     def make_room(self, *, capacity: int, drop: int = 0) -> None:
-        """Have room for so many tokens, once the `drop` oldest are gone, or of those as many as are whole groups.
+        """Have room for `capacity` tokens, after dropping the `drop` oldest; those that are codes go in whole groups.
 
         Raises:
-            CapacityError: they are more than a launch addresses.
+            CapacityError: they are more than a launch can address.
         """
         operation = "GrowingGroups.make_room"
         require_alive(self.runtime, operation)
@@ -149,14 +149,14 @@ class GrowingGroups(runtime.NotCopied):
             self.capacity = capacity
 
     def refuse_trim(self, n: int) -> None:
-        """Raise PositionError where `trim` would."""
+        """Raise PositionError if `trim` would."""
         operation = "TikvCache.crop"
         if checks.integer(n, "n", operation) > self.length:
             raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
         self._layers.refuse_trim(operation, n, self._layers.counts[0].length)
 
     def trim(self, n: int) -> None:
-        """Drop the `n` newest tokens; of those that are codes whole groups."""
+        """Drop the `n` newest tokens; those that are codes are dropped in whole groups."""
         require_alive(self.runtime, "TikvCache.crop")
         self.refuse_trim(n)
         if n == self.length == self.end:
@@ -173,7 +173,7 @@ class GrowingGroups(runtime.NotCopied):
         counts.slots, self._before = slots, 0
 
     def reorder(self, index: Any) -> None:
-        """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
+        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, as `KVCacheStore.reorder`."""
         self._move("TikvCache.reorder_cache", index, self._layers.reorder)
 
     def select(self, index: Any) -> None:
@@ -197,7 +197,7 @@ class GrowingGroups(runtime.NotCopied):
         return CacheArray(self._layers.newest.counts[0].k, self.runtime)
 
     def to_host(self) -> dict[str, Host]:
-        """Copies of the newest tokens in temporal order, and of the codes, by the names that files have."""
+        """Copies of the newest tokens in temporal order, and of the codes, by their names in files."""
         operation, layers, codes, live = "TikvCache.save", self._layers, self._codes, self.runtime
         require_alive(live, operation)
         ring, lead = layers.newest.counts[0], (self.batch_size, layers.config.num_kv_heads)
@@ -208,7 +208,7 @@ class GrowingGroups(runtime.NotCopied):
         return dict(zip(layers.form.names_of_arrays, found, strict=True))
 
     def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, coded: int) -> None:
-        """Hold what `to_host` of a layer of this form gave, and count as it did."""
+        """Take over what `to_host` of a layer of this form returned, with its counts."""
         layers, codes, counts = self._layers, self._codes, self._layers.counts[0]
         found = [arrays[name] for name in layers.form.names_of_arrays]
         if codes.room < coded:
@@ -221,7 +221,7 @@ class GrowingGroups(runtime.NotCopied):
         codes.dropped, self._before = 0, origin
 
     def twin(self, make: Any = None) -> GrowingGroups:
-        """A copy of this layer in memory of its own, from which it can continue on its own."""
+        """An independent copy of this layer in its own memory."""
         layers, counts, codes = self._layers, self._layers.counts[0], self._codes
         config, (width, width_v) = layers.config, self.rows.widths
         found = GrowingGroups(

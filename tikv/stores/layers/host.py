@@ -1,8 +1,8 @@
-"""HostLayers: layers that lie in the host's memory, of which the device has the few that are in use.
+"""HostLayers: layers in the host's memory, with copies on the device of the few that are in use.
 
-The memory of the host is page-locked: kernels of the device write new tokens straight through to it, and read there
-whatever does not read a layer again and again. Attention reads a copy on the device, see `residents`. So the host has
-all that is held at any time, and a copy may be dropped whenever keeping it would be work.
+The memory of the host is page-locked: kernels of the device write new tokens directly to it, and read it for operations
+that read a layer once. Attention reads a copy on the device, see `residents`. So the host always has all that is held,
+and a copy may be dropped whenever updating it would cost more.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class HostLayers(LayerStorage):
     """Layers in memory of the host, see the module.
 
     Args:
-        config: of the store.
-        whole: the layers, made with ``place="host"``; it is of the kind that serves the store's dtype.
-        transfer: makes what copies to a frame.
+        config: the store's configuration.
+        whole: the layers, made with ``place="host"``, in the storage that serves the store's dtype.
+        transfer: makes the object that copies to a frame.
 
     Attributes:
         whole: as given.
-        residents: by the window of layers the copies of some of them.
+        residents: copies of some layers, by the layers' window.
     """
 
     title = "a store in the host's memory"
@@ -54,11 +54,11 @@ class HostLayers(LayerStorage):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """None by itself: `whole` does."""
+        """False for every dtype: `whole` serves them."""
         return False
 
     def _new_residents(self, batch_size: int) -> dict[int | None, Residents[Frame]]:
-        """Frames for layers of each window, with nothing in them."""
+        """Empty frames for layers of each window."""
         found = {}
         for window in dict.fromkeys(self.config.windows):
             layers = [i for i, w in enumerate(self.config.windows) if w == window]
@@ -115,7 +115,7 @@ class HostLayers(LayerStorage):
         frame.transfer.start([(a, to, count) for (a, count), to in zip(filled, copies, strict=True)])
 
     def _bring(self, operation: str, layer: int) -> Frame:
-        """The frame of a layer, for launches that follow, with what comes next on its way."""
+        """The frame of a layer, for launches from now on; the next layer is being copied."""
         refuse_capture(self.runtime, operation)
         batches = {frame.content.batch_size for some in self.residents.values() for frame in some.frames}
         if batches != {self.batch_size}:
@@ -127,13 +127,13 @@ class HostLayers(LayerStorage):
         return frame
 
     def _ready(self, layer: int, frame: Frame) -> None:
-        """Let what is launched next read a frame, which counts what the layer does."""
+        """Make the next launches wait for a frame, and give it the layer's counts."""
         frame.transfer.wait()
         frame.content.count_as(0, self.whole, layer)
 
     @contextlib.contextmanager
     def _writing(self, layer: int, frame: Frame) -> Iterator[None]:
-        """Around what writes to a frame and to the host: a frame that was not written as the host was is dropped."""
+        """A context for writes to a frame and to the host: a frame that was not written as the host was is dropped."""
         try:
             yield
         except BaseException:
@@ -144,7 +144,7 @@ class HostLayers(LayerStorage):
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
-        """Around what writes to the host, behind the copies that are on their way from there: they are made anew."""
+        """A context for writes to the host, after any copies in progress; the copies are dropped and made again."""
         for some in self.residents.values():
             for frame in some.frames:
                 if frame.layer is not None:
@@ -173,7 +173,7 @@ class HostLayers(LayerStorage):
 
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append_all`, to the host; copies are made anew."""
+        """As `LayerStorage.append_all`, to the host; copies are made again."""
         refuse_capture(self.runtime, operation)
         with self._on_host():
             self.whole.append_all(operation, rows, layout)
@@ -184,7 +184,7 @@ class HostLayers(LayerStorage):
         """As `LayerStorage.attend`, over the copy on the device.
 
         Raises:
-            OptionError: ``seq_lens``, by which the host does not know what is to be copied.
+            OptionError: ``seq_lens`` are given, so that the host does not know what is to be copied.
         """
         request.refuse(operation, ("seq_lens",), f"{self.title} does not support", "Leave it out.")
         frame = self._bring(operation, layer)
@@ -210,7 +210,7 @@ class HostLayers(LayerStorage):
         """As `LayerStorage.tokens`, from the host to the device."""
         return self.whole.tokens(operation, layer)
 
-    # --- what lets go, and what changes tokens that are held
+    # --- dropping and changing tokens
 
     def trim(self, operation: str, n: int) -> None:
         self.whole.trim(operation, n)
@@ -260,5 +260,5 @@ class HostLayers(LayerStorage):
     def load(
         cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
     ) -> tuple[StoreConfig, Any]:
-        """Not called: the file is of `whole`."""
+        """Never called, since `whole` writes and reads the file."""
         raise NotImplementedError

@@ -79,21 +79,21 @@ class Place(Frame):
         self._lent: list[weakref.ref[Lent]] = []
 
     def take(self, layer: HostedLayer) -> None:
-        """Start the copy of a layer's tokens, once the layer before has left."""
+        """Start the copy of a layer's tokens, after the previous layer has left."""
         before = None if self._holder is None else self._holder()
         if before is not None:
             before.leave()
         self.layer, self._holder = None, None
-        # What was handed out stays as it is as long as somebody has it.
+        # Arrays that were handed out do not change as long as they are referenced.
         if any(lent() is not None for lent in self._lent) or not layer.fits(self.content):
-            self.content = None  # given back before more is asked for
+            self.content = None  # freed before more is allocated
             self.content = layer.empty_copy()
         self._lent = []
         self.transfer.start(layer.pairs(self.content))
         self._holder = weakref.ref(layer)
 
     def lend(self, array: CacheArray) -> CacheArray:
-        """An array of the content to hand out, of which it is known whether somebody still has it."""
+        """An array of the content to hand out, which records whether it is still referenced."""
         a = array.view_for("TikvCache")
         lent = Lent(a.owner)
         self._lent = [*(one for one in self._lent if one() is not None), weakref.ref(lent)]
@@ -105,7 +105,7 @@ class Place(Frame):
 
 
 class Lent:
-    """Holds memory as long as an array over it is there."""
+    """Keeps memory alive as long as an array over it exists."""
 
     __slots__ = ("__weakref__", "memory")
 
@@ -114,12 +114,12 @@ class Lent:
 
 
 class HostedLayer(GrowingLayer):
-    """A `GrowingLayer` whose memory is the host's. What it gives to read is on the device, as long as it is there.
+    """A `GrowingLayer` in the host's memory. The arrays that it returns are on the device, until its copy is replaced.
 
     Args:
-        places, number: where its copy lies, and which of the layers it is.
-        on_leave: called before its copy goes: nobody reads `keys`, `values` and `scales` that were given before.
-        **form: as of `GrowingLayer`.
+        places, number: the places for copies, and the layer's number.
+        on_leave: called before its copy is replaced: `keys`, `values` and `scales` returned before are then invalid.
+        **form: as in `GrowingLayer`.
     """
 
     on_host = True
@@ -133,7 +133,7 @@ class HostedLayer(GrowingLayer):
     # --- its copy
 
     def fits(self, content: GrowingLayer | None) -> bool:
-        """Whether a copy of this layer has room there."""
+        """Whether a copy of this layer fits there."""
         if content is None or content.capacity < self.capacity:
             return False
         forms = [(x.rows.arguments(), x._memory.num_kv_heads, x.batch_size) for x in (self, content)]
@@ -150,13 +150,13 @@ class HostedLayer(GrowingLayer):
         return [(a, to, self.length) for a, to in arrays]
 
     def leave(self) -> None:
-        """Have those that read its copy let go of it."""
+        """Tell the readers of its copy that it goes."""
         call = self._on_leave()
         if call is not None:
             call()
 
     def bring(self, ahead: bool = False) -> GrowingLayer:
-        """Its copy, for launches that follow; `ahead`: the layer that is used next comes meanwhile."""
+        """Its copy, for launches from now on; with `ahead`, the next layer is copied meanwhile."""
         refuse_capture(self.runtime, "TikvCache")
         place = self._places.bring(self, ahead)
         place.transfer.wait()
@@ -173,7 +173,7 @@ class HostedLayer(GrowingLayer):
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
-        """Around what writes to the host, behind a copy that is on its way from there: the copy is made anew."""
+        """A context for writes to the host, after any copy in progress; the copy is dropped and made again."""
         place = self._places.of(self).frame_of(self.number)
         if place is not None:
             place.transfer.wait()
@@ -222,7 +222,7 @@ class HostedLayer(GrowingLayer):
             place.transfer.used()
 
     def _like_the_last(self, operation: str) -> AppendAlike:
-        return self.append_alike  # which takes nothing: tokens go to two places
+        return self.append_alike  # takes no tokens, since they go to two places
 
     def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
         """As `GrowingLayer.make_room`."""

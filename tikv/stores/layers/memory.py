@@ -1,4 +1,4 @@
-"""The memory of contiguous layers, which lie side by side: made, copied, and read as it lies."""
+"""The memory of contiguous layers, which are adjacent in it: allocating, copying and reading it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tikv.stores.limits import BLOCK_BYTES, shared_bytes
 from tikv.stores.locking import StoreLock
 from tikv.stores.row_format import Divisor, RowFormats
 
-JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
+JOINT_BYTES = 2**31 - 64  # the most bytes that a launch on CPU can address in one array of K and V together
 
 
 class LayerMemory:
-    """The memory of some layers: head-major (batch, num_kv_heads, slots, width), in as few blocks as may be.
+    """The memory of some layers: head-major (batch, num_kv_heads, slots, width), in as few blocks as possible.
 
-    A block is what a launch can address. On CPU its K and V lie in one piece of memory up to `JOINT_BYTES`.
+    A block is what a launch can address. On CPU its K and V are one piece of memory if they have at most `JOINT_BYTES`.
 
     Args:
-        live, rows, num_kv_heads, batch_size: of the store.
-        layers: whose arrays are set; a layer's `slots` say how many it needs.
-        page: tokens of the pages whose least and greatest keys layers without a window keep; None for none.
-        on_host: it is memory of the host, which kernels read and write where it lies.
+        live, rows, num_kv_heads, batch_size: those of the store.
+        layers: the layers whose arrays are set; a layer's `slots` say how many it needs.
+        page: tokens per page, if layers without a window keep page summaries; else None.
+        on_host: whether it is the host's memory, which kernels read and write in place.
 
     Attributes:
         blocks: the layers of each block, in order.
-        version: how often memory was made: what is bound to it knows by that when it is gone.
+        version: how often memory was allocated; code that is bound to it compares this to notice that it was replaced.
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
@@ -73,8 +73,8 @@ class LayerMemory:
         self.batch_size = batch_size
         self.page = page
         self.version = 0
-        self.lock = StoreLock()  # of the store
-        self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
+        self.lock = StoreLock()  # the store's lock
+        self.plans: BoundedCache[Any, Any] = BoundedCache()  # plans of launches over this memory
         self.blocks: list[list[Layer]] = []
         self.allocate(batch_size)
 
@@ -88,7 +88,7 @@ class LayerMemory:
         return sum(a.nbytes for layer in self.layers for a in (*layer.arrays, *(layer.summaries or ())))
 
     def allocate(self, batch_size: int) -> None:
-        """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there."""
+        """Allocate memory for a batch of this size and the layers' slots; nothing changes if that fails."""
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
         widest = max(row.nbytes for row in self.rows.both)
         limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
@@ -118,7 +118,7 @@ class LayerMemory:
             layer.summaries = pair
 
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
-        """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""
+        """Divisors on the device; those of heads are repeated for each sequence, and the view shows the first."""
         if numbers is None:
             return None
         heads = len(numbers)
@@ -126,7 +126,7 @@ class LayerMemory:
         return found.restrided((heads,), found.strides)
 
     def _arrays_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any, Any, Any]]:
-        """New K, V and their scales, or None for none, of each layer of a block."""
+        """New K, V and their scales, or None without scales, for each layer of a block."""
         (k, v), alike, scale_dtype, live = self.rows.both, self.rows.alike, self.rows.scale_dtype, self.runtime
         shapes = [(batch_size, self.num_kv_heads, layer.slots) for layer in block]
         total = sum(map(math.prod, shapes))
@@ -148,7 +148,7 @@ class LayerMemory:
         return found
 
     def _summaries_for(self, block: list[Layer], batch_size: int) -> list[tuple[ArrayView, ArrayView] | None]:
-        """New memory for the summaries of each layer of a block, None for those that keep none."""
+        """New memory for the summaries of each layer of a block; None for layers that keep none."""
         page, dtype, width = self.page, self.rows.k.read_dtype, self.rows.k.width
         if page is None:
             return [None] * len(block)
@@ -164,25 +164,25 @@ class LayerMemory:
         return found
 
     def _block(self, nbytes: int) -> Memory:
-        """So many bytes where the layers lie."""
+        """Memory of `nbytes` bytes, in the same place as the layers."""
         return memory_of_host(nbytes, self.runtime) if self.on_host else Memory(nbytes, self.runtime)
 
     def _beside(self, shape: tuple[int, ...], dtype: DType) -> ArrayView:
-        """A new array where the layers lie."""
+        """A new array, in the same place as the layers."""
         return self._block(math.prod(shape) * dtype.itemsize).array(shape, dtype)
 
     def recount(self, layer: Layer, length: int, history: History | None, valid_from: int = 0) -> None:
-        """Let a layer be one that holds so much, whatever it held before."""
+        """Set a layer's counts, whatever it held before."""
         was_even = layer.head_lengths is None
         layer.length, layer.valid_from, layer.history, layer.head_lengths = length, valid_from, history, None
         layer.newest = 0
         if history is not None and not history.even:
             layer.head_lengths = HeadLengths(self.runtime, layer.lengths)
         if not (was_even and layer.head_lengths is None):
-            self.plans.clear()  # appends to heads of one length and of several are launched otherwise
+            self.plans.clear()  # appends depend on whether heads have the same length
 
     def trim(self, operation: str, layers: Sequence[Layer], n: int) -> None:
-        """Drop the `n` newest tokens of layers of one store, or refuse; see `Layer.refuse_trim`."""
+        """Drop the `n` newest tokens of layers of one store, or raise; see `Layer.refuse_trim`."""
         length = max(layer.end for layer in layers)
         for layer in layers:
             layer.refuse_trim(operation, n, length)
@@ -204,7 +204,7 @@ class LayerMemory:
     def tokens(
         self, operation: str, layer: Layer, first: int = 0, dtype: DType | None = None
     ) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy; None for `RowFormat.read_dtype`."""
+        """A copy of what a layer holds from a position on, in temporal order; None means `RowFormat.read_dtype`."""
         fixed, start = self._fixed_and_start(layer, first)
         shape = (self.batch_size, self.num_kv_heads, fixed + max(0, layer.length - start))
         k, v = (new_array((*shape, row.width), dtype or row.read_dtype, self.runtime) for row in self.rows.both)
@@ -212,13 +212,13 @@ class LayerMemory:
         return CacheArray(k, self.runtime), CacheArray(v, self.runtime)
 
     def copy_tokens(self, operation: str, layer: Layer, k: ArrayView, v: ArrayView, first: int = 0) -> None:
-        """`tokens` into arrays of a dtype, (batch, heads, slots, width), or some of the columns of such."""
+        """Write `tokens` to arrays (batch, heads, slots, width) of any dtype, or to some of their columns."""
         fixed, start = self._fixed_and_start(layer, first)
         self.gather(operation, layer, [k, v], tokens=fixed, position=first, at=0)
         self.gather(operation, layer, [k, v], tokens=layer.length - start, position=start, at=fixed)
 
     def _fixed_and_start(self, layer: Layer, first: int) -> tuple[int, int]:
-        """How many sinks a layer holds from a position on, and where what goes round begins behind them."""
+        """How many sinks a layer holds from a position on, and the position at which the ring's tokens begin."""
         return max(0, min(layer.length, layer.sinks) - first), max(layer.valid_from, layer.sinks, first)
 
     def gather(
@@ -238,7 +238,7 @@ class LayerMemory:
         )  # fmt: skip
 
     def copy_filled(self) -> list[list[ArrayView]]:
-        """Copies of every layer's filled slots, where the layers lie."""
+        """Copies of every layer's filled slots, in the same place as the layers."""
         taken = []
         for layer in self.layers:
             found = []
@@ -250,13 +250,13 @@ class LayerMemory:
         return taken
 
     def write_filled(self, taken: Sequence[Sequence[ArrayView]]) -> None:
-        """Write what `copy_filled` copied into the slots it came from, for the batch as it is now."""
+        """Write what `copy_filled` copied back to its slots, for the current batch."""
         for layer, arrays in zip(self.layers, taken, strict=True):
             for a, b in zip(arrays, layer.arrays, strict=True):
                 self.move_slots(a, b, layer.filled)
 
     def to_host(self) -> list[list[Host]]:
-        """Every layer's filled slots in NumPy."""
+        """Every layer's filled slots as NumPy arrays."""
         live = self.runtime
         if not self.on_host:
             return [[read_host(a, live) for a in arrays] for arrays in self.copy_filled()]
@@ -264,7 +264,7 @@ class LayerMemory:
         return [[as_numpy(a)[:, :, : layer.filled].copy() for a in layer.arrays] for layer in self.layers]
 
     def from_host(self, taken: Sequence[Sequence[Host]]) -> None:
-        """Write what `to_host` gave, of layers that count as many."""
+        """Write what `to_host` returned for layers with the same counts."""
         if not self.on_host:
             self.write_filled([[to_device(np.ascontiguousarray(a), self.runtime) for a in arrays] for arrays in taken])
             return
@@ -287,9 +287,9 @@ class LayerMemory:
     def move_in_place(
         self, operation: str, layers: Sequence[Layer], slots: np.ndarray[Any, Any], most: int, start: int = 0
     ) -> None:
-        """Move rows of neighbouring layers of one form to the front of `most` slots behind `start`, in one launch.
+        """Move rows of neighbouring layers of one form to the front of the `most` slots from `start`, in one launch.
 
-        `slots` (layers * batch[, heads], n) names them, counted from `start`, for all heads or for each.
+        `slots` (layers * batch[, heads], n) has the rows' slots, counted from `start`, for all heads or by head.
         """
         arrays, groups = layers[0].arrays, len(layers) * self.batch_size
         rows = [rows_of(a.restrided((groups, *a.shape[1:]), a.strides), start) for a in arrays]  # of all these layers
@@ -298,7 +298,7 @@ class LayerMemory:
         bind_in_place(self.runtime, operation, rows, widths, shape, index).bound.launch()
 
     def reorder(self, operation: str, index: Any) -> None:
-        """Let sequence b continue from what sequence index[b] holds, in place; refused as `sequences_of`."""
+        """Let each sequence b continue from what sequence index[b] holds, in place; raises as `sequences_of`."""
         chosen = self.sequences_of(operation, index)
         if len(chosen) != self.batch_size:
             raise ShapeError(
@@ -307,7 +307,7 @@ class LayerMemory:
             )
         if (chosen != np.arange(self.batch_size)).any():
             filled = [((*a.shape[:2], x.filled, *a.shape[3:]), a) for x in self.layers for a in x.arrays if x.filled]
-            # One array after another goes through the same memory of the device, wherever the layers lie.
+            # The arrays are copied one after another through the same memory of the device, wherever the layers are.
             through = Memory(max((math.prod(shape) * a.dtype.itemsize for shape, a in filled), default=0), self.runtime)
             index = to_device(chosen, self.runtime)
             for shape, a in filled:
@@ -317,7 +317,7 @@ class LayerMemory:
             self._follow(chosen)
 
     def select(self, sequences: np.ndarray[Any, Any]) -> None:
-        """Keep these sequences, in this order, in new memory; nothing changes where that is too large."""
+        """Keep these sequences, in this order, in new memory; nothing changes if that is too large."""
         before, index = [layer.arrays for layer in self.layers], to_device(sequences, self.runtime)
         self.allocate(len(sequences))
         for layer, arrays in zip(self.layers, before, strict=True):
@@ -326,18 +326,18 @@ class LayerMemory:
         self._follow(sequences)
 
     def _follow(self, sequences: np.ndarray[Any, Any]) -> None:
-        """What compactions left of each sequence goes with it."""
+        """Reorder what compactions left of each sequence."""
         for layer in self.layers:
             if layer.history is not None:
                 left = layer.history.of_sequences(sequences)
                 length = layer.length - layer.history.tokens + left.tokens
                 oldest = min(layer.valid_from, length)
-                if layer.ring and layer.head_lengths is not None and left.even:  # one count again, as `grow` has it
+                if layer.ring and layer.head_lengths is not None and left.even:  # as in `grow`
                     oldest = max(oldest, length - layer.ring)
                 self.recount(layer, length, left, oldest)
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
-        """A user's list of sequences as int32; refused if it is another thing, is empty or leaves the batch."""
+        """A user's list of sequences as int32; raises if it is not a list of integers, is empty or leaves the batch."""
         try:
             host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
         except ValueError:  # lists of different lengths
@@ -361,7 +361,7 @@ def copy_rows(
     shape: tuple[int, int, int],
     **placed: Any,
 ) -> None:
-    """Copy the rows of `shape` sequences, heads and tokens now, placed by options of `bind_copy`; see `bind_copies`."""
+    """Copy the rows of `shape` sequences, heads and tokens at once, with options of `bind_copy`; see `bind_copies`."""
     groups, heads, tokens = shape
     sizes: dict[str, Any] = {"groups": groups, "heads": heads, "tokens": tokens}
     for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, **sizes, **placed):
@@ -369,10 +369,10 @@ def copy_rows(
 
 
 def width_of(a: ArrayView) -> int:
-    """Elements of a row of a (batch, heads, slots[, width]) array."""
+    """The number of elements in a row of a (batch, heads, slots[, width]) array."""
     return a.shape[3] if a.ndim == 4 else 1
 
 
 def rows_of(a: ArrayView, first_token: int = 0) -> Rows:
-    """Where the rows of a (batch, heads, slots[, width]) array lie."""
+    """The places of the rows of a (batch, heads, slots[, width]) array."""
     return Rows(a, sequence=a.strides[0], token=a.strides[2], head=a.strides[1], first=first_token * a.strides[2])

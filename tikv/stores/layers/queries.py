@@ -1,7 +1,7 @@
-"""The order of axes of queries and of what attention gives for them: as callers have it, and as kernels read it.
+"""The order of the axes of queries and results of attention: in callers' arrays and in kernels.
 
 Callers have tokens before heads ("token_major", as K and V of an append) or heads before tokens; kernels read
-(batch, Hq, T, D). What is one is seen as the other by its strides, and nothing is moved.
+(batch, Hq, T, D). An array in one order is viewed in the other through its strides, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tikv.ops.attention.plan import NEW, Results
 from tikv.runtime.cache import BoundedCache
 
 OTHER = {"token_major": "head_major", "head_major": "token_major"}
-AXES = {"token_major": "BTH", "head_major": "BHT"}  # behind which the columns of a head follow
+AXES = {"token_major": "BTH", "head_major": "BHT"}  # the columns of a head follow
 _PLACES = {"BTH": (0, 2, 1), "TH": (None, 1, 0), "HT": (None, 0, 1), "H": (None, 0)}  # of sequence, head and token
 WORDS = {"B": "batch", "T": "T", "H": "Hq"}
 
 
 class Queries(NamedTuple):
-    """What queries of one form are: in a caller's order, which is the order of what attention gives for them too.
+    """Queries of one form, in a caller's order of axes, which is the order of attention's results too.
 
     Attributes:
-        given: the first of this form, whose memory may be gone.
-        axes: of which sequence, token and head their axes are, by the letters B, T and H; columns of a head stand last.
+        given: the first queries of this form, whose memory may be gone.
+        axes: the order of their axes, with the letters B, T and H for sequences, tokens and heads; columns come last.
         layout: "token_major" or "head_major".
-        tokens: how many a sequence has.
-        new: where attention with these leaves a new result, in the caller's order of axes.
+        tokens: how many queries a sequence has.
+        new: a description of attention's new result, in the caller's order of axes.
     """
 
     given: ArrayView
@@ -43,17 +43,17 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, q: ArrayView, axes: str, layout: str) -> Queries:
-        """Those of which `q` are some."""
+        """The form that `q` has."""
         tokens = q.shape[axes.index("T")] if "T" in axes else 1
         new = NEW if axes in ("BH", "BHT") else Results(lead=q.shape[:-1], as_read=partial(heads_first, axes=axes))
         return cls(q.at_address(q.ptr), axes, layout, tokens, new)
 
     def as_read(self, a: ArrayView) -> ArrayView:
-        """Queries of this form, or a result for them, as kernels have it: (batch, Hq, T, ...), or without T."""
+        """Queries of this form, or a result for them, in the kernels' order: (batch, Hq, T, ...), or without T."""
         return heads_first(a, self.axes)
 
     def results(self, out: Any, return_lse: bool) -> Results:
-        """`new`, or the array of a caller's, and whether the log-sum-exps are wanted too."""
+        """`new`, or a caller's array, and whether the log-sum-exps are wanted too."""
         return self.new if out is None and not return_lse else self.new._replace(out=out, return_lse=return_lse)
 
     def new_out(self, like: Any, width: int, live: runtime.Runtime) -> Any:
@@ -65,7 +65,7 @@ class Queries(NamedTuple):
         return new_like(like, self.given.shape[:-1], dtypes.float32, live)
 
     def result(self, operation: str, like: Any, out: Any, width: int, live: runtime.Runtime) -> tuple[Any, ArrayView]:
-        """An array for the result, new or a caller's `out`, which fits or is refused, and where it lies."""
+        """An array for the result, new or a caller's `out`, which must fit, and its view."""
         if out is None:
             out = self.new_out(like, width, live)
             return out, view_of_new(out, "out", operation)
@@ -85,7 +85,7 @@ class Queries(NamedTuple):
             raise ShapeError(f"{operation}: out is {describe(out)} where {shape} is needed.")
 
     def remedy(self, tokens: int, num_kv_heads: int) -> str:
-        """What to say where a sequence has fewer tokens than queries: whether the other order of axes would fit."""
+        """The way out for a message if there are more queries than tokens: whether the other layout would fit."""
         if "T" not in self.axes:
             return ""
         *_, first, second, _ = self.given.shape
@@ -96,7 +96,7 @@ class Queries(NamedTuple):
         return f" As {named(axes)} q would fit: with layout={OTHER[self.layout]!r}."
 
     def refuse_more_than(self, operation: str, tokens: int, num_kv_heads: int) -> None:
-        """Raise PositionError where a layer of some tokens has fewer than there are queries."""
+        """Raise PositionError if a layer has some tokens, but fewer than there are queries."""
         if 0 < tokens < self.tokens:
             raise PositionError(
                 f"{operation}: the {self.tokens} queries belong to the newest tokens, and there are {tokens} (q: "
@@ -109,7 +109,7 @@ _heads_first: BoundedCache[tuple[int, str], ArrayView] = BoundedCache(MAX_FORMS)
 
 
 def heads_first(a: ArrayView, axes: str) -> ArrayView:
-    """An array with these axes, and others behind them, as (batch, heads, tokens, ...), or without tokens if it is."""
+    """An array with these axes, and others after them, as (batch, heads, tokens, ...), or without tokens if it is."""
     places = _PLACES.get(axes)
     if places is None:
         return a
@@ -133,7 +133,7 @@ def rows_first(a: ArrayView, layout: str) -> ArrayView:
 
 
 def with_tokens(a: ArrayView, ndim: int) -> ArrayView:
-    """An array of so many axes, (batch, heads, tokens, ...), which a single query may have come without."""
+    """An array with `ndim` axes, (batch, heads, tokens, ...); a single query's may lack the axis of tokens."""
     if a.ndim == ndim:
         return a
     return a.restrided((*a.shape[:2], 1, *a.shape[2:]), (*a.strides[:2], 0, *a.strides[2:]))
@@ -145,7 +145,7 @@ def named(axes: str) -> str:
 
 
 def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int, detail: str, layout: str) -> None:
-    """Raise ShapeError of new rows with another number of heads; it names the other layout, where that would fit."""
+    """Raise ShapeError if new rows have another number of heads; it names the other layout if that would fit."""
     if heads != wanted:
         remedy = ""
         if tokens == wanted:
@@ -160,11 +160,11 @@ def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int,
 def attend_queries(
     operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int, width: int, live: runtime.Runtime
 ) -> Queries:
-    """The queries of `attend`: of the newest tokens of so many sequences.
+    """The queries of `attend`, for the newest tokens of `batch` sequences.
 
-    Token-major they are (batch, T, Hq, D), or (batch, Hq, D) of one query each. Head-major (batch, Hq, T, D), or
-    (batch, Hq, D). Where the batch is 1 its axis may be left out: then three axes are (T, Hq, D) or (Hq, T, D), which
-    is (batch, Hq, D) where the first of them is 1. Others are refused.
+    Token-major they are (batch, T, Hq, D), or (batch, Hq, D) for one query each; head-major (batch, Hq, T, D), or
+    (batch, Hq, D). If the batch is 1, its axis may be left out: then three axes are (T, Hq, D) or (Hq, T, D), which
+    is (batch, Hq, D) if the first of them is 1. Other shapes are refused.
     """
     key = ("queries", q.key, checks.name(layout, "layout", operation, checks.LAYOUTS), batch, num_kv_heads, width)
     found: Queries | None = live.plans.get(key)
@@ -178,7 +178,7 @@ def attend_queries(
 
 
 def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int) -> str:
-    """Which axes the queries of `attend` have; ShapeError of those that can be read in two ways."""
+    """Which axes the queries of `attend` have; ShapeError if they can be read in two ways."""
     axes = AXES[layout]
     if q.ndim == 2 and batch == 1:
         return "H"
@@ -192,7 +192,7 @@ def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads
             f"query heads of one token or {q.shape[1]} tokens of one. Pass (batch, Hq, T, D), or one query per "
             f"sequence without layout."
         )
-    return "BH"  # also of one token of one sequence, which is the same
+    return "BH"  # one token of one sequence is the same
 
 
 def extend_queries(
@@ -205,9 +205,9 @@ def extend_queries(
     tokens: int,
     live: runtime.Runtime,
 ) -> Queries:
-    """The queries of `extend`: as many as there are new tokens, (batch, T, Hq, D) or head-major (batch, Hq, T, D).
+    """The queries of `extend`: one per new token, (batch, T, Hq, D) or head-major (batch, Hq, T, D).
 
-    The axis of the batch may be left out where that is 1. Others are refused.
+    The axis of the batch may be left out if it is 1. Other shapes are refused.
     """
     axes = AXES[layout]
     if q.ndim == 3 and batch == 1:
@@ -232,7 +232,7 @@ def rows_of_queries(
 def _check(
     operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, wanted: str
 ) -> None:
-    """Refuse queries with these axes that do not fit so many sequences and KV heads of this width."""
+    """Raise unless queries with these axes fit this many sequences and KV heads of this width."""
     key, (batch, num_kv_heads, width) = ("these queries fit", q.key, axes, form), form
     if live.plans.get(key) is not None:
         return

@@ -1,8 +1,8 @@
-"""Which layers of the host's memory the device has a copy of, and how they come there.
+"""Which layers of the host's memory have a copy on the device, and how they are copied.
 
-Layers are used one after another and then from the first again, so it is known which is next: it is copied while the
-one before it is used, in the place of the layer whose turn comes last. Other orders work: a layer that is not there is
-copied when it is asked for, and then what is computed waits for it.
+Layers are used one after another and then from the first again, so the next one is known: it is copied while the
+previous one is used, and replaces the layer that is used again last. Other orders work: a layer without a copy is
+copied when it is asked for, and the computation waits for it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Pairs = Sequence[tuple[ArrayView, ArrayView, int]]
 
 
 class Transfer(Protocol):
-    """What goes from the host's memory to one place on the device; `launch.cuda.transfers` does it on CUDA."""
+    """Copies from the host's memory to one place on the device; `launch.cuda.transfers` has the class for CUDA."""
 
     def start(self, pairs: Pairs) -> None:
-        """Copy so many of the third axis of each first array to the second, once what was launched so far is done."""
+        """Copy the start of each first array's third axis to the second array, after all launches so far are done."""
 
     def wait(self) -> None:
-        """Let what is launched next see what was copied."""
+        """Make the next launches wait for the copy."""
 
     def used(self) -> None:
-        """What was launched last has to be done before the copy is overwritten."""
+        """Note that the last launches must be done before the copy is overwritten."""
 
 
 class CopiedByNumPy:
-    """A `Transfer` between two arrays of the host, which shows on any machine who waits and who does not.
+    """A `Transfer` between two arrays of the host, with which any machine can test that code waits for copies.
 
-    `late`: nothing is copied before somebody waits for it; else it is copied as soon as it may be.
+    With `late`, nothing is copied before something waits for it; else it is copied as soon as possible.
     """
 
     def __init__(self, live: runtime.Runtime, late: bool = False) -> None:
@@ -57,10 +57,10 @@ class CopiedByNumPy:
 
 
 def why_plain(live: runtime.Runtime, operation: str) -> str:
-    """Why layers on the host lie where this device computes anyway; nothing where they lie apart.
+    """Why layers on the host are in the memory in which this device computes; empty if they are not.
 
     Raises:
-        ArchError: they would lie apart, and this device cannot read them there.
+        ArchError: they are not, and this device cannot read them there.
     """
     if runtime.shares_memory(live.arch, live.index):
         return f"{live.arch} computes in the host's memory"
@@ -79,7 +79,7 @@ def why_plain(live: runtime.Runtime, operation: str) -> str:
 
 
 def host_report(live: runtime.Runtime) -> str:
-    """What ``place="host"`` is on a device.
+    """What ``place="host"`` means on a device.
 
     Examples:
         >>> import tikv
@@ -106,14 +106,14 @@ def refuse_capture(live: runtime.Runtime, operation: str) -> None:
     """Refuse layers on the host while a CUDA graph is captured.
 
     Raises:
-        ArchError: one is.
+        ArchError: one is being captured.
     """
     what = "the place on the device where a layer's copy is now"
     launch.refuse_during_capture(live, operation, what, "Use place='device' for layers that a graph captures.")
 
 
 class Frame:
-    """A place for a layer on the device: what it is there, how it gets there, and which layer it is."""
+    """A place for a layer on the device: its contents, its transfer, and which layer it has."""
 
     def __init__(self, content: Any, transfer: Transfer) -> None:
         self.content, self.transfer = content, transfer
@@ -124,29 +124,29 @@ F = TypeVar("F", bound=Frame)
 
 
 class Residents(Generic[F]):
-    """The frames of layers that fit the same ones.
+    """The frames for layers of the same form.
 
     Args:
         layers: the numbers of the layers, in the order of their use.
         count: how many layers there are in all, after which the first is used again.
-        frames: where they go.
+        frames: the places for copies.
 
-    `fetch`, of the caller, starts the copy of a layer to a frame, which still says what it held.
+    The caller's `fetch` starts the copy of a layer to a frame, which still says what it held before.
     """
 
     def __init__(self, layers: Sequence[int], count: int, frames: Sequence[F]) -> None:
         self.layers, self.count, self.frames = list(layers), count, list(frames)
 
     def frame_of(self, layer: int) -> F | None:
-        """Where a layer is or will be; None where it is not."""
+        """The frame in which a layer is or will be, or None."""
         return next((frame for frame in self.frames if frame.layer == layer), None)
 
     def bring(self, layer: int, fetch: Callable[[int, F], None]) -> F:
-        """The frame of a layer, on whose way it is at least."""
+        """The frame of a layer, to which it is at least being copied."""
         return self.frame_of(layer) or self._take(self._last_needed(layer, self.frames), layer, fetch)
 
     def bring_next(self, using: int, fetch: Callable[[int, F], None]) -> None:
-        """Have the layer on its way that is used next, while that of a number is used, here or elsewhere."""
+        """Start the copy of the layer that is used next, while layer `using`, here or elsewhere, is used."""
         following = min(self.layers, key=lambda layer: self._steps(using, layer))
         free = [frame for frame in self.frames if frame.layer != using]
         if free and following != using and self.frame_of(following) is None:
@@ -159,11 +159,11 @@ class Residents(Generic[F]):
                 frame.layer = None
 
     def _steps(self, using: int, layer: int) -> int:
-        """How many layers further a layer is used again."""
+        """After how many more layers a layer is used again."""
         return (layer - using - 1) % self.count + 1
 
     def _last_needed(self, using: int, frames: Sequence[F]) -> F:
-        """An empty frame, or that of the layer which is used again last."""
+        """An empty frame, or the frame of the layer that is used again last."""
         return max(frames, key=lambda f: self.count + 1 if f.layer is None else self._steps(using, f.layer))
 
     def _take(self, frame: F, layer: int, fetch: Callable[[int, F], None]) -> F:

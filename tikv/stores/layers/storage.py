@@ -1,7 +1,7 @@
-"""LayerStorage: where the layers of a `KVCacheStore` lie. Each way to store them is one class in one file.
+"""LayerStorage: how the layers of a `KVCacheStore` are stored. Each way to store them is one class in one file.
 
-A storage that is new implements the abstract methods, and of the others those that it can: what it leaves out is
-refused by name. `layers.STORAGES` says which one serves a dtype.
+A new storage implements the abstract methods, and those of the others that it can: a method that it leaves out raises
+an error that names it. `layers.STORAGES` lists which storage serves which dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLACES = ("device", "host")
 
 
 class StoreConfig(NamedTuple):
-    """The arguments of a `KVCacheStore`, checked; those of `RowFormats.checked`, which a storage checks, as given."""
+    """The checked arguments of a `KVCacheStore`; a storage still has to check those of `RowFormats.checked`."""
 
     num_layers: int
     num_kv_heads: int
@@ -43,8 +43,8 @@ class StoreConfig(NamedTuple):
     sinks: int
     rows: Mapping[str, Any]
     page_summaries: int | None = None
-    place: str = "device"  # "host": in memory of the host
-    resident_layers: int = 2  # of those on the host, how many of each window the device has a copy of
+    place: str = "device"  # "host" for the host's memory
+    resident_layers: int = 2  # how many layers of each window have a copy on the device, if place is "host"
 
     @classmethod
     def checked(
@@ -62,7 +62,7 @@ class StoreConfig(NamedTuple):
         resident_layers: Any = 2,
         **rows: Any,
     ) -> StoreConfig:
-        """The configuration that a caller's arguments mean, or an error that says which is wrong."""
+        """The configuration that a caller's arguments ask for, or an error that says which is wrong."""
         layers = checks.integer(num_layers, "num_layers", operation, low=1)
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         capacity = checks.integer(capacity, "capacity", operation, low=1)
@@ -94,7 +94,7 @@ class StoreConfig(NamedTuple):
         return cls(layers, heads, capacity, batch_size, windows, sinks, rows, page_summaries, place, resident_layers)
 
     def arguments(self, rows: RowFormats) -> dict[str, Any]:
-        """The arguments that make a store of this configuration with these rows, as JSON has them."""
+        """The arguments of a store of this configuration with these rows, in JSON's types."""
         sizes = {name: getattr(self, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
         if self.page_summaries is not None:
             sizes["page_summaries"] = self.page_summaries
@@ -108,18 +108,18 @@ class StoreConfig(NamedTuple):
 class LayerStorage(abc.ABC):
     """The memory of all layers of a store, how tokens get into it, and how attention reads it.
 
-    The store has checked which layer is meant and holds `lock` in every call. What a method cannot do it refuses before
-    it writes. ``operation`` is what messages call the caller's function.
+    The store has checked the layer's index and holds `lock` in every call. A method raises before it writes if it
+    cannot do what was asked. ``operation`` is the name of the caller's function in messages.
 
     Attributes:
-        title: what messages call a store of this kind.
-        remedy: the way out of a method that this kind does not offer.
-        file_kind: by which `KVCacheStore.load` finds it.
-        keeps_summaries: it serves a configuration with ``page_summaries``.
-        counts: of each layer how many tokens it has, by which `length`, `held`, `positions` and pictures go.
-        memory: of all tokens, of those of this process, or of the newest.
-        rows: how rows are stored, for what a store says of itself.
-        place: where the layers lie, "device" or "host".
+        title: the name of this kind of store in messages.
+        remedy: the way out for methods that this kind does not support.
+        file_kind: the kind in files, by which `KVCacheStore.load` finds it.
+        keeps_summaries: whether it serves a configuration with ``page_summaries``.
+        counts: the token counts of each layer, from which `length`, `held`, `positions` and pictures follow.
+        memory: the memory of all tokens, of this process's tokens, or of the newest.
+        rows: how rows are stored, as the store reports it.
+        place: where the layers are kept, "device" or "host".
     """
 
     place: str = "device"
@@ -145,7 +145,7 @@ class LayerStorage(abc.ABC):
 
     @classmethod
     def check_summaries(cls, operation: str, config: StoreConfig) -> None:
-        """Raise OptionError where a configuration has summaries of pages, and this kind keeps none."""
+        """Raise OptionError if a configuration has page summaries and this kind keeps none."""
         if config.page_summaries is not None and not cls.keeps_summaries:
             raise OptionError(
                 f"{operation}: page_summaries={config.page_summaries}: {cls.title} keeps no summaries of pages. Leave "
@@ -156,7 +156,7 @@ class LayerStorage(abc.ABC):
 
     @property
     def batch_size(self) -> int:
-        """Sequences now."""
+        """The current number of sequences."""
         return self.memory.batch_size
 
     @property
@@ -178,12 +178,12 @@ class LayerStorage(abc.ABC):
 
     @property
     def resident_layers(self) -> int:
-        """How many layers the device has."""
+        """How many layers the device has memory for."""
         return len(self.counts)
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of the device, filled or not."""
+        """Bytes of the device's memory, filled or not."""
         return self.nbytes
 
     @property
@@ -207,7 +207,7 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """Attention over what a layer holds and new tokens, which are appended; `KVCacheStore.extend`."""
+        """Attention over what a layer holds and over new tokens, which are appended; `KVCacheStore.extend`."""
 
     @abc.abstractmethod
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
@@ -215,7 +215,7 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def trim(self, operation: str, n: int) -> None:
-        """Drop the `n` newest tokens, which are there, of every layer or of none; `KVCacheStore.trim`."""
+        """Drop the `n` newest tokens, which exist, of every layer or of none; `KVCacheStore.trim`."""
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -227,7 +227,7 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """Hold again what `capture` gave of this storage, or of one of the same form; else refuse and change nothing.
+        """Return to what `capture` copied from this storage or from one of the same form; else raise, unchanged.
 
         `shown` are the snapshot and the store, for messages.
         """
@@ -241,16 +241,16 @@ class LayerStorage(abc.ABC):
     def load(
         cls, path: str | os.PathLike[str], live: Runtime, operation: str, **placed: Any
     ) -> tuple[StoreConfig, Any]:
-        """The configuration of a saved store, `placed` as asked, and a storage that holds what it held."""
+        """The configuration of a saved store, placed as `placed` asks, and a storage that holds what it held."""
 
     # --- what some do
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
-        """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts stay."""
+        """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts do not change."""
         self._refuse(operation)
 
     def require_positions(self, operation: str, remedy: str) -> None:
-        """Slots follow from positions, as what counts them on the device takes for granted."""
+        """Raise unless slots follow from positions, which code that counts on the device assumes."""
         self._refuse(operation)
 
     def advance(self, operation: str, tokens: int) -> None:
@@ -258,7 +258,7 @@ class LayerStorage(abc.ABC):
         self._refuse(operation)
 
     def layer(self, operation: str, layer: int) -> Layer:
-        """The arrays of a layer where they lie; for `KVCacheStore.keys`, `values` and `scales`."""
+        """The arrays of a layer, in place, for `KVCacheStore.keys`, `values` and `scales`."""
         self._refuse(operation, "Read tokens().")
 
     def page_summaries(self, operation: str, layer: int) -> tuple[ArrayView, ArrayView]:
@@ -282,31 +282,31 @@ class LayerStorage(abc.ABC):
         self._refuse(operation)
 
     def check_drawn_mass(self, operation: str) -> None:
-        """A picture may be coloured by the mass of attention, if attention gives one here."""
+        """Raise unless attention can return the mass that a picture is to be coloured by."""
         return None
 
     def quantised(self, operation: str, layer: int) -> int:
-        """How many of a layer's tokens, the oldest, are codes; `KVCacheStore.quantised`."""
+        """How many of a layer's oldest tokens are codes; `KVCacheStore.quantised`."""
         self._refuse(operation, "Use dtype=tikv.Quant(axis='tokens').")
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
-        """Each layer's counts and host copies of its filled slots: K, V, and the scales there are."""
+        """Each layer's counts and host copies of its filled slots: K, V, and any scales."""
         self._refuse(operation)
 
     def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
-        """All arrays in which a layer's tokens lie, (batch, heads, n, ...), and how many of the n are filled."""
+        """All arrays of a layer's tokens, (batch, heads, n, ...), and how many of the n are filled."""
         self._refuse("place='host'")
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
-        """An `attempt` around what appends to a layer."""
+        """An `attempt` for code that appends to a layer."""
         return attempt(operation, [self.counts[layer]])
 
     def count_as(self, layer: int, other: Any, index: int) -> None:
-        """Let a layer, which has such arrays, count what layer `index` of another storage of this kind counts."""
+        """Give a layer the counts of layer `index` of another storage of this kind, after its arrays were copied."""
         self._refuse("place='host'")
 
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
-        """Hold what `to_host` gave: (length, oldest valid position) and filled slots of each layer."""
+        """Hold what `to_host` returned: (length, oldest valid position) and filled slots of each layer."""
         self._refuse(operation)
 
     def _refuse(self, operation: str, remedy: str = "") -> NoReturn:

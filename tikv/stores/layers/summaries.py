@@ -1,8 +1,8 @@
-"""The least and the greatest key of each page of a layer: which are kept by appends, and which are found anew.
+"""The least and the greatest key of each page of a layer: updating them in appends, and computing them again.
 
-Token `n` of a layer without a window is in page `n // page`, of those that it holds now. An append summarises the pages
-that it writes to in its own launch, where keys are stored as numbers. Keys with scales are decoded first,
-in a launch more. What moves tokens or drops them lets `summarize` find the pages anew of which tokens changed.
+Token `n` of those that a layer without a window holds is in page `n // page`. If keys are stored as numbers, an append
+summarises the pages that it writes to in its own launch. Keys with scales are decoded first, in one more launch.
+Operations that move or drop tokens call `summarize`, which computes the changed pages again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tikv.ops.page_summaries import both_of, distance_in, summarize_listed
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
 
-DECODED_TOKENS = 4096  # of a sequence, that are numbers at a time
+DECODED_TOKENS = 4096  # how many tokens of a sequence are decoded at a time
 
 
 def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPages:
-    """Where an append to a layer, or to it and its neighbours in memory, keeps summaries.
+    """The summaries that an append to a layer, or to it and its neighbours in memory, updates.
 
-    `heads` are those of a sequence of the launch, and `head` is the first of them, of all sequences.
+    `heads` is the number of heads per sequence in the launch, and `head` the number of its first head.
     """
     pair = layer.summaries
     assert pair is not None
@@ -34,14 +34,14 @@ def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPage
 
 
 def summarize(operation: str, memory: LayerMemory, layers: Sequence[Layer], first: int = 0) -> None:
-    """Find the summaries of pages anew, from that of token `first` on, of those layers that keep them."""
+    """Compute the page summaries again, from the page of token `first` on, for those layers that keep them."""
     for layer in layers:
         if layer.summaries is not None:
             _summarize_layer(operation, memory, layer, max(0, first))
 
 
 def summarize_last(operation: str, memory: LayerMemory, layers: Sequence[Layer]) -> None:
-    """The same of the last page, of which tokens were dropped."""
+    """The same for the last page, after some of its tokens were dropped."""
     for layer in layers:
         summarize(operation, memory, [layer], int(layer.lengths.min()) - 1)
 
@@ -51,7 +51,7 @@ def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: i
     assert page is not None
     assert summaries is not None
     pages = summaries[0].shape[2]
-    heads = memory.num_kv_heads if lens.size == 1 else 1  # all of a sequence, or each by itself
+    heads = memory.num_kv_heads if lens.size == 1 else 1  # all of a sequence, or one at a time
     end, start, decoded = int(lens.max(initial=0)), first // page * page, not memory.rows.k.is_numbers
     at_once = max(page, DECODED_TOKENS // page * page) if decoded else max(1, end - start)
     for begin in range(start, end, at_once):
@@ -62,7 +62,7 @@ def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: i
 
 
 def _listed(page: int, memory: LayerMemory, lens: Host, starts: range, origin: int, tokens: int, pages: int) -> Host:
-    """(n, 3) of `summarize_listed`: pages that begin at these tokens, of rows from token `origin` on."""
+    """(n, 3) for `summarize_listed`: the pages that begin at these tokens, in rows that begin at token `origin`."""
     batch, heads = memory.batch_size, memory.num_kv_heads
     each, of_each = (np.arange(batch) * heads, np.repeat(lens, batch)) if lens.size == 1 else (
         np.arange(batch * heads), np.broadcast_to(lens, (batch, heads)).ravel())  # fmt: skip
@@ -73,7 +73,7 @@ def _listed(page: int, memory: LayerMemory, lens: Host, starts: range, origin: i
 
 
 def _decoded(operation: str, memory: LayerMemory, layer: Layer, begin: int, stop: int) -> ArrayView:
-    """The keys of these slots as numbers, (batch, heads, n, width), in memory of their own."""
+    """The decoded keys of these slots, (batch, heads, n, width), in new memory."""
     row, tokens = memory.rows.k, stop - begin
     shape = memory.batch_size, memory.num_kv_heads, tokens
     out = new_array((*shape, row.width), row.read_dtype, memory.runtime)

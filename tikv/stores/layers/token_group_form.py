@@ -1,4 +1,4 @@
-"""How a store of groups along tokens keeps rows: the newest as they came, the older ones as codes."""
+"""How a store with groups along tokens keeps rows: the newest unquantised, the older ones as codes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class CodeForm(NamedTuple):
     """How the older tokens of a layer are kept.
 
     Attributes:
-        heads: KV heads.
-        width: channels of a key.
+        heads: the number of KV heads.
+        width: the number of channels of a key.
         keys: the format of a channel's codes.
-        key_scales: dtype of their scales and biases.
-        values: how rows of V are stored, beside one another: a dtype or groups of codes.
-        value_scales: dtype of the scales of those rows, if they have any.
-        rows: dtype of the rows that are quantised.
+        key_scales: the dtype of their scales and biases.
+        values: how rows of V are stored: a dtype or groups of codes.
+        value_scales: the dtype of the scales of those rows, if they have any.
+        rows: the dtype of the rows that are quantised.
     """
 
     heads: int
@@ -36,7 +36,7 @@ class CodeForm(NamedTuple):
     rows: DType
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], DType, int]]:
-        """By the names that files have: what lies there for a group or a token, its dtype, and for how many tokens."""
+        """By name in files: the shape of an entry for a group or a token, its dtype, and how many tokens it serves."""
         keys, values, group = self.keys, self.values, self.keys.group
         found: dict[str, tuple[tuple[int, ...], DType, int]] = {
             "k_codes": ((self.width, keys.words(group)), dtypes.uint32, group),
@@ -50,18 +50,18 @@ class CodeForm(NamedTuple):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token of a head."""
+        """Bytes per token and head."""
         return sum(math.prod(shape) * dtype.itemsize / tokens for shape, dtype, tokens in self.arrays().values())
 
 
 class TokenGroupForm(NamedTuple):
-    """How rows are stored: what of them a store says, the newest, and the older ones.
+    """How rows are stored: as the store reports them, the newest, and the older ones.
 
     Attributes:
-        quant: of the keys.
-        said: what the store says of its rows.
-        newest: arguments of the rows of the newest tokens.
-        codes: of the older ones.
+        quant: the format of the keys.
+        said: the formats that the store reports.
+        newest: the arguments for rows of the newest tokens.
+        codes: the form of the older ones.
     """
 
     quant: Quant
@@ -77,16 +77,16 @@ class TokenGroupForm(NamedTuple):
 
     @property
     def names_of_arrays(self) -> list[str]:
-        """Of the newest tokens and of the codes, as files have them."""
+        """The names in files of the arrays of the newest tokens and of the codes."""
         return [*ROWS, *self.codes.arrays()]
 
     @property
     def slot_bytes(self) -> float:
-        """Bytes of a token of a head, as codes and among the newest."""
+        """Bytes per token and head, as codes and among the newest."""
         return self.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in self.newest_rows)
 
     def filled(self, lead: tuple[int, int], newest: int, coded: int) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """By the names of arrays the shape (*lead, ...) that so many newest tokens and codes have, and the dtype."""
+        """By name: the shapes (*lead, ...) of arrays for this many newest tokens and codes, and their dtypes."""
         found: dict[str, tuple[tuple[int, ...], DType]]
         found = {name: ((newest, row.width), row.stored) for name, row in zip(ROWS, self.newest_rows, strict=True)}
         codes = self.codes.arrays().items()
@@ -94,7 +94,7 @@ class TokenGroupForm(NamedTuple):
         return {name: ((*lead, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def names(self, block_size: int) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """The arrays of codes by name, with the shape of a block of so many tokens, those first, and the dtype."""
+        """The arrays of codes by name, with the shape of a block of `block_size` tokens, and the dtype."""
         found, heads = self.codes.arrays().items(), self.codes.heads
         return {name: ((block_size // tokens, heads, *row), dtype) for name, (row, dtype, tokens) in found}
 
@@ -102,10 +102,10 @@ class TokenGroupForm(NamedTuple):
     def checked(
         cls, operation: str, live: runtime.Runtime, heads: int, rows: Mapping[str, Any], row_dtype: Any = None
     ) -> TokenGroupForm:
-        """What the arguments of a store mean; `row_dtype` is of the newest keys, None for that of scales.
+        """The form that a store's arguments ask for; `row_dtype` is that of the newest keys, None for that of scales.
 
         Raises:
-            OptionError: K has a scale of the caller's, or V is grouped along tokens.
+            OptionError: the caller gave K a scale, or V is grouped along tokens.
             DTypeError, ShapeError: as `RowFormats.checked`.
         """
         quant, v_dtype = rows["dtype"], rows.get("v_dtype")
@@ -143,9 +143,9 @@ class TokenGroupForm(NamedTuple):
 
 
 def room_of(layer: Layer, quant: Quant) -> int:
-    """Tokens of a layer that may be codes at a time, in whole groups.
+    """How many tokens of a layer may be codes at a time, in whole groups.
 
-    Of a window those that are still seen when a group has just become codes: `residual` are newer.
+    With a window, these are the tokens that are still seen when a group has just become codes: `residual` are newer.
     """
     residual, group = quant.residual, quant.group
     if layer.ring:

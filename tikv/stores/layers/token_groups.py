@@ -1,10 +1,10 @@
-"""TokenGroupLayers: ``tikv.Quant(axis="tokens")``: older tokens as codes, the newest as the model gave them.
+"""TokenGroupLayers: ``tikv.Quant(axis="tokens")``: older tokens are codes, the newest are as the model gave them.
 
-The newest tokens of a layer lie in a ring of `residual` + `group` slots behind its sinks, a `ContiguousLayers`. When
-it is full, an append first lets its oldest group be quantised, see `channel_codes`: so a token's age decides, not
-the call that brought it. Sinks stay as they came, and groups are counted from behind them. With a window a group leaves
-as a whole, when no query can see a token of it any more; until then attention leaves out those that left the window.
-Attention reads both parts where they lie and merges them by their log-sum-exps.
+The newest tokens of a layer are in a ring of `residual` + `group` slots after its sinks, a `ContiguousLayers`. When
+the ring is full, an append first quantises its oldest group, see `channel_codes`: so a token's age decides, not the
+call that appended it. Sinks are never quantised, and groups are counted from the first token after them. With a window,
+a group is dropped as a whole, once no query can see any of its tokens; until then attention leaves out tokens outside
+the window. Attention reads both parts in place and merges them by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "ma
 
 
 class CapturedGroups(NamedTuple):
-    """What a store of groups along tokens held: its newest tokens, and of each layer counts and codes."""
+    """What a store with groups along tokens held: its newest tokens, and each layer's counts and codes."""
 
     newest: Captured
     config: tuple[Any, ...]
@@ -59,8 +59,8 @@ class TokenGroupLayers(LayerStorage):
     """Layers of codes and a ring of the newest tokens each, see the module.
 
     Attributes:
-        newest: the rings, and the sinks.
-        codes: of each layer those of its older tokens.
+        newest: the sinks and the rings.
+        codes: the codes of each layer's older tokens.
     """
 
     title = "a store of groups along tokens"
@@ -109,7 +109,7 @@ class TokenGroupLayers(LayerStorage):
 
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append`: a launch for those that fit, and three for each group that becomes codes."""
+        """As `LayerStorage.append`: one launch for tokens that fit, and three for each group that becomes codes."""
         found, axes = self._checked(operation, layer, rows, layout)
         for part in self._parts(operation, layer, found, axes[0]):
             self._append(operation, layer, part, layout)
@@ -140,7 +140,7 @@ class TokenGroupLayers(LayerStorage):
         return [a.restrided(a.shape[1:], a.strides[1:]) for a in found], axes
 
     def _parts(self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int) -> Iterator[_Part]:
-        """New rows in parts that the ring has room for, once a group of its oldest became codes where it is full."""
+        """New rows in parts that fit the ring; if it is full, its oldest group becomes codes first."""
         ring, codes = self.newest.counts[layer], self.codes[layer]
         tokens, first = rows[0].shape[token_axis], 0
         while first < tokens:
@@ -165,7 +165,7 @@ class TokenGroupLayers(LayerStorage):
     def tokens_from(
         self, operation: str, layer: int, first: int, dtype: DType | None = None
     ) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy of a dtype, or that of `tokens`."""
+        """A copy of what a layer holds from a position on, in temporal order, in a dtype, or in that of `tokens`."""
         counts, ring, codes, live = self.counts[layer], self.newest.counts[layer], self.codes[layer], self.runtime
         fixed = max(0, min(counts.length, ring.sinks) - first)
         start = max(counts.valid_from, ring.sinks, first)  # of what goes round
@@ -184,9 +184,9 @@ class TokenGroupLayers(LayerStorage):
         """As `LayerStorage.attend`, both parts read in place.
 
         Raises:
-            PositionError: a query's own token is codes already: `extend` attends before. Or with a window one would see
-                a token that was overwritten.
-            OptionError: slopes, mass, ``seq_lens`` or torch's attention.
+            PositionError: a query's own token is codes already (`extend` attends before that), or with a window a query
+                would see a token that was overwritten.
+            OptionError: slopes, mass, ``seq_lens`` or torch's attention are asked for.
         """
         return self.attend_since(operation, layer, q, request, self.counts[layer].valid_from)
 
@@ -237,7 +237,7 @@ class TokenGroupLayers(LayerStorage):
         to: Results,
         since: int,
     ) -> None:
-        """Attention of (batch, Hq, T, D) queries of the newest tokens; none sees one before position `since`."""
+        """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on."""
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
         plan, arrays = self._ring_plan(operation, layer, q, scores, terms)
         oldest = max(codes.first, since - ring.sinks)
@@ -252,7 +252,7 @@ class TokenGroupLayers(LayerStorage):
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """As `LayerStorage.extend`, as many tokens at a time as the ring of the newest has room for.
+        """As `LayerStorage.extend`, with as many tokens at a time as the ring has room for.
 
         Each query sees what it would see if the tokens came one at a time.
         """
@@ -276,15 +276,15 @@ class TokenGroupLayers(LayerStorage):
             return results_of(out, lse if request.return_lse else None, None)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
-        """As `LayerStorage.attempted`; what has become codes stays."""
+        """As `LayerStorage.attempted`; tokens that have become codes stay codes."""
         codes, coded = self.codes[layer], self.codes[layer].tokens
         return attempt(operation, [self.counts[layer], self.newest.counts[layer]], lambda: codes.tokens != coded)
 
-    # --- what lets go, and what moves
+    # --- dropping and moving tokens
 
     @uninterrupted
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
-        """As `LayerStorage.compact`, of whole groups; all layers are copied out before any is written."""
+        """As `LayerStorage.compact`, for whole groups; all layers are copied before any is written."""
         if rope is not None:
             raise OptionError(
                 f"{operation}: rope: {self.title} does not rotate keys, since those that are codes would be quantised "
@@ -297,11 +297,11 @@ class TokenGroupLayers(LayerStorage):
             hold_only(operation, *layer, choice, found)
 
     def trim(self, operation: str, n: int) -> None:
-        """As `LayerStorage.trim`; of tokens that are codes whole groups go, or all tokens by `reset`.
+        """As `LayerStorage.trim`; tokens that are codes are dropped in whole groups, or all of them by `reset`.
 
         Raises:
-            PositionError: a part of a group would stay, or with a window tokens that were overwritten. Nothing is
-                changed.
+            PositionError: part of a group would be kept, or with a window tokens are needed that were overwritten.
+                Nothing is changed.
         """
         length = max(counts.end for counts in self.counts)
         if n == length:
@@ -319,7 +319,7 @@ class TokenGroupLayers(LayerStorage):
                 each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
 
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
-        """Raise PositionError where layers, of which the longest has `length` tokens, cannot drop the `n` newest."""
+        """Raise PositionError if layers, of which the longest has `length` tokens, cannot drop the `n` newest."""
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
             left, coded = _left_of(counts, length - n), ring.sinks + codes.tokens if codes.tokens else 0
             counts.refuse_trim(operation, n, length)
@@ -340,7 +340,7 @@ class TokenGroupLayers(LayerStorage):
 
     @uninterrupted
     def reorder(self, operation: str, index: Any) -> None:
-        """As `LayerStorage.reorder`: groups are of tokens, so that sequences move whole; in new memory for codes."""
+        """As `LayerStorage.reorder`; codes are copied to new memory."""
         chosen = self.memory.sequences_of(operation, index)
         if len(chosen) == self.batch_size and (chosen == np.arange(self.batch_size)).all():
             return
@@ -366,12 +366,12 @@ class TokenGroupLayers(LayerStorage):
     # --- copies and files
 
     def _kind(self) -> tuple[Any, ...]:
-        """What a store has to share with one whose contents it takes over."""
+        """What a store must have in common with one whose contents it takes over."""
         windows = [(layer.window, layer.sinks) for layer in self.counts]
         return len(self.counts), windows, self.config.num_kv_heads, self.quant, self.form.codes
 
     def capture(self) -> CapturedGroups:
-        """As `LayerStorage.capture`; the codes by way of the host."""
+        """As `LayerStorage.capture`; codes are copied through the host."""
         codes = [(codes.tokens, codes.copy_to_host()) for codes in self.codes]
         counts = [(layer.length, layer.valid_from, layer.history) for layer in self.counts]
         return CapturedGroups(self.newest.capture(), self._kind(), counts, codes)
@@ -436,7 +436,7 @@ class TokenGroupLayers(LayerStorage):
 
 
 def _left_of(counts: Layer, length: int) -> int:
-    """Of the tokens that a layer counts, how many are left where a store is trimmed to this length."""
+    """How many of a layer's tokens are left if its store is trimmed to this length."""
     return counts.length - max(0, counts.end - length)
 
 
