@@ -40,6 +40,11 @@ HABITS = {
     r"\b(?:one behind (?:the other|another)|behind one another)\b": "say: one after the other, or concatenated",
     r"\bby the name that errors give\b": "say: under the name that errors give",
     r"\bor as (?:transformers'|torch's)\b": "say: or the same as with ...",
+    r"\bNot offered\b": "say what raises, or: is not supported",
+    r"\bas (?:JSON|files) ha(?:s|ve) them\b": "say: in JSON's types, or: by their names in files",
+    r"\bas (?:it|they) came\b": "say: unchanged, or: unquantised",
+    r"\bmade anew\b": "say: made again",
+    r"\bWhatever is raised\b": "say: after any error",
 }
 LONGEST_HEADING = 80
 
@@ -100,6 +105,8 @@ def test_a_heading_is_one_short_line():
         "By that name, queries see all", "to see what lies where", "with tokens cut",
         "The next table is decode attention", "the computing time of a thread", "arithmetic that is next to nothing",
         "in calls in a row", "How time is taken is said in gpu.py", "a kernel is compiled anew", "of it the cache",
+        "Not offered: see `save`.", "the arguments, as JSON has them", "sinks stay as they came",
+        "copies are made anew", "Whatever is raised, the pool stays.",
         "rows that lie one behind the other", "a call, by the name that errors give",
     ],
 )  # fmt: skip
