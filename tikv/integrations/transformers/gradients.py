@@ -10,7 +10,7 @@ from tikv.errors import OptionError
 
 
 def has_gradient(key_states: Any, value_states: Any) -> bool:
-    """Whether autograd would follow new keys or values."""
+    """Whether autograd would follow new keys or values: `is_followed` for code that torch.compile traces."""
     return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
 
 
