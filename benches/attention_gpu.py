@@ -27,13 +27,13 @@ import functools
 import flash_attention_3
 import torch
 from gpu import HEADS, PAGE, WIDTH, Table, check, check_attention, ratio, started
+from shapes import FORMATS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import tikv
 
 GROUP = 4  # query heads per KV head, of prompts
-FORMATS = ("int8", "float8_e4m3fn", "quant8_64", "q8_0", "quant4_64", "q4_0", "mxfp8", "mxfp4", "nvfp4")
 SHAPES = {False: [(32, 8192), (1, 32768), (128, 1024)], True: [(2, 64), (1, 4096)]}  # sequences, tokens; of small runs
 PROMPTS = {False: (8192, (64, 512, 2048, 8192)), True: (128, (32,))}  # keys, new tokens
 torch_attention = torch.nn.functional.scaled_dot_product_attention
@@ -253,7 +253,7 @@ def over_formats(machine, table, storage, queries):
     """The rows of a storage: each set of queries, by name, over each format."""
     kind, base = type(storage).__name__.lower(), {}
     k, v = (machine.randn(*storage.shape) for _ in "kv")
-    for name in ("float16", *(FORMATS if machine.on_gpu else FORMATS[::3])):
+    for name in ("float16", *(machine.formats if machine.on_gpu else machine.formats[::3])):
         numbers = None
         with table.attempt("", kind, name):
             caches, scales, nbytes = coded(name, k, v)
@@ -269,7 +269,7 @@ def over_formats(machine, table, storage, queries):
                     base[what] = us
                 rate = nbytes / us / 1e3 if q.ndim == 3 else operations(q.shape[2], int(storage.lens[0])) / us / 1e6
                 table.row(what, kind, name, us, rate, ratio(base.get(what, ""), us))
-    if kind == "contiguous":
+    if kind == "contiguous" and "quant4_64" in machine.formats:
         with table.attempt("", kind, "quant4_64"):
             caches, what, q = coded("quant4_64", k, v)[0], *next(iter(queries.items()))
             wide, q = [torch.empty_like(k) for _ in "kv"], q if q.ndim == 4 else q[:, :, None]
@@ -299,7 +299,7 @@ def dequantize(machine):
     out = torch.empty_like(numbers)
     copied = 2 * out.nbytes / machine.us(functools.partial(out.copy_, numbers)) / 1e3
     table = Table("format", "us", "GB/s read and written", "of the device's copy")
-    for name in FORMATS:
+    for name in machine.formats:
         if name.startswith("float8"):
             continue  # floats, which dtypes convert
         with table.attempt(name):
@@ -334,5 +334,5 @@ def latent(machine):
 
 if __name__ == "__main__":
     programs = {each.__name__: each for each in (decode, prompts, visible, codes, code_prompts, dequantize, latent)}
-    what, machine = started(__doc__, programs)
+    what, machine = started(__doc__, programs, FORMATS)
     programs[what](machine)

@@ -6,7 +6,9 @@
 
 `short` and `long` use bfloat16 and a model with 16 layers of 2,048, 32 query heads, 8 KV heads of 128 and random
 weights. Each cache runs in its own process, with DynamicCache again beside it. Nothing was compiled before, so first
-calls are those of a new machine. `exact` uses a small model, whose times mean nothing.
+calls are those of a new machine. `exact` uses a small model, whose times mean nothing. `--json FILE` also keeps the
+rows of all processes as one run, as the example's own --json does: a row that ran several times has the least and the
+greatest of its figures.
 """
 
 import argparse
@@ -22,7 +24,13 @@ EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "whole_m
 LONG = ["--batch", "8", "--prompt", "16384"]
 MODEL = ["--formats", "model"]
 PROCESSES = {  # the arguments of each: what compiles has one of its own, in which nothing is compiled twice
-    "short": [["--caches", "static"], ["--caches", "tikv", *MODEL]],
+    "short": [
+        ["--caches", "static"],
+        ["--caches", "tikv", *MODEL],
+        ["--caches", "window", "--window", "1024", *MODEL],
+        ["--caches", "tikv", "--formats", "int8"],
+        ["--caches", "tikv", "--formats", "4 bits"],
+    ],
     "long": [
         [*LONG, "--caches", "static"],
         [*LONG, "--caches", "tikv", *MODEL],
@@ -35,26 +43,47 @@ PROCESSES = {  # the arguments of each: what compiles has one of its own, in whi
 SMALL = ["--device", "cpu", "--size", "small", "--batch", "1", "--prompt", "24", "--tokens", "3", "--rounds", "1"]
 
 
-def rows_of(arguments, small):
-    """What a process measured, its first row DynamicCache."""
+def run_of(arguments, small):
+    """What a process measured, as the example saves it; its first row is DynamicCache."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "runs.json"
         command = [str(EXAMPLE), *arguments, *(SMALL if small else []), "--json", str(file)]
         printed_by(command, () if small else COMPILED)
         (run,) = json.loads(file.read_text(encoding="utf-8"))["runs"]
-    return run["rows"]
+    return run
+
+
+def together(runs, command):
+    """The runs of several processes as one."""
+    rows = {}
+    for row in (row for run in runs for row in run["rows"]):
+        rows.setdefault(row["name"], []).append(row)
+    return {**runs[0], "command": command, "rows": [merged(found) for found in rows.values()]}
+
+
+def merged(rows):
+    """Rows of one cache as one: (least, greatest) of figures with a point, the least count of equal tokens."""
+    one = dict(rows[0])
+    for field, figure in one.items():
+        figures = sorted(row[field] for row in rows if row[field] is not None)
+        if isinstance(figure, float) and len(figures) > 1:
+            one[field] = [figures[0], figures[-1]]
+        elif isinstance(figure, int):
+            one[field] = figures[0]
+    return one
 
 
 def generations(processes, small):
-    """Times, memory and text of each cache."""
+    """Times, memory and text of each cache; what the processes saved."""
     head = (
         "first call, s | prompt, ms | times DynamicCache's | a token, ms | times DynamicCache's | times StaticCache's"
     )
     memory = ("peak, MB", "cache, MB", "tokens as DynamicCache", "as eager")
-    table, static = Table("cache", *head.split(" | "), *memory), ""
+    table, static, runs = Table("cache", *head.split(" | "), *memory), "", []
     for arguments in processes:
         with table.attempt(" ".join(arguments)):
-            base, *rows = rows_of(arguments, small)
+            runs.append(run_of(arguments, small))
+            base, *rows = runs[-1]["rows"]
             for row in (base, *rows):
                 if row["failed"]:
                     table.row(row["name"], row["failed"])
@@ -66,6 +95,7 @@ def generations(processes, small):
                 peak = "" if row["peak_mb"] is None else row["peak_mb"]
                 same = (f"{row[each]} of {row['tokens']}" for each in ("as_dynamic", "as_eager"))
                 table.row(row["name"], *times, peak, row["cache_mb"], *same)
+    return runs
 
 
 def main():
@@ -73,11 +103,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PROCESSES)
     parser.add_argument("--small", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also add the run to this file")
     given = parser.parse_args()
     if not given.small and not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU is here; --small runs a small model on the CPU")
     print(environment.line(environment.environment(["cpu" if given.small else "cuda"])), flush=True)
-    generations(PROCESSES[given.what], given.small)
+    runs = generations(PROCESSES[given.what], given.small)
+    if given.json and runs:
+        found = json.loads(given.json.read_text(encoding="utf-8")) if given.json.exists() else {"form": 1, "runs": []}
+        run = together(runs, f"python benches/generate_gpu.py {given.what}")
+        found["runs"] = [*(each for each in found["runs"] if each["command"] != run["command"]), run]
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -168,12 +168,18 @@ def printed_by(command, folders=()):
     return child.stdout
 
 
-def started(text, what):
-    """(what is asked for, the machine), with the environment printed; `text` is the program's docstring."""
+def started(text, what, formats=()):
+    """(what is asked for, the machine), with the environment printed; `text` is the program's docstring.
+
+    A program over formats has those that are asked for in the machine's `formats`.
+    """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(what))
     parser.add_argument("--small", action="store_true", help="tiny sizes, once each, without a GPU too")
+    if formats:
+        parser.add_argument("--formats", nargs="+", choices=formats, help="formats beside float16 (all)")
     given = parser.parse_args()
     machine = Machine(given.small)
+    machine.formats = (given.formats or formats) if formats else ()
     print(environment.line(environment.environment([machine.device])), flush=True)
     return given.what, machine

@@ -16,6 +16,8 @@ MODELS = {
     "2x64": Model(num_kv_heads=2, head_dim=64, num_layers=24),  # Qwen2 0.5B
 }
 SMOKE = Model(num_kv_heads=2, head_dim=16, num_layers=3)
+# The formats that attention_gpu.py compares with float16.
+FORMATS = ("int8", "float8_e4m3fn", "quant8_64", "q8_0", "quant4_64", "q4_0", "mxfp8", "mxfp4", "nvfp4")
 
 
 class Sizes(NamedTuple):

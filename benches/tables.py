@@ -30,6 +30,7 @@ import time
 import environment
 import recorded
 import report
+import shapes
 import whole_models
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -173,7 +174,12 @@ def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
 
 def compile_ahead(processes: int) -> None:
     """Run programs on tiny sizes, which compiles their kernels: those of the sizes that are measured are the same."""
-    programs = [program for _, program, _ in PROGRAMS["cuda"] if program[0] in COMPILED_AHEAD]
+    programs = []
+    for _, program, _ in PROGRAMS["cuda"]:
+        if program[0] in COMPILED_AHEAD:
+            # Formats share few kernels, so a process compiles those of one.
+            one_by_one = program[-1] in ("codes", "code_prompts")
+            programs += [[*program, "--formats", name] for name in shapes.FORMATS] if one_by_one else [program]
     print(f"compiling ahead: {len(programs)} programs on tiny sizes", file=sys.stderr, flush=True)
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         for program, (_, why) in zip(

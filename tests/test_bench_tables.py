@@ -146,6 +146,18 @@ def test_a_peer_that_fails_says_why(monkeypatch, tmp_path):
     assert why.startswith("failed: RuntimeError: no NVIDIA GPU is here")
 
 
+def test_processes_of_a_whole_generate_become_one_run():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    generate_gpu = importlib.import_module("generate_gpu")
+    base = {"name": "DynamicCache", "token_ms": 20.5, "peak_mb": None, "as_dynamic": 32, "failed": ""}
+    other = {**base, "name": "TikvCache", "token_ms": 2.5, "peak_mb": 17.0}
+    runs = [{"batch": 1, "rows": [base, other]}, {"batch": 1, "rows": [{**base, "token_ms": 13.5, "as_dynamic": 31}]}]
+    run = generate_gpu.together(runs, "python a")
+    assert (run["command"], run["batch"]) == ("python a", 1)
+    assert run["rows"] == [{**base, "token_ms": [13.5, 20.5], "as_dynamic": 31}, other]
+
+
 QUICK = ("chosen_gpu.py quest", "stores_gpu.py prefix", "offloaded_gpu.py")
 
 

@@ -125,7 +125,7 @@ def test_the_engine_starts_and_ends_over_it_as_if_it_were_not_there(arch, tmp_pa
         assert (child.stdout, child.stderr) == ("", "")
         assert kernels() == before
     # The lock of one that dies while this one runs: what this one compiled is kept all the same.
-    child = python(APPEND, arch, "float16", str(lock), **{variable: str(tmp_path)})
+    child = python(APPEND, arch, "int8", str(lock), **{variable: str(tmp_path)})
     assert (child.stdout, child.stderr) == ("", "")
     assert len(kernels()) > len(before)
     assert not lock.exists()
