@@ -1,4 +1,4 @@
-"""Where keys, query rows and results of attention lie."""
+"""Addresses of the keys, query rows and results of attention."""
 
 from tikv.kernels.attention.parameters import MAX_TOKENS, P, S
 from tikv.kernels.attention.visible import V, first_position, make_in_bounds, make_query_bounds
@@ -9,7 +9,8 @@ from tikv.runtime import ti
 def make_locate(c):
     """locate(b, h, index, visible, table, strides, params) -> (slot, n): where a visible key of KV head h lies.
 
-    n is how many lie in a row from there.     A slot of -1 means a page that does not exist; nobody sees those n keys.
+    n counts the keys that follow one another from there. A slot of -1 means that the page does not exist; no query
+    sees those n keys.
     """
     unsigned = WORD[c.table_bits or 32]
 
@@ -31,7 +32,7 @@ def make_locate(c):
                 row = row + h * params[P.table_head]
             block = table[row + page * strides[S.table_block]]
             slot = -1
-            # One comparison without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+            # One unsigned comparison: Vulkan takes a negative number, widened to 64 bits, for a positive one.
             if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
                 slot = ti.cast(block, ti.i32) * c.page + inside
             n = c.page - inside
@@ -46,11 +47,11 @@ def make_locate(c):
 def make_find_key(c):
     """find_key(b, h, t, n, visible, table, strides, params) -> (slot, count, index) of the n-th key of a task's range.
 
-    Its index over what is visible and, as `make_locate` has it, where it lies and how many lie in a row. Where tokens
-    are chosen the range is what query t of the sequence chose, `table` is a pair of the table and the chosen tokens,
-    and a slot of -1 also stands for none, for a token that does not exist, and for one that the query does not see. New
-    tokens of a tree are found whoever sees them. Under `invariant` the n-th key is that of position n, and a slot of -1
-    also stands for one between the sinks and the first that is seen.
+    `index` counts visible keys; slot and count are those of `make_locate`. If tokens are chosen, the range holds the
+    tokens that query t of the sequence chose, and `table` is a pair of the table and the chosen tokens. A slot of -1
+    then also means that no token is chosen, that it does not exist, or that the query does not see it. New tokens of a
+    tree are found even if the query does not see them. Under `invariant` the n-th key is that of position n, and a slot
+    of -1 also means that it lies between the sinks and the first visible key.
     """
     locate, query_bounds, in_bounds = make_locate(c), make_query_bounds(), make_in_bounds(c)
 
@@ -96,9 +97,9 @@ def make_find_key(c):
 
 
 def make_score_offset(c):
-    """score_offset(slot, index, visible): how far the products with a key lie from those with the first of a sequence.
+    """score_offset(slot, index, visible): the distance from a sequence's first product to that of a key.
 
-    They are found as the key is in a cache without pages: pages that sequences share have other products for each.
+    Products are always laid out without pages, since sequences that share a page have products of their own.
     """
 
     @ti.func
@@ -112,7 +113,7 @@ def make_score_offset(c):
 
 
 def make_slot_offset(c, token, block):
-    """slot_offset(slot, strides): how far a slot lies from the first, by the entries `token` and `block` of strides."""
+    """slot_offset(slot, strides): the distance from slot 0, by the entries `token` and `block` of strides."""
 
     @ti.func
     def slot_offset(slot, strides):
@@ -127,7 +128,7 @@ def make_slot_offset(c, token, block):
 
 
 def make_slot_offsets(c):
-    """`make_slot_offset` of K, of V and of the scales."""
+    """`make_slot_offset` for K, for V and for the scales."""
     return (
         make_slot_offset(c, S.k_token, S.k_block),
         make_slot_offset(c, S.v_token, S.v_block),
@@ -137,12 +138,12 @@ def make_slot_offsets(c):
 
 @ti.func
 def query_row_offset(b, h, r, group, queries, first, sequence, head, token):
-    """Where query row r of KV head h lies: its head comes first in r, then the query."""
+    """The address of query row r of KV head h; r counts the heads of a query first."""
     return first + b * sequence + (h * group + r % group) * head + r // group * token
 
 
 def make_query_row(c):
-    """query_row(b, h, r, strides, params): where query row r of KV head h of a sequence lies in q."""
+    """query_row(b, h, r, strides, params): the address in q of query row r of KV head h of sequence b."""
 
     @ti.func
     def query_row(b, h, r, strides, params):
@@ -154,7 +155,7 @@ def make_query_row(c):
 
 @ti.func
 def result_offsets(kv_head, r, group, lse_first, strides, params):
-    """(of its first element, of its log-sum-exp): where query row r of a KV head, counted over sequences, ends."""
+    """The addresses of the result of query row r and of its log-sum-exp; `kv_head` is counted over all sequences."""
     b, h = kv_head // params[P.heads], kv_head % params[P.heads]
     at = query_row_offset(b, h, r, group, params[P.queries], strides[S.out_first], strides[S.out_sequence],
                           strides[S.out_head], strides[S.out_token])  # fmt: skip
@@ -164,7 +165,7 @@ def result_offsets(kv_head, r, group, lse_first, strides, params):
 
 
 def make_output_offsets(parts, c):
-    """output_offsets(kv_head, r, split, strides, params): `result_offsets`, or of the split's part if there are."""
+    """output_offsets(kv_head, r, split, strides, params): `result_offsets`, or the addresses of the split's part."""
 
     @ti.func
     def output_offsets(kv_head, r, split, strides, params):

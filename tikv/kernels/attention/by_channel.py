@@ -1,8 +1,8 @@
-"""Scores of queries with keys whose codes have a scale and a bias a channel, over a group of tokens.
+"""Scores of queries with keys that are quantised by channel: each channel of a group of tokens has a scale and a bias.
 
 The codes of a channel lie one after another, token by token. With s and b of channel d in the key's group, q.k is the
-sum over d of (q s) code + q b, added up for the tokens of a unit of codes, on CPU of a group, and for a few rows of
-queries. Groups lie one after another, for each KV head, in a sequence of their own or in the blocks of a table.
+sum over d of (q s) code + q b. It is added up for a few rows of queries and all tokens of a unit of codes, or on CPU of
+a group. The groups of each KV head lie one after another, in memory of their sequence or in the blocks of a table.
 """
 
 import zlib
@@ -29,14 +29,14 @@ from tikv.runtime import ti
 
 
 class ScoreParams(NamedTuple):
-    """Numbers of a launch: units of work, extents, and where what lies."""
+    """Numbers of a launch: units of work, extents, strides and first entries."""
 
     items: int = 0
-    groups: int = 0  # of tokens of a sequence, whose scores are wanted
-    room: int = 0  # groups of a sequence, or of a block, that there is memory for
+    groups: int = 0  # of tokens in a sequence whose scores are computed
+    room: int = 0  # groups that fit in the memory of a sequence, or of a block
     heads: int = 1  # KV heads
     queries: int = 1  # of a query head
-    tokens: int = 0  # from a row of scores to the next
+    tokens: int = 0  # the stride between rows of scores
     q_sequence: int = 0
     q_head: int = 0
     q_token: int = 0
@@ -46,29 +46,29 @@ class ScoreParams(NamedTuple):
     blocks: int = 0  # that a table may name
     table_sequence: int = 0
     table_first: int = 0
-    work: int = 0  # on CPU: from a worker's memory to the next one's
+    work: int = 0  # on CPU: the stride between the workers' memory
 
 
 class Scored(NamedTuple):
-    """What kernels of scores are compiled for."""
+    """The compile-time choices of the kernels of scores."""
 
-    name: str  # of the format, whose groups are of tokens
+    name: str  # of the format, which has groups of tokens
     query: str  # dtype code of q
     scale: str  # dtype code of scales and biases
     width: int  # channels
     group: int  # query heads of a KV head
-    table: int  # bits of an entry of the table; 0 for none
+    table: int  # bits of an entry of the table; 0 without a table
 
 
 P = ScoreParams(*range(len(ScoreParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
-BAND = 4  # rows at most that share a code which was taken out of its word
-LINE_WORDS = 16  # of a cache line
+BAND = 4  # at most so many rows share a code that was taken out of its word
+LINE_WORDS = 16  # words of a cache line
 SUMS = 64  # floats that are summed in registers: 8 vectors of most CPUs
 
 
 def make_find_group(c):
-    """find_group(b, h, g, table, params): which of all groups of tokens is group g of a KV head; -1 for none."""
+    """find_group(b, h, g, table, params): which of all groups is group g of a KV head; -1 if it is missing."""
 
     @ti.func
     def find_group(b, h, g, table: ti.template(), params):
@@ -84,7 +84,7 @@ def make_find_group(c):
 
 
 def make_row_of_queries(c):
-    """row_of_queries(b, h, r, params): where row r of the queries of a KV head lies: its head comes first, in r."""
+    """row_of_queries(b, h, r, params): the address of query row r of KV head h; r counts the heads of a query first."""
 
     @ti.func
     def row_of_queries(b, h, r, params):
@@ -99,7 +99,7 @@ def make_channel_scores(style, band, c):
 
     Args:
         style: as in `lanes.make_loop`.
-        band: rows that an item computes for a unit of codes, which divide those of a KV head.
+        band: rows that an item computes for a unit of codes; it divides the number of rows of a KV head.
         c: `Scored`.
     """
     row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
@@ -154,19 +154,19 @@ make_channel_scores.fast_math = True
 def make_channel_scores_cpu(workers, rows, most, c):
     """scores(q, codes, numbers, table, out, work, params) on CPU: as `make_channel_scores`.
 
-    A task is a group of tokens. A worker first multiplies the rows of a band by the scales. The words of a channel's
-    group are then the lanes of vectors, which LLVM makes of what is written out lane by lane: the same code of each is
-    taken out by one mask, for all rows of the band. Sums stay in registers, so of several rows few codes of a word are
-    in a pass.
-    Not cached: its real functions belong to one Taichi program.
+    A task is a group of tokens. A worker first multiplies the rows of a band by the scales. Then the words of a
+    channel's group are the lanes of vectors: the code writes out each lane, and LLVM joins them. One mask takes the
+    same code out of each word, for all rows of the band. Sums stay in registers, so a pass over several rows takes only
+    a few codes of a word.
+    The function is not cached, since its real functions belong to one Taichi program.
 
     Args:
         workers: threads; 1 runs in the calling thread.
         rows: query heads of a KV head times the queries of each.
-        most: of them that are computed together, at most.
+        most: at most so many of these rows are computed together.
         c: `Scored`.
 
-    `work` holds `channel_work_floats` for each worker.
+    `work` holds `channel_work_floats` floats for each worker.
     """
     row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
     load_q, value = make_load(c.query, 1, SIZE[c.query] * 8), make_element_to_f32(c.scale)
@@ -208,7 +208,7 @@ def make_channel_scores_cpu(workers, rows, most, c):
         for part in ti.static(range(count // E)):
             sums = ti.Vector([ti.f32(0.0)] * (B * E * units))
             at, place, word = before(factors, B * width), places, ti.bit_cast(work[places], ti.i32)
-            while word != ENDED:  # as many as are listed: of a count LLVM would gather words of several channels
+            while word != ENDED:  # if the loop had a count, LLVM would gather words of several channels
                 begin = before(word + first, units * words)
                 for u in ti.static(range(units)):
                     found = [codes[begin + ti.static(u * words + w)] for w in range(words)]
@@ -271,5 +271,5 @@ make_channel_scores_cpu.fast_math = True
 
 
 def channel_work_floats(width, group):
-    """Floats of a worker of `make_channel_scores_cpu`: rows times scales and biases, where channels lie, and sums."""
+    """Floats that a worker of `make_channel_scores_cpu` needs: rows times scales, biases, a list of channels, sums."""
     return (BAND + 1) * (width + 1) + BAND * group

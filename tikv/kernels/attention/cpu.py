@@ -1,8 +1,8 @@
-"""Decode attention on CPU: a worker thread walks over tasks, `CHUNK` keys at a time, its state in memory of its own.
+"""Decode attention on CPU: each worker thread walks over its tasks, `CHUNK` keys at a time, with its own memory.
 
-Taichi gives a CPU thread at least 512 iterations, so the loop has that many for each worker, and one of them works. The
-loops over keys and widths are those of `cpu_loops`. Where the keys of a chunk lie is listed first: pages and rings are
-read by the same loops as a row of keys is.
+Taichi gives a CPU thread at least 512 iterations, so the loop has that many for each worker, and one of them does the
+work. `cpu_loops` has the loops over keys and widths. A worker first lists the addresses of a chunk's keys, so the same
+loops read pages, rings and contiguous keys.
 """
 
 import zlib
@@ -55,25 +55,25 @@ from tikv.kernels.attention.visible import V, first_position, make_query_bounds,
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
 
-LISTS = 7  # rows of numbers of a chunk's keys that a worker has beside its heads' state
-PREFETCH_TOKENS, PREFETCH_PAGES = 1, 2  # whose heads lie side by side, and are loaded ahead together; 0: nothing is
+LISTS = 7  # rows of numbers about a chunk's keys that a worker has beside its heads' state
+PREFETCH_TOKENS, PREFETCH_PAGES = 1, 2  # the heads of a token, or of a page, are prefetched together; 0: no prefetch
 LINE = LINE_BYTES // 4  # floats of a cache line
-NUMBER_ROWS = 64  # query rows of a prompt's task, which share keys and values that are made numbers first
-MAX_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
+NUMBER_ROWS = 64  # query rows of a prompt's task, which share keys and values that are first converted to floats
+MAX_FLOATS = 12288  # of the state of the heads that a task reads together: a core's caches keep so many beside the keys
 
 
 def padded_rows(rows):
-    """Rows of whole bands."""
+    """The number of rows, rounded up to whole bands."""
     return -(-rows // rows_per_band(rows)) * rows_per_band(rows)
 
 
 def head_floats(rows, width, width_v):
-    """Floats that a KV head takes of a worker's memory: queries, accumulators, scores, maxima and sums of its rows."""
+    """Floats of a worker's memory for a KV head: queries, accumulators, scores, maxima and sums of its rows."""
     return padded_rows(rows) * (width + width_v + ROW + 2)
 
 
 def work_floats(rows, width, width_v, heads, codes=False):
-    """Floats of a worker's memory, in whole cache lines; `codes`: with what a chunk of a head's codes takes."""
+    """Floats of a worker's memory, in whole cache lines; `codes` adds room for a chunk of a head's codes."""
     floats = heads * head_floats(rows, width, width_v)
     if codes:
         floats += sum(cpu_codes.work_floats(padded_rows(rows), width, width_v))
@@ -81,34 +81,34 @@ def work_floats(rows, width, width_v, heads, codes=False):
 
 
 def heads_per_task(rows, width, width_v, heads):
-    """KV heads that a task reads together where those of a token, or of a page, lie side by side in memory."""
+    """How many KV heads a task reads together if the heads of a token, or of a page, lie side by side in memory."""
     most = max(1, min(heads, MAX_FLOATS // head_floats(rows, width, width_v)))
     return -(-heads // -(-heads // most))
 
 
 def number_floats(width, width_v):
-    """Floats more of a worker's memory where keys are made numbers first: those of a chunk of K, or of V."""
+    """Additional floats of a worker that first converts a chunk of K, or of V, to floats."""
     return CHUNK * max(width, width_v)
 
 
 class WorkerMemory(NamedTuple):
-    """Where a worker's numbers begin: lists of a chunk's keys, `ROW` floats each, and the state of its heads' rows."""
+    """Where a worker's lists of a chunk's keys, of `ROW` floats each, and the state of its heads' rows begin."""
 
-    k_list: int = 0  # where their K lies
+    k_list: int = 0  # addresses of their K
     v_list: int = 1
     scale_list: int = 2
     indices: int = 3
     k_scales: int = 4
     v_scales: int = 5
-    tree_indices: int = 6  # as they count for a query of a tree
+    tree_indices: int = 6  # the indices that they have for a query of a tree
     queries: int = 7
     acc: int = 8
     scores: int = 9
     maxima: int = 10
     sums: int = 11
-    scales: int = 12  # of codes: those of two keys beside their units, and a row's weights times those of values
-    numbers: int = 13  # scales and biases of a chunk's keys, as they are stored
-    query_sums: int = 14  # of queries over groups
+    scales: int = 12  # with codes: the scales of two keys, one for each unit; a row's weights times the values' scales
+    numbers: int = 13  # the stored scales and biases of a chunk's keys
+    query_sums: int = 14  # sums of queries over groups
 
 
 M = WorkerMemory()
@@ -138,14 +138,14 @@ def make_worker_memory(rows, c):
 def make_attend_cpu(workers, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, work, strides, params, scalars) on CPU.
 
-    Not cached: its real functions belong to one Taichi program.
+    The function is not cached, since its real functions belong to one Taichi program.
 
     Args:
         workers: threads; 1 runs in the calling thread.
-        parts: whether out and lse take the parts of splits, row by row and split by split, or the result.
+        parts: whether out and lse receive the parts of splits, row by row and split by split, or the result.
         c: the other `Choices`.
 
-    `work` holds `work_floats` floats for each worker. Terms as in `subgroup.make_attend_block`.
+    `work` holds `work_floats` floats for each worker. Terms are as in `subgroup.make_attend_block`.
     """
     Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
@@ -192,7 +192,7 @@ make_attend_cpu.fast_math = True
 
 
 def make_attend_task(rows, uid, parts, c):
-    """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    """attend_task(number, memory, ...): computes a task, from its number to its rows of the result."""
     if c.invariant:
         plain = c._replace(cache="f32", bits=32, scale="", values=None)
         row_loops, floats = make_row_loops(plain), number_floats(c.width, c.width_v)
@@ -247,7 +247,7 @@ def make_attend_task(rows, uid, parts, c):
 
 
 def make_attend_codes(rows, uid, parts, c):
-    """`make_attend_task` of values that are codes of groups, and of keys that are such codes too, or plain elements."""
+    """`make_attend_task` for values in a format with groups, and keys in such a format or as plain elements."""
     values, row_loops, bands = cpu_codes.make_value_loops(c.of_values), make_row_loops(c), rows // rows_per_band(c.rows)
     keys, row_loops = make_key_loops(c) if c.values else None, row_loops._replace(store=values.store)
     codes = None if c.values else cpu_codes.make_key_loops(c)
@@ -302,9 +302,9 @@ def make_attend_codes(rows, uid, parts, c):
 
 
 def make_attend_numbers(uid, parts, c):
-    """`make_attend_task` of prompts, or of K and V in two formats: a chunk's keys, then its values, are made numbers.
+    """`make_attend_task` for prompts, or for K and V in two formats: a chunk is first converted to floats.
 
-    The loops over numbers serve all formats, and many rows share what it takes to make them.
+    The loops over floats serve all formats, and many rows share the cost of the conversion.
     """
     cv, plain = c.of_values, c._replace(cache="f32", bits=32, scale="", k_inner=(0, 0), v_inner=(0, 0), values=None)
     k_numbers, v_numbers = make_numbers(c, c.width, c.k_inner), make_numbers(cv, c.width_v, c.v_inner)
@@ -316,7 +316,7 @@ def make_attend_numbers(uid, parts, c):
 
     @ti.func
     def list_numbers(n, width, to, memory, work: ti.template()):
-        """Where the rows of numbers lie, in the list of K's scales, which they have taken in."""
+        """List the addresses of the converted rows in place of K's scales, which are already multiplied in."""
         keys.list_keys(work, memory[M.k_scales], n, to, width, uid)
         work[memory[M.k_scales] + n] = work[memory[M.k_scales] + n - 1]
 
@@ -324,7 +324,7 @@ def make_attend_numbers(uid, parts, c):
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
-        to = memory[M.k_list] + params[P.work_floats] - floats  # the end of what the worker has
+        to = memory[M.k_list] + params[P.work_floats] - floats  # at the end of the worker's memory
         bands = (ti.min(c.rows, params[P.queries] * c.group - task[T.row]) + B - 1) // B
         start_rows(1, bands * B, task, memory, q, work, terms, strides, params)
         index = task[T.begin]
@@ -359,7 +359,7 @@ def make_attend_numbers(uid, parts, c):
 
 
 def make_take_scores(uid, c):
-    """take_scores(rows, n, task, ...): the products of a task's rows and the listed keys, where K holds those."""
+    """take_scores(rows, n, task, ...): reads the products of a task's rows and the listed keys, which K holds."""
 
     @ti.real_func
     def take(k: FLOATS, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
@@ -384,7 +384,7 @@ def make_take_scores(uid, c):
 
 
 def make_decode_visible_task(c):
-    """decode_task(number, ...): `make_decode_task`, without keys that none of the task's rows sees."""
+    """decode_task(number, ...): `make_decode_task`, without the keys that no row of the task sees."""
     decode_task, rows_range = make_decode_task("cpu", CHUNK, c), make_rows_range(c)
 
     @ti.func
@@ -392,7 +392,7 @@ def make_decode_visible_task(c):
         visible, task = decode_task(number, lens, strides, params)
         if ti.static(c.chosen == 0):
             seen = rows_range(task[T.row], visible, params)
-            if ti.static(c.invariant):  # by position, from the beginning of a chunk on
+            if ti.static(c.invariant):  # counted by position, from the beginning of a chunk
                 ahead = first_position(visible) - visible[V.sinks]
                 seen[0] = ti.select(seen[0] > 0, (seen[0] + ahead) // CHUNK * CHUNK, 0)
                 seen[1] = seen[1] + ti.select(seen[1] > visible[V.sinks], ahead, 0)
@@ -404,7 +404,7 @@ def make_decode_visible_task(c):
 
 
 def make_start_rows(row_loops, uid, c):
-    """start_rows(heads, rows, task, ...): a task's queries to a worker's memory; sums are empty, but for a sink."""
+    """start_rows(heads, rows, task, ...): loads a task's queries; sums start at 0, or with a sink logit."""
     query_row, start_state, D = make_query_row(c), make_start_state(c), c.width
 
     @ti.func
@@ -423,10 +423,10 @@ def make_start_rows(row_loops, uid, c):
 
 
 def make_list_chunk(list_keys, uid, c):
-    """list_chunk(begin, ...) -> (keys listed, which is behind the last): where the next keys lie, at most a chunk."""
+    """list_chunk(begin, ...) -> (keys listed, the index after the last): lists the next keys, at most a chunk."""
     find_key, (k_offset, v_offset, scale_offset) = make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
-    if c.chosen:  # each by itself
+    if c.chosen:  # one key at a time
         list_keys = make_note_key()
 
     @ti.func
@@ -458,12 +458,12 @@ def make_list_chunk(list_keys, uid, c):
 
 
 def make_ahead(c, uid, head, width):
-    """`make_prefetch_heads` of K or V; nothing for codes of groups, of which a few bytes are a row."""
+    """`make_prefetch_heads` for K or V; no prefetch for formats with groups, whose rows have few bytes."""
     return make_no_prefetch() if c.groups else make_prefetch_heads(make_prefetch(c), uid, head, width)
 
 
 def make_no_prefetch():
-    """`make_prefetch_heads` where nothing is loaded ahead."""
+    """`make_prefetch_heads` without a prefetch."""
 
     @ti.func
     def no_prefetch(array: ti.template(), lists, first, heads, n, to, work: ti.template(), strides, params):
@@ -473,7 +473,7 @@ def make_no_prefetch():
 
 
 def make_prefetch_heads(prefetch, uid, head, width):
-    """prefetch_heads(array, lists, ...): load K or V of the listed keys ahead, if that is wanted."""
+    """prefetch_heads(array, lists, ...): prefetches K or V of the listed keys if `P.prefetch` says so."""
 
     @ti.func
     def prefetch_heads(array: ti.template(), lists, first, heads, n, to, work: ti.template(), strides, params):
@@ -486,9 +486,9 @@ def make_prefetch_heads(prefetch, uid, head, width):
 
 
 def make_softmax(load_scales, row_loops, uid, c):
-    """softmax(heads, rows, n, ...) -> how many keys rows do not see: the scores of a chunk turn into weights.
+    """softmax(heads, rows, n, ...): turns the scores of a chunk into weights; returns how many are masked.
 
-    Where a maximum grows, the row's sum and accumulators fade to it.
+    If a row's maximum grows, its sum and accumulators are rescaled.
     """
     query_bounds, place_of, slope_of, origin = make_query_bounds(), make_place_of(c), make_slope_of(c), make_origin(c)
     DV = c.width_v
@@ -542,7 +542,7 @@ def make_softmax(load_scales, row_loops, uid, c):
                     row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
                 if (
                     ti.static(not c.of_values.groups and not c.invariant) and n % 2 == 1
-                ):  # the last key is added twice, by half each: 0 times infinity is NaN
+                ):  # the last key is added twice with half its weight, since 0 times infinity is NaN
                     last = work[scores + n - 1]
                     half = ti.select(is_masked(last), last, last * 0.5)
                     work[scores + n - 1] = half
@@ -553,7 +553,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
 
 def make_store_rows(row_loops, uid, parts, c):
-    """store_rows(heads, rows, task, ...): a task's rows, divided by the sums of their weights, and log-sum-exps."""
+    """store_rows(heads, rows, task, ...): stores a task's rows, divided by their sums of weights, and log-sum-exps."""
     output_offsets, store_lse, inverse = make_output_offsets(parts, c), make_store_lse(parts), make_inverse(c)
 
     @ti.func

@@ -1,10 +1,10 @@
-"""The loops of attention on CPU over codes of groups, which are never turned into the numbers that they stand for.
+"""The loops of attention on CPU over formats with groups, which never dequantise a row.
 
 With s and b the scale and bias of a group, q.k is the sum over groups of s (q.codes) + b sum(q), and a weight p adds
-p s codes + p b to a result. Codes are taken out of a vector of words that lie side by side, all by the same shift and
-mask; numbers of a query, and of a result until it is stored, lie in the order in which codes come out: those of one
-place in all units together. The words of K are read by a loop that LLVM vectorises. Those of V are written out lane by
-lane, which LLVM joins: the sums over keys stay in registers.
+p s codes + p b to a result. One shift and one mask take codes out of a vector of neighbouring words. The numbers of a
+query, and of a result until it is stored, lie in the order in which codes come out: those of one place in all units
+together. A loop that LLVM vectorises reads the words of K. For V the code writes out each lane and LLVM joins them, so
+the sums over keys stay in registers.
 """
 
 from typing import Any, NamedTuple
@@ -26,14 +26,14 @@ from tikv.kernels.groups import (
 from tikv.runtime import ti
 
 LEAST_GROUP = 16
-LANES = 8  # that a vector of most CPUs has
+LANES = 8  # of a vector on most CPUs
 KEYS = 2  # that are multiplied with queries together
-SUMS = 8  # vectors of them that a pass over a chunk's keys adds up in registers
-ENDED = -1  # behind the last of listed keys
+SUMS = 8  # vectors of sums that a pass over a chunk's keys keeps in registers
+ENDED = -1  # follows the last of the listed keys
 
 
 def work_floats(rows, width, width_v):
-    """(scales, numbers, sums of queries): floats of a worker's memory that codes take, beside its rows."""
+    """Floats that codes take of a worker's memory beside its rows: (scales, numbers, sums of queries)."""
     widest = max(width, width_v)
     groups = widest // LEAST_GROUP
     return groups * ROW, (CHUNK + 1) * groups * 2, rows * groups
@@ -72,12 +72,12 @@ def make_value_loops(c):
 
 
 def has_bias(name):
-    """Whether a code of 0 may stand for something else than 0."""
+    """Whether a code of 0 may stand for a number other than 0."""
     return GROUP_FORMATS[name].numbers == 2 or offset_of(name) != 0.0
 
 
 def make_load_query(name, c):
-    """load_query(...): a row of queries, those of one place of all units together, divided by that place's step."""
+    """load_query(...): loads a row of queries, place by place over all units, divided by the place's step."""
     Q, _, _, _, _, _ = array_types("cpu", c)
     load_q, column = make_load(c.query, 1, SIZE[c.query] * 8), make_column(name)
     count, _ = unit_of(name)
@@ -93,7 +93,7 @@ def make_load_query(name, c):
 
 
 def make_sum_queries(name, c):
-    """sum_queries(...): the sums of each row of queries over each group."""
+    """sum_queries(...): sums each row of queries over each group."""
     row, (count, _) = GROUP_FORMATS[name], unit_of(name)
     units, groups, rows = row.group // count, c.width // row.group, -(-c.rows // rows_per_band(c.rows))
     rows, steps = rows * rows_per_band(c.rows), [step_of_code(name, e) for e in range(count)]
@@ -112,14 +112,14 @@ def make_sum_queries(name, c):
 
 
 def make_load_numbers(name, width, c):
-    """load_numbers(...): the scales and biases of the listed keys, one key's after the other's."""
+    """load_numbers(...): loads the scales and biases of the listed keys, key by key."""
     _, _, _, _, SC, _ = array_types("cpu", c)
     value, numbers = make_element_to_f32(c.scale), width // GROUP_FORMATS[name].group * GROUP_FORMATS[name].numbers
 
     @ti.real_func
     def load_numbers(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
         begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
-        together = 0  # keys that lie one after another; pages do by chance, and need not all, nor need chosen tokens
+        together = 0  # keys that follow one another in memory; pages and chosen tokens may not
         if ti.static(c.place != "table" and not c.chosen):
             together = ti.select(end - begin == (n - 1) * numbers, ti.min(n, CHUNK), 0)
         at, behind = before(begin + first, CHUNK * numbers), before(to, CHUNK * numbers)
@@ -136,7 +136,7 @@ def make_load_numbers(name, width, c):
 
 
 def make_bias_of(name):
-    """bias_of(work, at): of a group whose scale, and bias, were loaded."""
+    """bias_of(work, at): the bias of a group whose scale, and bias, were loaded."""
     two, offset = GROUP_FORMATS[name].numbers == 2, offset_of(name)
 
     @ti.func
@@ -152,18 +152,18 @@ def make_bias_of(name):
 
 
 def is_spread(name, rows):
-    """Whether each unit of K has its scale beside it.
+    """Whether the scales of K are copied, one for each unit.
 
-    It does where the units of a group are so few that LLVM would unroll a loop over them rather than make vectors of
-    it, and for several rows: a code times its scale serves them all, and there is one sum for each, of all groups.
+    They are if a group has so few units that LLVM would unroll a loop over them instead of vectorising it. They also
+    are for several rows: all rows use the product of a code and its scale, and each row has one sum for all groups.
     """
     return rows_per_band(rows) > 1 or GROUP_FORMATS[name].group // unit_of(name)[0] <= LANES
 
 
 def make_dots(name, c):
-    """dots(...): scores of all rows with the listed keys, whose numbers were loaded.
+    """dots(...): computes the scores of all rows with the listed keys, whose numbers were loaded.
 
-    Two keys at a time share what the query's numbers are loaded for.
+    Two keys at a time share one load of the query.
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     row, code, (count, words) = GROUP_FORMATS[name], make_code(name), unit_of(name)
@@ -174,7 +174,7 @@ def make_dots(name, c):
 
     @ti.func
     def dot(k: ti.template(), work: ti.template(), rows: ti.template(), q, u, steps: ti.template()):
-        """Products of a unit of each key with each row of queries, times the unit's scales."""
+        """The products of a unit of each key with each row of queries, times the unit's scales."""
         sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
         found = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
         for e in ti.static(range(count)):
@@ -229,15 +229,15 @@ def make_dots(name, c):
 
 
 class Pass(NamedTuple):
-    """What a pass over a chunk's keys adds up in registers, for each row of a band."""
+    """The sums that a pass over a chunk's keys keeps in registers, for each row of a band."""
 
     lanes: int  # units of codes side by side
-    codes: int  # of each
-    parts: int  # passes for all codes of a unit
+    codes: int  # of each unit
+    parts: int  # passes over all codes of a unit
 
 
 def pass_of(name, width, rows):
-    """The `Pass` of a format: at most `SUMS` vectors are summed, but for more rows than that."""
+    """The `Pass` of a format: it has at most `SUMS` vectors of sums, unless there are more rows than that."""
     count, _ = unit_of(name)
     units = width // count
     codes = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * rows <= SUMS))
@@ -248,7 +248,7 @@ def pass_of(name, width, rows):
 
 
 def make_part(name, p):
-    """part(codes, at, number): the codes of a unit that its pass `number` adds up, from the lowest bit of a word on."""
+    """part(codes, at, number): a word that begins with the codes of a unit that pass `number` adds up."""
     (_, words), bits = unit_of(name), p.codes * GROUP_FORMATS[name].bits
     flip = 0x80808080 if GROUP_FORMATS[name].rule == "q8_0" else 0
 
@@ -267,7 +267,7 @@ def make_part(name, p):
 
 
 def make_code_of_part(name):
-    """(code_of_part(x, e), steps): code e of what `make_part` gives, as a float times steps[e]."""
+    """(code_of_part(x, e), steps): code e of a word from `make_part`, as a float times steps[e]."""
     bits, is_float, to_f32 = (
         GROUP_FORMATS[name].bits,
         GROUP_FORMATS[name].is_float,
@@ -292,9 +292,9 @@ def make_code_of_part(name):
 
 
 def make_weigh(name, width, careful):
-    """(weigh(...), add_biases(...)): products of a row's weights and the scales of keys; their sums with biases.
+    """(weigh, add_biases): multiply a row's weights by the scales of keys; add weighted biases to the accumulators.
 
-    Careful: what a query does not see is left out, since its scales may be NaN.
+    `careful` leaves out keys that a query does not see, since their scales may be NaN.
     """
     row, (count, _), bias_of = GROUP_FORMATS[name], unit_of(name), make_bias_of(name)
     groups, units, of_group = width // row.group, width // count, row.group // count
@@ -332,10 +332,10 @@ def make_weigh(name, width, careful):
 
 
 def make_add_values(c, careful):
-    """add_values(...): add the values of the keys, whose numbers were loaded, weighted, to the accumulators.
+    """add_values(...): adds the weighted values of the keys, whose numbers were loaded, to the accumulators.
 
-    Careful, as `make_weigh` has it: by each row alone. One row's weights are multiplied by the scales first; of several
-    rows each code is, once for all.
+    For one row, the weights are first multiplied by the scales; for several rows, each code is, once for all rows.
+    `careful`, as in `make_weigh`, handles each row separately.
     """
     _, KV, _, _, _, _ = array_types("cpu", c.of_values)
     row, width, (count, words) = GROUP_FORMATS[c.cache], c.width_v, unit_of(c.cache)
@@ -346,8 +346,8 @@ def make_add_values(c, careful):
     part, (code, steps), biased = make_part(c.cache, p), make_code_of_part(c.cache), has_bias(c.cache)
     weigh, add_biases = make_weigh(c.cache, width, careful)
     L, E = p.lanes, p.codes
-    of_lane = [lane // per_group for lane in range(L)]  # a lane's group, from that of the first
-    # How far the factors of one group, and of one key, lie from those of the next.
+    of_lane = [lane // per_group for lane in range(L)]  # each lane's group, counted from the first lane's
+    # The strides between the factors of groups, and of keys.
     GROUP, KEY = (ROW, 1) if B == 1 else (row.numbers, groups * row.numbers)
 
     @ti.real_func
@@ -367,7 +367,7 @@ def make_add_values(c, careful):
                 of_group, of_key = factors + block * L // per_group * GROUP, begin
                 sums = ti.Vector([ti.f32(0.0) for _ in range(B * E * L)])
                 place, key = lists, ti.bit_cast(work[lists], ti.i32)
-                while key != ENDED:  # as many as there are: LLVM would gather from several keys at once
+                while key != ENDED:  # if the loop had a count, LLVM would gather from several keys at once
                     at = before(key + first + block * (L * words), L * words)
                     found = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
                     steps_of_key = [work[of_group + i * GROUP] for i in range(of_lane[-1] + 1)]
@@ -395,7 +395,7 @@ def make_add_values(c, careful):
 
 
 def make_store_values(name, c):
-    """store(...): a row of results, whose numbers lie as `make_load_query` has those of a query."""
+    """store(...): stores a row of results, whose numbers lie in the order of `make_load_query`."""
     _, _, _, _, _, OUT = array_types("cpu", c)
     store_value, place, (count, _) = make_store(c.out, 1, SIZE[c.out] * 8, "cpu"), make_place(name), unit_of(name)
     units = c.width_v // count

@@ -1,9 +1,9 @@
-"""Attention on CPU whose rows have the same bits whatever else is computed: one form for all that is asked.
+"""Attention on CPU whose rows have the same bits whatever else a call computes: one kernel for prompts and tokens.
 
-As prompts are attended with: the keys of a chunk, then its values, are made numbers first, so that the loops over them
-do not know how they are kept. A chunk is `CHUNK` positions from a multiple of that on; a key that a row does not see,
-or that is not there, keeps its place and weighs nothing. So each sum has its terms in the same places whichever keys
-other rows see, and there are as many rows in a band whatever the number of queries.
+As for prompts, the keys of a chunk, then its values, are first converted to floats, so the loops do not depend on the
+format. A chunk is `CHUNK` positions from a multiple of `CHUNK`; a key that a row does not see, or that does not exist,
+keeps its place with weight 0. So the terms of each sum have the same places whichever keys other rows see, and a band
+has the same number of rows whatever the number of queries.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from tikv.runtime import ti
 
 
 class RowFunctions(NamedTuple):
-    """What `cpu` makes: a task from its number, its rows begun and stored, weights, and rows loaded ahead."""
+    """Functions that `cpu` makes: they decode a task, start and store its rows, compute weights and prefetch."""
 
     decode_task: Any
     start_rows: Any
@@ -32,8 +32,8 @@ class RowFunctions(NamedTuple):
 def make_attend_invariant(uid, floats, functions, memory_of, c):
     """`cpu.make_attend_task` under `Choices.invariant`.
 
-    `floats` are those of a chunk's numbers at the end of a worker's memory, whose other places `memory_of` names. Where
-    heads lie side by side a task has several, whose rows are loaded together, and are computed one after another.
+    `floats` counts a chunk's converted numbers, which lie at the end of a worker's memory; `memory_of` names the other
+    places in it. If heads lie side by side, a task has several; their rows are loaded together and computed one by one.
     """
     decode_task, start_rows, store_rows, softmax, ahead_k, ahead_v, take_scores = functions
     M, cv, B = memory_of, c.of_values, band_of(c)
@@ -44,7 +44,7 @@ def make_attend_invariant(uid, floats, functions, memory_of, c):
 
     @ti.func
     def list_numbers(n, width, to, memory, work: ti.template()):
-        """Where the rows of numbers lie, in the list of K's scales, which they have taken in; those of pairs."""
+        """List the addresses of the converted rows in place of K's scales, which are already multiplied in."""
         keys.list_keys(work, memory[M.k_scales], n, to, width, uid)
         work[memory[M.k_scales] + n] = work[memory[M.k_scales] + n - 1]
 
@@ -95,9 +95,9 @@ def make_attend_invariant(uid, floats, functions, memory_of, c):
 
 
 def make_list_tile(list_keys, uid, memory_of, c):
-    """list_tile(begin, ...) -> (places, keys): where the keys of a chunk's positions lie, each in its place.
+    """list_tile(begin, ...) -> (places, keys): lists the keys at a chunk's positions, each in its place.
 
-    A place without a key has the address of the first row and an index that nobody sees.
+    A place without a key gets the address of the first row, and an index that no query sees.
     """
     M, find_key, (k_offset, v_offset, scale_offset) = memory_of, make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
@@ -134,10 +134,10 @@ def make_list_tile(list_keys, uid, memory_of, c):
 
 
 def make_settle(width):
-    """settle(...): of a chunk's values and weights what leaves every place in the sums that follow.
+    """settle(...): replaces masked weights and values that are not finite by 0, so every place stays in the sums.
 
-    What a row does not see weighs 0, which makes NaN of values that are not finite: those are added here, to rows that
-    see them, and are 0 behind. That they come first changes nothing: such a sum is never finite again.
+    A masked weight of 0 times a value that is not finite would be NaN. So such values are added here, to the rows that
+    see them, before they become 0. The order does not matter: such a sum never becomes finite again.
     """
 
     @ti.real_func

@@ -1,8 +1,8 @@
 """The loops over keys and widths of attention on CPU.
 
-They are real functions: those take the arrays' pointers into registers, so that LLVM vectorises them. `work` is the
-memory of the workers; the last argument of each tells kernels apart that differ in nothing but the functions they call.
-Where `n` keys are counted, they are `CHUNK` at most; the `min` says so to LLVM.
+They are real functions, which take the arrays' pointers into registers, so LLVM vectorises their loops. `work` is the
+memory of the workers. The last argument of each function tells kernels apart that differ only in the functions they
+call. `n` keys are at most `CHUNK`; the `min` tells LLVM so.
 """
 
 from typing import Any, NamedTuple
@@ -17,53 +17,53 @@ from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
 from tikv.runtime import ti
 
 CHUNK = 64  # keys whose scores are held at once
-ROW = CHUNK + 16  # floats between two rows of numbers of a chunk's keys: pairs may write one more
+ROW = CHUNK + 16  # floats between two rows of numbers about a chunk's keys: pairs may write one more
 LINE_BYTES = 64  # of a cache line
-INDICES = 1 << 31  # that 32 bits with a sign have
-BAND = 4  # query rows whose sums are in registers at once, at most
+INDICES = 1 << 31  # of a signed integer of 32 bits
+BAND = 4  # at most so many query rows have their sums in registers at once
 
 
 def rows_per_band(rows):
-    """Query rows whose sums are in registers at once; bands of one width cover all rows."""
+    """The number of query rows whose sums are in registers at once; all bands have the same number."""
     bands = -(-rows // BAND)
     return -(-rows // bands)
 
 
 def band_of(c):
-    """`rows_per_band` of one set of choices: whatever the rows, where a row has the same bits among any others."""
+    """`rows_per_band` of one set of choices; under `invariant` it does not depend on the number of rows."""
     if c.invariant:
-        return min(BAND, 2 * c.group)  # a token of a model without groups has one row: fewer of a band are idle
+        return min(BAND, 2 * c.group)  # without groups, a token has one row: a smaller band has fewer idle rows
     return rows_per_band(c.rows)
 
 
 @ti.func
 def before(at, n: ti.template()):
-    """An index of which n numbers follow: LLVM sees by the `min` that theirs do not begin anew at the least integer.
+    """An index that n numbers follow: the `min` tells LLVM that their indices do not overflow.
 
-    Without, it asks every condition around a loop whether they do, which takes most of a kernel's time to compile. It
-    takes indices that may for no neighbours, and neither reads nor writes them together.
+    Without it, LLVM examines every condition around a loop to find out, which takes most of a kernel's compile time. It
+    does not treat indices that may overflow as neighbours, so it would not read or write them together.
     """
     return ti.min(at, ti.static(INDICES - n))
 
 
 @ti.func
 def ordered(x):
-    """The bits of a float as an integer that orders as the floats do."""
+    """The bits of a float as an integer with the same order."""
     return turned(ti.bit_cast(x, ti.i32))
 
 
 @ti.func
 def turned(i):
-    """All bits of a negative number but its sign; again, and it is as it was.
+    """Flip all bits of a negative number except its sign; a second call restores the number.
 
-    By shifts: a mask of them becomes a `select`, and behind the loop one that freezes the loop's maximum, which LLVM
-    then does not vectorise.
+    It uses shifts: LLVM would turn a mask into a `select`, and one after the loop into a freeze of the loop's maximum,
+    and would then not vectorise the loop.
     """
     return i ^ ti.cast(ti.cast(i >> 31, ti.u32) >> ti.u32(1), ti.i32)
 
 
 class KeyLoops(NamedTuple):
-    """Loops over listed keys of one head after another, with K and V."""
+    """Loops over the listed keys of K and V, head by head."""
 
     list_keys: Any
     prefetch: Any
@@ -95,7 +95,7 @@ def make_key_loops(c):
 
 
 def make_list_keys():
-    """list_keys(...): note where keys side by side lie: integers, kept in the bits of floats."""
+    """list_keys(...): lists the addresses of neighbouring keys, as integers in the bits of floats."""
 
     @ti.real_func
     def list_keys(work: FLOATS, to: ti.i32, n: ti.i32, first: ti.i32, step: ti.i32, number: ti.i32):
@@ -107,7 +107,7 @@ def make_list_keys():
 
 
 def make_note_key():
-    """note_key(...): `make_list_keys` of one key."""
+    """note_key(...): `make_list_keys` for one key."""
 
     @ti.func
     def note_key(work: ti.template(), to, n, first, step, number):
@@ -117,9 +117,9 @@ def make_note_key():
 
 
 def make_prefetch(c):
-    """prefetch(...): load a number of each cache line of the listed keys, in the order of memory, pages together.
+    """prefetch(...): loads a number from each cache line of the listed keys, in the order of memory, pages together.
 
-    Memory is slow to answer, and a core fetches ahead only what lies in order: several pages are waited for together.
+    Memory has a long latency, and a core prefetches only consecutive lines; so it waits for several pages at once.
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value = make_element_to_f32(c.cache)
@@ -142,7 +142,7 @@ def make_prefetch(c):
 
 
 def make_dots(c):
-    """dots(...): scores of bands of rows with the listed keys, two at a time; some keys of a head, then of the next."""
+    """dots(...): computes scores of bands of rows with two listed keys at a time, some keys of each head in turn."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, k_word = make_element_to_f32(c.cache), make_word_offset(*c.k_inner)
     D, B = c.width, band_of(c)
@@ -174,7 +174,7 @@ def make_dots(c):
 
 
 def make_load_scales(c):
-    """load_scales(...): the scales of the keys, of one head."""
+    """load_scales(...): loads the scales of the listed keys of one head."""
     _, _, _, _, SC, _ = array_types("cpu", c)
 
     @ti.real_func
@@ -187,7 +187,7 @@ def make_load_scales(c):
 
 
 def make_add_values(c):
-    """add_values(...): add the values of the listed keys, weighted, to the accumulators, in the order of `dots`."""
+    """add_values(...): adds the weighted values of the listed keys to the accumulators, in the order of `dots`."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
     DV, B = c.width_v, band_of(c)
@@ -215,7 +215,7 @@ def make_add_values(c):
 
 
 def make_add_visible_values(c):
-    """add_visible_values(...): `add_values` by each row alone, without what it does not see, which may be NaN.
+    """add_visible_values(...): `add_values` row by row, without the keys that the row does not see, which may be NaN.
 
     Few chunks have such keys: those at the newest tokens and at a window's end.
     """
@@ -264,7 +264,7 @@ def make_start_loops(c):
 
 
 def make_tree_indices():
-    """tree_indices(...): the indices that listed keys count as for a query of a tree."""
+    """tree_indices(...): computes the indices that the listed keys have for a query of a tree."""
 
     @ti.real_func
     def tree_indices(work: FLOATS, tree: BITS, indices: ti.i32, to: ti.i32, n: ti.i32, row: ti.i32, first: ti.i32,
@@ -287,7 +287,7 @@ def make_softmax_loops(c):
     def logits(work: FLOATS, at: ti.i32, n: ti.i32, scale: ti.f32, softcap: ti.f32, scales: ti.i32, index: ti.i32,
                low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32, origin: ti.i32,
                others: ti.i32, number: ti.i32):  # fmt: skip
-        """Turn the scores of a row into logits, or `MASKED`."""
+        """Turn the scores of a row into logits, or into `MASKED`."""
         first, scale_first, index_first = before(at, ROW), before(scales, ROW), before(index, ROW)
         for j in range(ti.min(n, CHUNK)):
             x = work[first + j]
@@ -303,7 +303,7 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def largest(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.f32:
-        """The largest logit of a row, or a NaN; a loop of its own, for LLVM to vectorise both."""
+        """The largest logit of a row, or a NaN; the loop is separate so that LLVM vectorises both."""
         top = ti.i32(-0x7FFFFFFF)
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
@@ -312,7 +312,7 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:
-        """Turn the logits of a row into weights, which stay `MASKED` where they were; the sum of the others."""
+        """Turn the logits of a row into weights, except those that are `MASKED`; return the sum of the weights."""
         total = ti.f32(0.0)
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
@@ -328,7 +328,7 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def count_masked(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.i32:
-        """How many keys a row does not see, by its logits."""
+        """The number of keys that a row does not see, counted in its logits."""
         total = 0
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
@@ -337,7 +337,7 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def multiply(work: FLOATS, at: ti.i32, n: ti.i32, scales: ti.i32, number: ti.i32):
-        """Multiply the weights of a row by the scales of V; a loop of its own, for LLVM to vectorise it."""
+        """Multiply the weights of a row by the scales of V; the loop is separate so that LLVM vectorises it."""
         first, scale_first = before(at, ROW), before(scales, ROW)
         for j in range(ti.min(n, CHUNK)):
             p = work[first + j]
@@ -350,7 +350,7 @@ def make_softmax_loops(c):
 
 
 def make_accumulator_loops(c):
-    """(shrink, store), of the accumulators of a row."""
+    """(shrink, store) for the accumulators of a row."""
     _, _, _, _, _, OUT = array_types("cpu", c)
     store_value = make_store(c.out, 1, SIZE[c.out] * 8, "cpu")
     DV = c.width_v

@@ -1,6 +1,6 @@
-"""The loop of attention on CPU that turns listed rows of K, or of V, into numbers, whatever they are kept as.
+"""The loop of attention on CPU that converts listed rows of K, or of V, from any format to floats.
 
-What a worker turns stays in its nearest cache: `CHUNK` keys of a head, read by all query rows.
+The converted rows, `CHUNK` keys of a head, stay in the worker's first-level cache, where all query rows read them.
 """
 
 from tikv.formats import GROUP_FORMATS
@@ -13,12 +13,12 @@ from tikv.runtime import ti
 
 
 def make_numbers(c, width, inner):
-    """numbers(rows, scales, work, ...): the numbers of listed keys of a head, a row of `work` after the other."""
+    """numbers(rows, scales, work, ...): converts the listed keys of a head to floats, row by row of `work`."""
     return make_numbers_of_codes(c, width) if c.groups else make_numbers_of_elements(c, width, inner)
 
 
 def make_numbers_of_elements(c, width, inner):
-    """`make_numbers` of a dtype, whose rows may have a scale each."""
+    """`make_numbers` for a dtype; each row may have a scale."""
     _, KV, _, _, SC, _ = array_types("cpu", c)
     value, word = make_element_to_f32(c.cache), make_word_offset(*inner)
 
@@ -37,7 +37,7 @@ def make_numbers_of_elements(c, width, inner):
 
 
 def make_numbers_of_codes(c, width):
-    """`make_numbers` of a format of groups."""
+    """`make_numbers` for a format with groups."""
     _, KV, _, _, SC, _ = array_types("cpu", c)
     row, scale_value = GROUP_FORMATS[c.cache], make_element_to_f32(c.scale)
     value_of_code, column = make_value_of_code(c.cache, "cpu"), make_column(c.cache)  # products may be fused here

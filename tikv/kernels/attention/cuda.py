@@ -1,10 +1,10 @@
 """Decode attention on CUDA in registers: a few neighbouring threads read a key together, word by word.
 
-The threads that share a key, its lanes, hold the same columns of K, V, queries and result, so a pass over the keys has
-no barrier and no shared memory: q.k is summed by shuffles, by transposing: each step halves the query rows, then the
-keys, that a lane keeps, until it owns the scores of one row and a few of the keys in flight, takes their exponentials,
-and hands the weights to its neighbours. The result is rescaled only when a maximum grows. The groups of a block merge
-once, at the end.
+The threads that share a key are its lanes. They hold the same columns of K, V, queries and result, so a pass over the
+keys needs no barrier and no shared memory. Shuffles sum q.k by transposing: each step halves the query rows, then the
+keys, that a lane keeps. In the end a lane owns the scores of one row and a few of the keys in flight, takes their
+exponentials, and hands the weights to its neighbours. The result is rescaled only when a maximum grows. The groups of a
+block merge once, at the end.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle
 from tikv.runtime import ti
 
 WORD_BITS = 64
-MAX_WIDTH = 256  # head widths above need more registers than there are
+MAX_WIDTH = 256  # wider heads need more registers than a thread has
 LN2 = 0.6931471805599453
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below e ** LAG
 
@@ -40,14 +40,14 @@ class Shape(NamedTuple):
 
     lanes: int  # threads that share a key
     keys: int  # in flight in each lane
-    resident: int  # blocks that a multiprocessor holds at once; what registers a thread may use follows
-    owners: int  # lanes of a row that share out the scores of its keys, at most
+    resident: int  # blocks that a multiprocessor holds at once, which limits the registers of a thread
+    owners: int  # at most so many lanes of a row share the scores of its keys
 
 
 def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
-    """The shape for heads of a width, elements in a word and query rows of a task, by what was fastest on an H200.
+    """The shape for a head width, elements in a word and query rows of a task that was fastest on an H200.
 
-    Where the code of a key is `long`, as `is_long` says, LLVM makes one function of fewer keys only.
+    If the code for a key is `long`, see `is_long`, LLVM makes one function of it only for fewer keys.
     """
     each = {2: 8 if rows == 1 else 4, 4: 8 if rows <= 4 else 4, 8: 16 if rows == 1 else 8}[unit]
     lanes = 8
@@ -64,17 +64,17 @@ def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
 
 
 def is_long(c: Choices) -> bool:
-    """Whether a key takes much code: it is chosen, rows see it and others do not, or floats of 8 bits are decoded."""
+    """Whether a key takes much code: keys are chosen, or masked for some rows, or are 8-bit floats to decode."""
     return c.masked or c.chosen > 0 or c.cache in FLOAT8
 
 
 def rows_kept(rows: int) -> int:
-    """Query rows that a task computes: so many that they halve. The ones too many are never stored."""
+    """The number of query rows that a task computes, a power of two; rows beyond those it has are never stored."""
     return 1 << (rows - 1).bit_length()
 
 
 class Exchange:
-    """What follows from a shape for one set of choices: the words of a lane, and which lanes exchange what."""
+    """What follows from a shape for one set of choices: the words of a lane, and which lanes exchange numbers."""
 
     def __init__(self, shape, c):
         self.lanes, self.keys, self.groups = shape.lanes, shape.keys, BLOCK // shape.lanes
@@ -83,31 +83,31 @@ class Exchange:
         self.k_elements, self.v_elements = self.k_rounds * c.unit, self.v_rounds * c.unit
         self.rows = rows_kept(c.rows)
         halvings = self.rows.bit_length() - 1
-        # Distances of lanes that swap halves of their rows, and how many are left to each.
+        # Distances between lanes that swap halves of their rows, and how many rows each keeps.
         self.row_distances = [shape.lanes >> (n + 1) for n in range(halvings)]
         self.rows_left = [self.rows >> (n + 1) for n in range(halvings)]
-        # Keys that the lanes of a row share out; a lane owns one of every so many.
+        # Keys that the lanes of a row share; a lane owns one of every so many.
         self.shared_keys = min(shape.keys, shape.lanes >> halvings, shape.owners)
         turns = self.shared_keys.bit_length() - 1
-        # Distances of lanes that swap halves of their keys, and of those that then only add.
+        # Distances between lanes that swap halves of their keys, and between those that then only add.
         self.key_distances = [shape.lanes >> (n + 1) for n in range(halvings, halvings + turns)]
         self.keys_left = [self.shared_keys >> (n + 1) for n in range(turns)]
         self.sum_distances = [shape.lanes >> (n + 1) for n in range(halvings + turns, shape.lanes.bit_length() - 1)]
-        # How far the lane is that owns the row which this lane keeps at g, and the same of keys.
+        # The distance to the lane that owns the row which this lane keeps at g, and the same for keys.
         self.row_owner = distances_to_owners(self.rows, self.row_distances, self.rows_left)
         self.key_owner = distances_to_owners(self.shared_keys, self.key_distances, self.keys_left)
 
 
 def distances_to_owners(count, distances, left):
-    """Of each of so many rows or keys: how far its owner is after the halvings."""
+    """For each of `count` rows or keys, the distance to its owner after the halvings."""
     return [sum(d for d, n in zip(distances, left, strict=True) if i & n) for i in range(count)]
 
 
 def make_attend_lanes(shape, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
-    K and V in words of 64 bits, rows of V in one piece. The extent of q is tasks * `BLOCK`. Choices as in
-    `cpu.make_attend_cpu`. Terms as in `subgroup.make_attend_block`.
+    K and V are in words of 64 bits, and rows of V in one piece. The extent of q is tasks * `BLOCK`. Choices are as in
+    `cpu.make_attend_cpu`, terms as in `subgroup.make_attend_block`.
     """
     attend_task = make_attend_task(Exchange(shape, c), parts, c)
 
@@ -140,9 +140,9 @@ def make_attend_task(x, parts, c):
         visible, task = decode_task(number, lens, strides, params)
         begin, end = task[T.begin], task[T.end]
         lane, group = thread % L, thread // L
-        # Each lane keeps the rows in an order of its own, row g ^ mine at g: what is kept when rows are halved is then
-        # the first half in every lane, and what a lane wants of another lies there at the same place.
-        mine = 0  # the row this lane owns the scores of
+        # Each lane keeps the rows in its own order, row g ^ mine at g. Then every lane keeps the first half when rows
+        # are halved, and what it needs from another lane lies there at the same place.
+        mine = 0  # the row whose scores this lane owns
         for n in ti.static(range(len(x.rows_left))):
             if (lane & ti.static(x.row_distances[n])) != 0:
                 mine = mine + ti.static(x.rows_left[n])
@@ -180,7 +180,7 @@ def make_attend_task(x, parts, c):
                           v_scale, terms, strides, params, scalars)  # fmt: skip
             if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(high > m + ti.f32(LAG), ti.i32)) != 0:
                 rescale(high, m, l, acc)
-            # What does not count may be infinite: the last key's V again, or that of another sequence's page.
+            # A V that does not count may be infinite: it is the last key's again, or from another sequence's page.
             if ti.static(not c.gaps and not c.masked):
                 if here - group + groups * U > end:
                     for u in ti.static(range(U)):
@@ -195,9 +195,9 @@ def make_attend_task(x, parts, c):
 
 
 def make_load_queries(x, c):
-    """load_queries(lane, mine, ...): a lane's columns of the task's rows, row g ^ mine at g.
+    """load_queries(lane, mine, ...): loads a lane's columns of the task's rows, row g ^ mine at g.
 
-    Logits are natural here, and their scale is in the queries unless a soft cap comes between.
+    Logits are in base e here, and their scale is multiplied into the queries unless a soft cap comes between.
     """
     query_row, load_q = make_query_row(c), make_load(c.query, 1, SIZE[c.query] * 8)
     L, UNIT = x.lanes, c.unit
@@ -225,10 +225,9 @@ def make_load_queries(x, c):
 def make_slot_of(x, c):
     """slot_of(n, task, visible, table, strides, params) -> (slot, whether it counts, index) of the n-th key.
 
-    Behind the end it is the last key's slot, which does not count. Lanes that need both of every key find the slot by
-    what counts, so that the comparison is made before the keys are read and no index is kept over that. The time of 4
-    query heads per KV head is 5 % shorter so, that of 8, whose lanes share the keys out, 2 % longer:
-    bench_attention.py.
+    After the end, the slot is the last key's and does not count. Lanes that need both for every key derive the slot
+    from whether the key counts. So they compare before they read keys, and keep no index meanwhile. This takes 5 % less
+    time with 4 query heads per KV head, and 2 % more with 8, whose lanes share the keys: bench_attention.py.
     """
     find_key = make_find_key(c)
 
@@ -251,7 +250,7 @@ def make_slot_of(x, c):
 
 
 def make_load_keys(x, c):
-    """load_keys(first, lane, task, kw, vw, alive, ...): start to read this lane's words of the next keys."""
+    """load_keys(first, lane, task, kw, vw, alive, ...): starts to read this lane's words of the next keys."""
     slot_of, (k_offset, v_offset, _), k_word = make_slot_of(x, c), make_slot_offsets(c), make_word_offset(*c.k_inner)
     L = x.lanes
 
@@ -274,13 +273,13 @@ def make_load_keys(x, c):
 
 
 def make_dots(x, c):
-    """dots(lane, kw, queries, scores): q.k of this lane's row with its keys, at the first of every `shared_keys`."""
+    """dots(lane, kw, queries, scores): q.k of this lane's row and keys, at the first of every `shared_keys`."""
     decode = make_decode(c.cache, WORD_BITS)
     UNIT, R, K = c.unit, x.rows, x.shared_keys
 
     @ti.func
     def halve_rows(s):
-        """Of the rows' sums over the lanes that swap them, this lane's row."""
+        """This lane's row of the sums over the lanes that swap rows."""
         for n in ti.static(range(len(x.rows_left))):
             for g in ti.static(range(x.rows_left[n])):
                 s[g] = s[g] + shuffle_xor(s[ti.static(g + x.rows_left[n])], ti.static(x.row_distances[n]))
@@ -288,7 +287,7 @@ def make_dots(x, c):
 
     @ti.func
     def share_keys(t: ti.template(), lane):
-        """The sums over the lanes of its row, of this lane's keys."""
+        """The sums of this lane's keys over the lanes of its row."""
         for n in ti.static(range(len(x.keys_left))):
             upper = (lane & ti.static(x.key_distances[n])) != 0
             for o in ti.static(range(x.keys // K)):
@@ -316,7 +315,7 @@ def make_dots(x, c):
 
 
 def make_logits(x, c):
-    """logits(here, query, my_key, ...) -> the highest of m and this lane's logits, which replace scores."""
+    """logits(here, query, my_key, ...) -> the maximum of m and this lane's logits, which replace the scores."""
     slot_of, (_, _, scale_offset) = make_slot_of(x, c), make_slot_offsets(c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
@@ -363,7 +362,7 @@ def make_logits(x, c):
 
 
 def make_rescale(x):
-    """rescale(high, m, l, acc): sums and results fade to the new maxima of their rows."""
+    """rescale(high, m, l, acc): rescales sums and results to the new maxima of their rows."""
     EV = x.v_elements
 
     @ti.func
@@ -383,7 +382,7 @@ def make_rescale(x):
 
 
 def make_add_values(x, c):
-    """add_values(holder, m, l, acc, logits, ...): a lane's columns of V, weighted, are added to its results."""
+    """add_values(holder, m, l, acc, logits, ...): adds a lane's weighted columns of V to its results."""
     decode = make_decode(c.cache, WORD_BITS)
     UNIT, R, EV, K = c.unit, x.rows, x.v_elements, x.shared_keys
 
@@ -416,7 +415,7 @@ def make_add_values(x, c):
                     for g in ti.static(range(R)):
                         for e in ti.static(range(UNIT)):
                             y = values[e]
-                            if ti.static(c.masked):  # what a row does not see may be infinite
+                            if ti.static(c.masked):  # a value that a row does not see may be infinite
                                 y = ti.select(is_masked(weights[g]), ti.f32(0.0), y)
                             acc[g * EV + w * UNIT + e] += weights[g] * y
 
@@ -424,7 +423,7 @@ def make_add_values(x, c):
 
 
 def make_merge_groups(x, parts, c):
-    """merge_groups(thread, mine, task, m, l, acc, ...): the groups' results in shared memory, then the task's rows."""
+    """merge_groups(thread, mine, task, m, l, acc, ...): merges the groups' results in shared memory and stores them."""
     L, R, UNIT, EV, DV, groups = x.lanes, x.rows, c.unit, x.v_elements, c.width_v, x.groups
     store_rows = make_store_rows(x, parts, c)
 
@@ -436,12 +435,12 @@ def make_merge_groups(x, parts, c):
         tops = ti.simt.block.SharedArray((R * groups,), ti.f32)
         totals = ti.simt.block.SharedArray((R * groups,), ti.f32)
         ti.simt.block.sync()
-        tops[mine * groups + group] = m  # all lanes that own the row write the same
+        tops[mine * groups + group] = m  # all lanes that own the row write the same value
         ti.simt.block.sync()
         top = m
         for j in range(groups):
             top = ti.max(top, tops[mine * groups + j])
-        fade = ti.exp(m - top)  # to the maximum over the groups
+        fade = ti.exp(m - top)  # rescales to the maximum over the groups
         totals[mine * groups + group] = l * fade
         fades = [fade for _ in range(R)]
         for g in ti.static(range(1, R)):
@@ -461,7 +460,7 @@ def make_merge_groups(x, parts, c):
 
 
 def make_store_rows(x, parts, c):
-    """store_rows(thread, task, tops, totals, sums, ...): the task's rows of the result, and log-sum-exps."""
+    """store_rows(thread, task, tops, totals, sums, ...): stores the task's rows of the result, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     inverse_of_sum = make_inverse(c)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")

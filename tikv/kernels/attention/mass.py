@@ -1,7 +1,7 @@
-"""The attention mass of keys, after attention: which of them the queries looked at, for whoever evicts keys.
+"""The attention mass of keys, computed after attention: how much weight queries gave each key, for eviction.
 
-Its launch reads K once for the query rows of a KV head, `Choices.rows` at a time, and the log-sum-exps that attention
-left. Here a thread has a key. `mass_cpu` and `mass_cuda` share the keys out as attention does there.
+The launch reads K once for each `Choices.rows` query rows of a KV head, and the log-sum-exps that attention stored.
+Here each thread has one key. `mass_cpu` and `mass_cuda` distribute the keys as attention does there.
 """
 
 from tikv.kernels.address import index_array, make_word_offset
@@ -26,10 +26,10 @@ from tikv.runtime import ti
 
 
 def make_mass_offset(by_slot, c):
-    """mass_offset(b, h, t, n, index, slot, visible, strides, params): where the mass of a visible key goes.
+    """mass_offset(b, h, t, n, index, slot, visible, strides, params): the address of a visible key's mass.
 
-    By its slot, or by its place among the tokens that are held, oldest first, whatever a window hides of them. Of the
-    n-th token that query t chose by both of them.
+    It counts by slot, or by place among all tokens that are held, oldest first, even those that a window hides. For
+    chosen tokens it counts by t and n, for the n-th token that query t chose.
     """
 
     @ti.func
@@ -50,7 +50,7 @@ def make_mass_offset(by_slot, c):
 
 
 def make_lse_of_row(c):
-    """lse_of_row(kv_head, r, lse, strides, params, scalars) -> (1 or 0, value): in base 2, of rows that see a key."""
+    """lse_of_row(kv_head, r, lse, strides, params, scalars) -> (1 if the row sees a key, log-sum-exp in base 2)."""
 
     @ti.func
     def lse_of_row(kv_head, r, lse: ti.template(), strides, params, scalars):
@@ -64,7 +64,7 @@ def make_lse_of_row(c):
 
 
 def make_dots(c):
-    """dots(b, h, first, k_row, k, q, strides, params): the products of a row of K and the query rows from one on."""
+    """dots(b, h, first, k_row, k, q, strides, params): the products of a row of K and the query rows from `first`."""
     k_word, query_row = make_word_offset(*c.k_inner), make_query_row(c)
     load, load_q = make_load(c.cache, c.unit, c.bits), make_load(c.query, 1, SIZE[c.query] * 8)
     R, unit = c.rows, c.unit
@@ -85,11 +85,11 @@ def make_dots(c):
 
 
 def make_mass(style, by_slot, c):
-    """The attention mass of each visible key: how much weight the query rows of its KV head give it in all.
+    """The attention mass of each visible key: the sum of the weights that the query rows of its KV head give it.
 
     mass(q, k, lens, table, chosen, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds
-    the float32 bits of what attention left, `mass` is zero where nobody looks. Items are batch * heads * `P.keys`, the
-    extent of q; of chosen tokens as many for each query, whose rows alone count.
+    the float32 bits that attention stored, and `mass` starts as zeros. There are batch * heads * `P.keys` items, the
+    extent of q. For chosen tokens there are so many for each query, and only its rows count.
     """
     Q, K, LENS, TABLE, SC, _ = array_types(style, c)
     CHOSEN = index_array(c.chosen)

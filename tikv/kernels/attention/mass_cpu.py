@@ -1,4 +1,4 @@
-"""The attention mass of keys on CPU: by the workers, tasks and loops of `cpu`, a KV head a task."""
+"""The attention mass of keys on CPU, with the workers, tasks and loops of `cpu`; a task has one KV head."""
 
 import zlib
 
@@ -18,7 +18,8 @@ from tikv.runtime import ti
 def make_mass_cpu(workers, by_slot, c):
     """mass(q, k, lens, table, chosen, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
 
-    Not cached: its real functions belong to one Taichi program. `work` is that of `cpu.make_attend_cpu`.
+    The function is not cached, since its real functions belong to one Taichi program. `work` is as in
+    `cpu.make_attend_cpu`.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
     CHOSEN = index_array(c.chosen)
@@ -54,9 +55,9 @@ make_mass_cpu.fast_math = True
 
 
 def make_mass_task(rows, uid, by_slot, c):
-    """mass_task(number, memory, ...): a task, from its number to the mass of its keys.
+    """mass_task(number, memory, ...): computes a task, from its number to the mass of its keys.
 
-    Of the lists of a chunk, that of V has the keys' places in `mass`, and that of V's scales their sums. The rows are
+    In place of V, a chunk's lists hold the keys' places in `mass`, and in place of V's scales their sums. The rows are
     those of a KV head, or of the query that chose the keys.
     """
     keys, row_loops, decode_task = make_key_loops(c), make_row_loops(c), make_decode_task("cpu", CHUNK, c)
@@ -96,7 +97,7 @@ def make_mass_task(rows, uid, by_slot, c):
 
 
 def make_list_chunk(keys, uid, by_slot, c):
-    """list_chunk(t, begin, ...) -> (keys listed, which is behind the last): as of `cpu`, with places in `mass`."""
+    """list_chunk(t, begin, ...) -> (keys listed, the index after the last): as in `cpu`, with places in `mass`."""
     find_key, (k_offset, _, scale_offset) = make_find_key(c), make_slot_offsets(c)
     mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.chosen else keys.list_keys
 
@@ -126,10 +127,10 @@ def make_list_chunk(keys, uid, by_slot, c):
 
 
 def make_add_block(row_loops, uid, c):
-    """add_block(first, n, ...): the weights that the query rows from `first` on give a chunk's keys, to their sums."""
+    """add_block(first, n, ...): adds the weights that the query rows from `first` give a chunk's keys to their sums."""
     query_bounds, lse_of_row = make_query_bounds(), make_lse_of_row(c)
 
-    # Made here: a real function belongs to the program of the kernel that calls it, and ends with it.
+    # It is made here, since a real function belongs to the program of the kernel that calls it, and ends with it.
     @ti.real_func
     def add_row(work: FLOATS, n: ti.i32, row: ti.i32, to: ti.i32, number: ti.i32):
         for j in range(n):

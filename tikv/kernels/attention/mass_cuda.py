@@ -1,7 +1,7 @@
-"""The attention mass of keys on CUDA, by the lanes of `cuda`: K is read once for all query rows of a KV head.
+"""The attention mass of keys on CUDA, with the lanes of `cuda`: K is read once for all query rows of a KV head.
 
-A lane has the scores of one row and of a few of the keys in flight, as in attention. With the row's log-sum-exp they
-are weights at once, and the sum of a key's weights goes over the lanes that have its other rows.
+As in attention, a lane has the scores of one row and a few of the keys in flight. The row's log-sum-exp turns them into
+weights directly. Then the weights of a key are summed over the lanes that have its other rows.
 """
 
 from tikv.kernels.address import make_word_offset
@@ -18,10 +18,8 @@ from tikv.runtime import ti
 def make_mass_lanes(shape, single, by_slot, c):
     """mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): `mass.make_mass` in words of 64 bits.
 
-    Of all keys that there are, not of chosen ones.
-
-    The extent of q is tasks * `BLOCK`. `single`: a KV head has no more than `Choices.rows` query rows, which stay in
-    registers; more are read anew for every few keys.
+    It does not serve chosen tokens. The extent of q is tasks * `BLOCK`. If `single`, a KV head has at most
+    `Choices.rows` query rows, which stay in registers; otherwise rows are read again for every few keys.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cuda", c)
     mass_task = make_mass_task(Exchange(shape, c), single, by_slot, c)
@@ -54,7 +52,7 @@ def make_mass_task(x, single, by_slot, c):
         visible, task = decode_task(number, lens, strides, params)
         rows = params[P.queries] * c.group
         lane, group = thread % L, thread // L
-        mine = 0  # of a block's rows, the one this lane owns the scores of
+        mine = 0  # the row of a block whose scores this lane owns
         for n in ti.static(range(len(x.rows_left))):
             if (lane & ti.static(x.row_distances[n])) != 0:
                 mine = mine + ti.static(x.rows_left[n])
@@ -81,7 +79,7 @@ def make_mass_task(x, single, by_slot, c):
                     task[T.row] = block * c.rows
                     load_queries(lane, mine, task, q, queries, strides, params, scalars)
                     sees = 0
-                    if mine < c.rows and block * c.rows + mine < rows:  # rows are filled up to a power of 2
+                    if mine < c.rows and block * c.rows + mine < rows:  # rows are padded to a power of 2
                         sees, of_row = lse_of_row(task[T.kv_head], block * c.rows + mine, lse, strides, params, scalars)
                     weigh(here, lane, mine, my_key, sees, of_row, kw, queries, totals, visible, task, table, k_scale,
                           strides, params, scalars)  # fmt: skip
@@ -91,7 +89,7 @@ def make_mass_task(x, single, by_slot, c):
 
 
 def make_load_keys(x, c):
-    """load_keys(first, lane, task, kw, ...): start to read this lane's words of the next keys' K."""
+    """load_keys(first, lane, task, kw, ...): starts to read this lane's words of the next keys."""
     slot_of, (k_offset, _, _), k_word = make_slot_of(x, c), make_slot_offsets(c), make_word_offset(*c.k_inner)
     L = x.lanes
 
@@ -110,7 +108,7 @@ def make_load_keys(x, c):
 
 
 def make_weigh(x, c):
-    """weigh(here, lane, mine, ...): the weights that this lane's row gives its keys, added to `totals`."""
+    """weigh(here, lane, mine, ...): adds the weights that this lane's row gives its keys to `totals`."""
     dots, logits = make_dots(x, c), make_logits(x, c)
     K = x.shared_keys
     own_keys = x.keys // K
@@ -134,10 +132,10 @@ def make_weigh(x, c):
 
 
 def make_store_mass(x, by_slot, c):
-    """store_mass(here, lane, my_key, totals, ...): the sums over all rows of the lanes' keys, each by one lane."""
+    """store_mass(here, lane, my_key, totals, ...): sums the keys' weights over all rows; one lane stores each sum."""
     slot_of, mass_offset = make_slot_of(x, c), make_mass_offset(by_slot, c)
     K = x.shared_keys
-    others = sum(x.row_distances) + sum(x.sum_distances)  # lanes that have the same keys
+    others = sum(x.row_distances) + sum(x.sum_distances)  # the lanes that have the same keys
 
     @ti.func
     def store_mass(here, lane, my_key, totals: ti.template(), visible, task, table: ti.template(), mass: ti.template(),

@@ -1,4 +1,4 @@
-"""The parts that the splits of attention left, merged into the result."""
+"""Merge the parts that the splits of attention computed into the result."""
 
 from tikv.kernels.attention.addresses import result_offsets
 from tikv.kernels.attention.parameters import (
@@ -23,21 +23,21 @@ IN_FLIGHT = 4  # parts that a lane reads at a time
 
 @ti.func
 def part_score(bits):
-    """The base-2 log-sum-exp of a part, from its bits; `MASKED`, a finite number, where it saw nothing."""
+    """The base-2 log-sum-exp of a part, from its bits; `MASKED`, a finite number, if it saw no key."""
     return ti.bit_cast(ti.select(bits == ti.u32(MINUS_INFINITY), ti.u32(MASKED_BITS), bits), ti.f32)
 
 
 @ti.func
 def part_weight(bits, m):
-    """What a part weighs, by its log-sum-exp and the highest of all; 0 where it saw nothing."""
+    """The weight of a part, from its log-sum-exp and the largest of all; 0 if it saw no key."""
     return ti.select(bits == ti.u32(MINUS_INFINITY), ti.f32(0.0), exp2(part_score(bits) - m))
 
 
 def make_merge(style, serial, c):
-    """Merge the parts of splits: a query row an item on CPU, its element elsewhere; on CUDA a block of threads a row.
+    """Merge the parts of splits: an item is a query row on CPU and an element elsewhere; on CUDA a block has a row.
 
-    merge(parts, part_lse, out, lse, strides, params, scalars): `parts` f32 (rows, splits, width_v), 0 where a split saw
-    nothing, `part_lse` u32 (rows, splits), bits of base-2 float32; the extent of `parts` is the number of items, on
+    merge(parts, part_lse, out, lse, strides, params, scalars): `parts` is f32 (rows, splits, width_v), 0 if a split saw
+    no key. `part_lse` is u32 (rows, splits), bits of base-2 float32. The extent of `parts` is the number of items, on
     CUDA of threads.
     """
     OUT = element_array(c.out)
@@ -55,9 +55,9 @@ make_merge.fast_math = True
 
 
 def make_merge_in_order(style, serial, c):
-    """`make_merge` one part after another, by items on every back end: parts that saw nothing change no bit.
+    """`make_merge`, but one part after another on every back end: parts that saw no key change no bit.
 
-    On CUDA as on Vulkan and Metal an element of the result is an item.
+    On CUDA, as on Vulkan and Metal, an element of the result is an item.
     """
     OUT = element_array(c.out)
     loop = make_loop(style, serial, make_merge_item(style, c), P.tasks)
@@ -70,7 +70,7 @@ def make_merge_in_order(style, serial, c):
 
 
 def make_row_offsets(c):
-    """row_offsets(row, strides, params): (of the row's first element, of its log-sum-exp) in the result."""
+    """row_offsets(row, strides, params): the addresses in the result of a row's first element and its log-sum-exp."""
 
     @ti.func
     def row_offsets(row, strides, params):
@@ -81,7 +81,7 @@ def make_row_offsets(c):
 
 
 def make_merge_item(style, c):
-    """An item: on CPU a row of the result, on Vulkan and Metal an element of it."""
+    """merge_item(...): merges an item: a row of the result on CPU, an element on Vulkan and Metal."""
     width = c.width_v
     elements = width if style == "cpu" else 1
     items = width // elements  # of a row
@@ -114,7 +114,7 @@ def make_merge_item(style, c):
 
 
 def make_merge_row_by_block(c):
-    """A thread of a CUDA block that merges a row: the warps share the splits, the lanes of each the columns."""
+    """The work of a thread in a CUDA block that merges a row: warps share the splits, and their lanes the columns."""
     width = c.width_v
     warps, columns = BLOCK // 32, -(-width // 32)
     store, store_lse = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_store_lse(False)
@@ -150,7 +150,7 @@ def make_merge_row_by_block(c):
 
 
 def make_weigh_parts():
-    """weigh_parts(row, lane, part_lse, weights, params) -> (largest logit, sum of the weights); `weights` is filled."""
+    """weigh_parts(row, lane, part_lse, weights, params) -> (largest logit, sum of weights); it fills in `weights`."""
 
     @ti.func
     def weigh_parts(row, lane, part_lse: ti.template(), weights: ti.template(), params):
@@ -164,7 +164,7 @@ def make_weigh_parts():
             s = n * 32 + lane
             if s < params[P.splits]:
                 w = part_weight(part_lse[first + s], m)
-                weights[s] = w  # each warp writes the same
+                weights[s] = w  # all warps write the same value
                 l = l + w
         return m, butterfly_sum(l, WARP_DISTANCES)
 
@@ -172,7 +172,7 @@ def make_weigh_parts():
 
 
 def make_add_parts(width):
-    """add_parts(row, lane, warp, parts, weights, params): a lane's columns of the warp's parts, weighted and added."""
+    """add_parts(row, lane, warp, parts, weights, params): the weighted sum of the warp's parts in a lane's columns."""
     warps, columns = BLOCK // 32, -(-width // 32)
 
     @ti.func

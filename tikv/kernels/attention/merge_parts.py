@@ -1,4 +1,4 @@
-"""Any number of states of attention, over different keys, merged into one: what processes that share keys gather."""
+"""Merge any number of attention states over different keys into one, as processes that share the keys gather them."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from tikv.runtime import ti
 
 
 class MergePartsParams(NamedTuple):
-    """Numbers of a merge of parts: items, parts, rows of a part, and where parts and results begin."""
+    """Numbers of a merge of parts: items, parts, rows of a part, and the first entries of parts and results."""
 
     items: int = 0
     parts: int = 1
@@ -35,11 +35,11 @@ PARAMS = ti.types.vector(len(P), ti.i32)
 
 
 def make_merge_parts(style, width, code_out, sinks):
-    """merge(parts, out, lse, params, scalars): one state of each row; items: rows * width, which is parts' extent.
+    """merge(parts, out, lse, params, scalars): one state for each row; items: rows * width, which is parts' extent.
 
-    `parts` are the bits of float32 (parts, rows, width + 1), a row's log-sum-exp behind its result. With `sinks`, the
-    bits of a logit for each head come before the numbers: each counts once, as a part of its own whose result is 0.
-    `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2.
+    `parts` holds the bits of float32 (parts, rows, width + 1); a row's log-sum-exp follows its result. With `sinks`,
+    the bits of a logit for each head come first; each counts once, as a part whose result is 0.
+    `AttentionScalars.lse_scale` converts the base of the log-sum-exps to 2.
     """
     RESULT = element_array(code_out)
     store = make_store(code_out, 1, SIZE[code_out] * 8, style)

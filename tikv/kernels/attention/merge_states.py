@@ -1,4 +1,4 @@
-"""Two states of attention, over different keys, merged into one."""
+"""Merge two attention states over different keys into one."""
 
 from typing import NamedTuple
 
@@ -19,24 +19,23 @@ class MergeStatesParams(NamedTuple):
 
 P = MergeStatesParams(*range(len(MergeStatesParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
-OUT_A, OUT_B, LSE_A, LSE_B, OUT, LSE = 0, 4, 8, 12, 16, 20  # of each, three strides and the first entry
+OUT_A, OUT_B, LSE_A, LSE_B, OUT, LSE = 0, 4, 8, 12, 16, 20  # for each, three strides and the first entry
 STRIDES = ti.types.vector(24, ti.i32)
 
 
 @ti.func
 def state_row(row, array: ti.template(), strides, params):
-    """Where a row of one of these arrays begins."""
+    """The address of a row in one of these arrays."""
     inner, rest = row % params[P.extent_2], row // params[P.extent_2]
     middle, outer = rest % params[P.extent_1], rest // params[P.extent_1]
     return outer * strides[array] + middle * strides[array + 1] + inner * strides[array + 2] + strides[array + 3]
 
 
 def make_merge_states(style, serial, width, code_a, code_b, code_out):
-    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, params, scalars): one state of two.
+    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, params, scalars): merges two states into one.
 
-    An item is an element, on CPU a row, whose weights are then found once; `serial` is as in `lanes.make_loop`.
-
-    `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2. The extent of `out_a` is the number of
+    An item is an element, or on CPU a row, whose weights are computed once; `serial` is as in `lanes.make_loop`.
+    `AttentionScalars.lse_scale` converts the base of the log-sum-exps to 2. The extent of `out_a` is the number of
     items.
     """
     A, B, RESULT = element_array(code_a), element_array(code_b), element_array(code_out)

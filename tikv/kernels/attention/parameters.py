@@ -1,4 +1,4 @@
-"""What kernels of attention are given: compile-time choices, three vectors of numbers, and arrays of these types."""
+"""The inputs of attention's kernels: compile-time choices, three vectors of numbers, and the types of the arrays."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ from tikv.kernels.groups import UNIT
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
-MASKED = -3.4028234663852886e38  # the logit of a key that is not visible, the least number: infinities are of scores
+MASKED = -3.4028234663852886e38  # the logit of a key that is not visible: finite, since a score may be -infinity
 MASKED_BITS = 0xFF7FFFFF
-LOWEST = -3.3e38  # all other logits are above, or -infinity, or NaN
+LOWEST = -3.3e38  # other logits are larger, or -infinity, or NaN
 INFINITY, MINUS_INFINITY, NAN = 0x7F800000, 0xFF800000, 0x7FC00000
 MAX_TOKENS = 1 << 30  # more tokens than a launch can see
-HIDDEN = 0x7FFFFFFF  # the index of a key that is not there
+HIDDEN = 0x7FFFFFFF  # the index of a key that does not exist
 
 
 class Kept(NamedTuple):
-    """How V is kept, where that is otherwise than K."""
+    """How V is stored if it differs from K."""
 
     cache: str  # as in `Choices`
     bits: int
@@ -31,10 +31,10 @@ class Choices(NamedTuple):
     place: str  # "linear", "ring" or "table"
     page: int  # slots of a page; 0 without a table
     sinks: bool
-    cache: str  # dtype code of K and V, or the name of their format of groups
+    cache: str  # dtype code of K and V, or the name of their format with groups
     bits: int  # of a word of K and V
     scale: str  # dtype code of the scales, or ""
-    k_inner: tuple[int, int]  # (chunk, stride) in words of a row that lies in pieces; (0, 0) for one that does not
+    k_inner: tuple[int, int]  # (chunk, stride) in words of a row that lies in pieces; (0, 0) for one in one piece
     v_inner: tuple[int, int]
     query: str  # dtype code of q
     out: str  # dtype code of the result; "f32" for the parts of splits
@@ -45,39 +45,39 @@ class Choices(NamedTuple):
     causal: bool
     masked: bool  # whether queries of a task may see different keys
     softcap: bool
-    lens_bits: int  # 0: one length for all sequences, among the numbers
+    lens_bits: int  # 0: one length for all sequences, `P.length`
     table_bits: int
     lens_by_head: bool = False  # a length for each KV head of a sequence
-    table_by_head: bool = False  # a row of the table for each, whose pages hold that head alone
-    sink_logits: bool = False  # one more logit a query head, in the denominator only
+    table_by_head: bool = False  # a row of the table for each KV head, whose pages hold only that head
+    sink_logits: bool = False  # one more logit for each query head, in the denominator only
     alibi: bool = False  # slopes of the distance between key and query
-    two_sided: bool = False  # which counts as much to a newer key as to an older one
-    block: int = 0  # consecutive tokens on one rank, where slopes also count those of other ranks
-    tree: bool = False  # which of the new tokens a query sees stands in an array
-    values: Kept | None = None  # None: as K
-    starts: bool = False  # behind the length of a sequence stands its first key that is seen
-    chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 where all are
+    two_sided: bool = False  # the distance counts for newer keys as it does for older ones
+    block: int = 0  # consecutive tokens on one rank, if slopes also count the tokens of other ranks
+    tree: bool = False  # an array says which new tokens a query sees
+    values: Kept | None = None  # None: V is stored as K is
+    starts: bool = False  # the first visible key of a sequence follows its length
+    chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 if all are read
     scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
     invariant: bool = False  # a row has the same bits whatever else is computed: see `ops.attention.invariance`
 
     @property
     def terms(self) -> bool:
-        """Whether the kernels take arrays of terms: see `terms`."""
+        """Whether the kernels take arrays of terms: see the module `terms`."""
         return self.sink_logits or self.alibi or self.tree or self.chosen > 0
 
     @property
     def gaps(self) -> bool:
-        """Whether a key in the range of a task may not be there."""
+        """Whether a key in the range of a task may be missing."""
         return self.place == "table" or self.chosen > 0 or self.invariant
 
     @property
     def of_values(self) -> "Choices":
-        """The choices by which V is read: as if K were kept as V is."""
+        """The choices for reading V: K's are replaced by V's."""
         return self if self.values is None else self._replace(**self.values._asdict(), values=None)
 
     @property
     def groups(self) -> bool:
-        """Whether K and V are codes of groups, which have scales of their own."""
+        """Whether K and V have a format with groups, each with its own scale."""
         return self.cache in GROUP_FORMATS
 
     @property
@@ -87,14 +87,14 @@ class Choices(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements in a word of K and V, or codes that are taken together."""
+        """Elements in a word of K and V, or codes that are read together."""
         if self.groups:
             return UNIT
         return self.bits // (SIZE[self.cache] * 8)
 
 
 class AttentionStrides(NamedTuple):
-    """Strides and first entries: in words of K and V, in elements of all others."""
+    """Strides and first entries, counted in words for K and V, and in elements for all other arrays."""
 
     q_sequence: int = 0
     q_head: int = 0
@@ -138,46 +138,46 @@ class AttentionParams(NamedTuple):
     heads: int = 0  # KV heads
     queries: int = 1
     row_blocks: int = 1  # tasks of a KV head and split
-    length: int = 0  # of every sequence, when there is no array of lengths
-    capacity: int = 0  # slots that lengths of a cache that is not a ring are bounded by
+    length: int = 0  # of every sequence, if there is no array of lengths
+    capacity: int = 0  # slots, which bound the lengths of a cache that is not a ring
     sinks: int = 0
-    window: int = MAX_TOKENS  # tokens behind the sinks that a query sees, itself included
-    ring: int = 0  # slots behind the sinks that wrap
-    ahead: int = 0  # tokens between the newest key and the newest query, which come behind the keys
-    first_valid: int = 0  # oldest position behind the sinks that is still there
+    window: int = MAX_TOKENS  # tokens after the sinks that a query sees, including its own
+    ring: int = 0  # slots after the sinks, which wrap
+    ahead: int = 0  # tokens by which the newest query is newer than the newest key
+    first_valid: int = 0  # oldest position after the sinks that is still stored
     blocks: int = 0  # of the pool
-    lse_first: int = 0  # of the parts' log-sum-exps, or the result's
-    out_lse_first: int = 0  # of the result's, where parts are merged
+    lse_first: int = 0  # of the parts' log-sum-exps, or of the result's
+    out_lse_first: int = 0  # of the result's, if parts are merged
     part_first: int = 0
-    keys: int = 0  # of a KV head that may be seen at most, where a thread has the mass of one; or chosen by a query
+    keys: int = 0  # upper bound of the visible keys of a KV head, if a thread has the mass of one; or chosen by a query
     batch: int = 1
     heads_per_task: int = 1  # KV heads; more than one on CPU only
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
     prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
-    work_first: int = 0  # of the workers; always, but LLVM vectorises no loop of a single one at a constant address
-    least_share: int = 0  # keys of a split at least, where KV heads have lengths of their own
-    lens_head: int = 0  # strides too, for which Taichi's vectors have no more room: from a head's length to the next's
-    table_head: int = 0  # and of their rows of the table
-    chosen_sequence: int = 0  # and of the array that says which tokens are read
+    work_first: int = 0  # of the workers; always 0, but with a constant LLVM would not vectorise a single worker's loop
+    least_share: int = 0  # minimum number of keys in a split, if each KV head has its own length
+    lens_head: int = 0  # a stride for which Taichi's vectors have no more room: between the lengths of heads
+    table_head: int = 0  # another: between their rows of the table
+    chosen_sequence: int = 0  # others: of the array that says which tokens are read
     chosen_head: int = 0
     chosen_query: int = 0
     chosen_first: int = 0
     split_keys: int = 0  # positions of a split, where splits have one length
-    later: int = 0  # queries of a sequence behind those of this launch, which has some of them
+    later: int = 0  # queries of a sequence that come after those of this launch
 
 
 class AttentionScalars(NamedTuple):
     """The real numbers of a launch."""
 
-    logit_scale: float = 1.0  # with a soft cap, divided by it; else times log2(e)
+    logit_scale: float = 1.0  # with a soft cap, divided by it; otherwise times log2(e)
     softcap: float = 1.0  # times log2(e)
-    lse_scale: float = 1.0  # from base 2 to the base asked for
-    value_scale: float = 1.0  # of the whole of V, where its format has one: by codes of groups alone
+    lse_scale: float = 1.0  # from base 2 to the requested base
+    value_scale: float = 1.0  # of the whole tensor V, which only some formats with groups have
 
 
 class AttentionTerms(NamedTuple):
-    """Strides and first entries of the arrays of terms, in elements; a vector of kernels that take those."""
+    """Strides and first entries of the arrays of terms, in elements; a vector for kernels that take such arrays."""
 
     sink_head: int = 0
     sink_first: int = 0
@@ -186,8 +186,8 @@ class AttentionTerms(NamedTuple):
     slope_first: int = 0
     tree_first: int = 0
     tree_words: int = 0  # of a new token
-    newer: int = 0  # tokens behind its own that a query sees, by which its last key stands further than itself
-    first_query: int = 0  # position of the first query, less the tokens that the ranks before this one have of a round
+    newer: int = 0  # tokens after its own that a query sees
+    first_query: int = 0  # position of the first query, minus a round's tokens on ranks before this one
     others: int = 0  # tokens of other ranks between two blocks of this one
 
 
@@ -205,7 +205,7 @@ FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
 def array_types(style, c):
-    """The types of (q, K and V, lengths, table, scales, out); on CPU words of K, V and scales are elements."""
+    """The types of (q, K and V, lengths, table, scales, out); on CPU, words of K, V and scales are elements."""
     cache, scale = word_array(c.bits), scale_array(c.scale)
     if style == "cpu" and c.groups:
         scale = ti.types.ndarray(dtype=ELEMENT[c.scale], ndim=1)

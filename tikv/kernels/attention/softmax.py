@@ -1,8 +1,8 @@
 """The arithmetic of a softmax in base 2: exponentials, logits with a soft cap, log-sum-exps.
 
-A NaN among the logits, or an infinity, makes the sum of the weights NaN, and by it the row's result and log-sum-exp.
-What is asked of a number that may be NaN is asked of its bits: compilers of fast arithmetic take a comparison with NaN
-for true or false as they like, and either for the greater. Sums and products of a NaN are NaN everywhere.
+A NaN or an infinity among the logits makes the sum of the weights NaN, and with it the row's result and log-sum-exp.
+Tests of a number that may be NaN look at its bits: with fast arithmetic, a compiler may take a comparison with NaN for
+true or false, and either operand of a maximum for the larger. Sums and products with a NaN are NaN everywhere.
 """
 
 from tikv.formats import GROUP_FORMATS
@@ -10,12 +10,12 @@ from tikv.kernels.attention.parameters import INFINITY, LOG2E, MASKED_BITS, MINU
 from tikv.runtime import ti
 
 LEAST_POWER = 0xC2FC0000  # the bits of -126
-BELOW_LEAST = MINUS_INFINITY - LEAST_POWER  # how many numbers are below it
+BELOW_LEAST = MINUS_INFINITY - LEAST_POWER  # the count of numbers below it
 
 
 @ti.func
 def exp2(x):
-    """2 ** x for x <= 0, within 2e-7 of it relatively; 0 below -126, and NaN of NaN."""
+    """2 ** x for x <= 0, with a relative error below 2e-7; 0 for x below -126, and NaN for NaN."""
     i = ti.cast(ti.max(x, ti.f32(-126.0)) - ti.f32(0.5), ti.i32)
     f = x - ti.cast(i, ti.f32)
     p = ti.f32(1.5403530393381609e-4)
@@ -31,14 +31,14 @@ def exp2(x):
 
 @ti.func
 def not_above_zero(x):
-    """The lesser of x and 0, NaN of NaN: what rounding left above 0."""
+    """The smaller of x and 0, or NaN for NaN; rounding may have left x above 0."""
     bits = ti.bit_cast(x, ti.u32)
     return ti.bit_cast(ti.select(bits <= ti.u32(INFINITY), ti.u32(0), bits), ti.f32)
 
 
 @ti.func
 def is_masked(x):
-    """Whether a logit, or the weight that came of it, is that of a key which its row does not see."""
+    """Whether a logit, or the weight computed from it, belongs to a key that its row does not see."""
     return ti.bit_cast(x, ti.u32) == ti.u32(MASKED_BITS)
 
 
@@ -56,18 +56,18 @@ def is_finite(x):
 
 @ti.func
 def is_nothing(l):
-    """Whether a sum of weights is 0: no key was seen, or none with a score above -infinity."""
+    """Whether a sum of weights is 0: the row saw no key, or no key with a score above -infinity."""
     return (ti.bit_cast(l, ti.u32) & ti.u32(0x7FFFFFFF)) == ti.u32(0)
 
 
 @ti.func
 def inverse_of(l):
-    """1 / l of a sum of weights, by which a result is divided; 0 where nothing was seen."""
+    """1 / l for a sum of weights l, which divides a result; 0 if the row saw no key."""
     return ti.select(is_nothing(l), ti.f32(0.0), ti.f32(1.0) / l)
 
 
 def make_inverse(c):
-    """inverse(l, scalars): `inverse_of`, times the scale of the whole of V where its format has one."""
+    """inverse(l, scalars): `inverse_of`, times the scale of the whole tensor V if its format has one."""
     row = GROUP_FORMATS.get(c.of_values.cache)
     scaled = row is not None and row.has_tensor_scale
 
@@ -82,7 +82,7 @@ def make_inverse(c):
 
 
 def make_logit(c):
-    """logit_of(dot, scale, softcap): from q.k to base-2 logits, by these two of `AttentionScalars`."""
+    """logit_of(dot, scale, softcap): the base-2 logit for q.k, with these two of `AttentionScalars`."""
 
     @ti.func
     def logit_of(dot, scale, softcap):
@@ -97,7 +97,7 @@ def make_logit(c):
 
 
 def make_store_lse(parts):
-    """store_lse(lse, at, m, l, scalars): store m + log2(l), as it is for a part, in the base asked for in the end."""
+    """store_lse(lse, at, m, l, scalars): stores m + log2(l), in base 2 for a part, else in the requested base."""
 
     @ti.func
     def store_lse(lse: ti.template(), at, m, l, scalars):

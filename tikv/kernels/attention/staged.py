@@ -1,8 +1,8 @@
-"""K and V of a prompt in the shared memory of a multiprocessor, for the warps of a block that share out query rows.
+"""K and V of a prompt in the shared memory of a multiprocessor, for a block whose warps divide its query rows.
 
-What every warp would read by itself, a block reads once: `STAGED_KEYS` keys at a time, a word of 64 bits a thread and
-row, the next ones on their way while these are used. The words of a row are exchanged by a few bits of its number, so
-that those that half a warp reads or writes at once lie in different banks.
+A block reads once what each of its warps needs: `STAGED_KEYS` keys at a time, a word of 64 bits for each thread and
+row. The next keys are loaded while these are used. The words of a row are permuted by a few bits of its number, so that
+the words that half a warp reads or writes at once lie in different banks.
 """
 
 from tikv.kernels.attention.addresses import make_slot_offsets
@@ -13,7 +13,7 @@ from tikv.runtime import ti
 
 KEYS = 16  # of a product
 STAGED_KEYS = 2 * KEYS  # in shared memory at a time
-WIDTHS = (64, 128)  # whose rows' words a block's threads share out evenly
+WIDTHS = (64, 128)  # of rows whose words a block's threads can share evenly
 
 
 def words_of(c) -> int:
@@ -22,27 +22,27 @@ def words_of(c) -> int:
 
 
 def words_of_a_thread(c) -> int:
-    """Words of K that a thread reads of `STAGED_KEYS` keys, and of V."""
+    """Words of K that a thread reads for `STAGED_KEYS` keys; it reads as many of V."""
     return STAGED_KEYS * words_of(c) // BLOCK
 
 
 @ti.func
 def exchange_of_key(row):
-    """What the word's number in a row of K is changed by: rows 0 to 3 of four lanes each are read at once."""
+    """The bits that permute the words of a row of K: four lanes each read rows 0 to 3 at once."""
     return ((row & 1) << 3) | (row >> 1 & 1)
 
 
 @ti.func
 def exchange_of_value(row):
-    """The same of V: of four rows two apart, half a warp reads four lanes' words each."""
+    """The same for V: half a warp reads four rows, two apart, with four lanes each."""
     return (row >> 1 & 1) | ((row >> 2 & 1) << 3)
 
 
 def make_fetch(slot_behind, in_one_page, c):
-    """fetch(at, blocks, thread, seen, ..., held, ...): start to read a thread's words of the keys from index `at` on.
+    """fetch(at, blocks, thread, seen, ..., held, ...): starts to read a thread's words of the keys from index `at`.
 
-    `blocks` are those of the two tiles, as of `look_up`; `held` are words of K, then as many of V. `in_one_page` says
-    that the keys of a tile follow each other in one.
+    `blocks` has the blocks of the two tiles, as `look_up` gives them; `held` has words of K, then as many of V.
+    `in_one_page` says that the keys of a tile follow each other in one page.
     """
     k_offset, v_offset, _ = make_slot_offsets(c)
     WORDS, COUNT = words_of(c), words_of_a_thread(c)
@@ -67,7 +67,7 @@ def make_fetch(slot_behind, in_one_page, c):
 
 
 def make_put(c):
-    """put(thread, held, keys, values): a thread's words into shared memory."""
+    """put(thread, held, keys, values): writes a thread's words to shared memory."""
     WORDS, COUNT = words_of(c), words_of_a_thread(c)
     ROWS = BLOCK // WORDS
 
@@ -82,7 +82,7 @@ def make_put(c):
 
 
 def make_take_keys(c):
-    """take_keys(first, lane, keys, kf): a lane's fragments of the 16 keys from row `first`, as `load_keys` has them."""
+    """take_keys(first, lane, keys, kf): a lane's fragments of the 16 keys from row `first`, as from `load_keys`."""
     WORDS, NK = words_of(c), c.width // KEYS
 
     @ti.func
@@ -100,7 +100,7 @@ def make_take_keys(c):
 
 
 def make_take_values(c):
-    """take_values(first, lane, values, vf): the same of V, as `load_values` has them."""
+    """take_values(first, lane, values, vf): the same for V, as from `load_values`."""
     WORDS, NV = words_of(c), c.width // KEYS
 
     @ti.func

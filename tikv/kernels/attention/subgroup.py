@@ -1,9 +1,9 @@
-"""Decode attention by a block of threads on Vulkan and Metal, and on CUDA where nothing faster fits.
+"""Decode attention by blocks of threads on Vulkan and Metal, and on CUDA if no faster kernel fits.
 
-A block takes `BLOCK` keys at a time. A group of neighbours, a subgroup or a warp, computes the score of one key after
-another: its threads read the key's words side by side, and q.k is a sum over the group. Then each thread owns a score,
-the groups agree on the highest, and each thread sums up columns of V. Where there are no such operations, a group is
-one thread.
+A block takes `BLOCK` keys at a time. A group of neighbouring threads, a subgroup or a warp, computes the score of one
+key after another: its threads read the key's words side by side, and q.k is a sum over the group. Then each thread owns
+a score, the groups agree on the maximum, and each thread sums columns of V. On a device without such operations, a
+group is one thread.
 """
 
 from typing import NamedTuple
@@ -36,8 +36,8 @@ from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group
 from tikv.runtime import ti
 
 MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
-NARROW = 32  # words of a key; where there are more, a thread reads two at a time
-# The code of a row of a task on CUDA, in quarters of what an element of a unit takes of it, and the most of 8 rows.
+NARROW = 32  # words of a key; if there are more, a thread reads two at a time
+# The size of the code for a row of a task on CUDA, in quarters of an element of a unit, and its limit for 8 rows.
 CODE = {
     "decoded": 4,
     "masked": 4,
@@ -57,29 +57,29 @@ class Shape(NamedTuple):
     units: int  # words of a row of K
     units_v: int
     rounds: int  # units of the result that a thread owns
-    sharers: int  # threads that own the same unit, each over keys of its own
+    sharers: int  # threads that own the same unit, each for its own keys
     max_groups: int  # of a block
-    keys: int  # of which a group reads K at a time
-    v_keys: int  # of which a thread reads V at a time
+    keys: int  # whose K a group reads at a time
+    v_keys: int  # whose V a thread reads at a time
     words: int  # of a key that a thread reads at a time
 
 
 def most_rows(unit, parts):
-    """Query rows of a task at most on CUDA, 8 or 4, for units of so many elements and the named parts of `CODE`.
+    """The maximum of query rows of a task on CUDA, 8 or 4, for units of so many elements and the named parts of `CODE`.
 
-    All rows of a task are unrolled. LLVM makes one function with a loop's body only up to some length, about 3,700
-    lines of PTX; a longer body it calls, as the native launcher cannot.
+    The code of all rows of a task is unrolled. LLVM inlines a loop's body only up to some length, about 3,700 lines of
+    PTX. It calls a longer body as a function, which the native launcher does not support.
     """
     return 8 if 4 * unit + sum(CODE[name] for name in parts) <= LONGEST else 4
 
 
 def shape_of(kind, c):
-    """The `Shape` for a kind of group."""
+    """The `Shape` for a kind of group of threads."""
     units, units_v = c.width // c.unit, c.width_v // c.of_values.unit
     sharers = 1
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
-    in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # what registers allow
+    in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # as registers allow
     return Shape(
         units=units,
         units_v=units_v,
@@ -95,9 +95,9 @@ def shape_of(kind, c):
 def make_attend_block(style, kind, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on Vulkan, Metal and CUDA.
 
-    On CUDA the extent of q is tasks * `BLOCK`. With terms, sink_logits, slopes and the words of a tree come before the
-    vectors, and their numbers last. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the other
-    choices as in `cpu.make_attend_cpu`.
+    On CUDA the extent of q is tasks * `BLOCK`. With terms, the arguments sink_logits, slopes and the words of a tree
+    come before the vectors, and their numbers last. `kind` is how neighbouring threads exchange numbers, as in
+    `lanes.make_group_operations`; the other choices are as in `cpu.make_attend_cpu`.
     """
     group_position = make_group_operations(kind).position
     attend_task = make_attend_task(style, kind, parts, c)
@@ -127,7 +127,7 @@ make_attend_block.fast_math = True
 
 
 def make_attend_block_in_order(style, kind, parts, c):
-    """`make_attend_block` whose sums no compiler puts in another order, for `Choices.invariant`."""
+    """`make_attend_block` for `Choices.invariant`: no compiler reorders its sums."""
     return make_attend_block(style, kind, parts, c)
 
 
@@ -145,10 +145,10 @@ def make_attend_task(style, kind, parts, c):
     @ti.func
     def attend_task(thread, position, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
-        queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # as rows, elements of a word, words
+        queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # in the order rows, elements of a word, words
         weights = ti.simt.block.SharedArray((R * BLOCK,), ti.f32)
         of_groups = ti.simt.block.SharedArray((R * shape.max_groups,), ti.f32)
-        k_rows = ti.simt.block.SharedArray((BLOCK * (2 if groups else 1),), ti.i32)  # and of groups those of scales
+        k_rows = ti.simt.block.SharedArray((BLOCK * (2 if groups else 1),), ti.i32)  # with groups, also of their scales
         v_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
         mine = position[G.offset] + position[G.rank]  # which of the block's keys this thread owns
         visible, task = decode_task(number, lens, strides, params)
@@ -158,7 +158,7 @@ def make_attend_task(style, kind, parts, c):
         ti.simt.block.sync()
         load_queries(thread, task, q, queries, strides, params)
         m = ti.Vector([ti.f32(MASKED)] * R)
-        l = ti.Vector([ti.f32(0.0)] * R)  # of the keys that this thread owns
+        l = ti.Vector([ti.f32(0.0)] * R)  # for the keys that this thread owns
         acc = ti.Vector([ti.f32(0.0)] * (R * shape.rounds * cv.unit))
         if ti.static(c.sink_logits):
             for g in ti.static(range(R)):
@@ -193,7 +193,7 @@ def make_attend_task(style, kind, parts, c):
 
 
 def make_load_queries(shape, c):
-    """load_queries(thread, task, q, queries, strides, params): the task's rows of q to shared memory."""
+    """load_queries(thread, task, q, queries, strides, params): copies the task's rows of q to shared memory."""
     query_row, load_q = make_query_row(c), make_load(c.query, 1, SIZE[c.query] * 8)
     R, D, U, units = c.rows, c.width, c.unit, shape.units
     rounds = -(-R * D // BLOCK)
@@ -215,7 +215,7 @@ def make_load_queries(shape, c):
 
 
 def make_load_unit(inner, c):
-    """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row, which lies cut as `inner` says."""
+    """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row, in pieces as `inner` says."""
     if c.groups:
         return make_load_unit_of_codes(c.cache, make_bits_to_f32(c.scale))
     load, word = make_load(c.cache, c.unit, c.bits), make_word_offset(*inner)
@@ -228,7 +228,7 @@ def make_load_unit(inner, c):
 
 
 def make_load_key(c):
-    """load_key(n, ...) -> of the key that a thread owns (slot, index, row of K, of V, of scales, scale of K, of V)."""
+    """load_key(n, ...) -> (slot, index, row of K, of V, of scales, scale of K, of V) for the key that a thread owns."""
     find_key, (k_offset, v_offset, scale_offset), cv = make_find_key(c), make_slot_offsets(c), c.of_values
     score_offset = make_score_offset(c)
     scale_value = make_bits_to_f32(c.scale or cv.scale) if c.scale or cv.scale else None
@@ -257,9 +257,9 @@ def make_load_key(c):
 
 
 def make_group_dots(shape, group_sum, c):
-    """group_dots(position, left, k, ...): the bits of q.k of this thread's key, row by row.
+    """group_dots(position, left, k, ...): the bits of q.k for this thread's key, row by row.
 
-    The threads of a group compute those of all their keys together, word by word.
+    The threads of a group compute the products of all their keys together, word by word.
     """
     load_unit = make_load_unit(c.k_inner, c)
     R, U, units, keys, words = c.rows, c.unit, shape.units, shape.keys, shape.words
@@ -293,7 +293,7 @@ def make_group_dots(shape, group_sum, c):
                             for n in ti.static(range(keys)):
                                 found[n * R + g] += x[n * U + e] * y
             for n in ti.static(range(keys)):
-                # Not `select`: Metal's evaluates but one side, and a sum only some of a group would take part in.
+                # No `select`: Metal evaluates only one side, so some threads of a group would not take part in the sum.
                 wanted = ti.select(rank == turn * keys + n, -1, 0)
                 for g in ti.static(range(R)):
                     bits[g] = bits[g] | (ti.bit_cast(group_sum(found[n * R + g]), ti.i32) & wanted)
@@ -303,7 +303,7 @@ def make_group_dots(shape, group_sum, c):
 
 
 def make_group_logits(shape, kind, c):
-    """group_logits(...): the logits of this thread's key, row by row; the highest of each group go to `of_groups`."""
+    """group_logits(...): the logits of this thread's key, row by row; the maxima of each group go to `of_groups`."""
     operations = make_group_operations(kind)
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
@@ -349,9 +349,9 @@ def make_group_logits(shape, kind, c):
 
 
 def make_to_weights(shape, c):
-    """to_weights(mine, ...): the weights of a thread's key to shared memory; sums and results fade to new maxima.
+    """to_weights(mine, ...): writes the weights of a thread's key to shared memory; rescales sums and results.
 
-    Where rows see different keys the weight of one that is not seen stays `MASKED`.
+    If rows see different keys, the weight of a key that a row does not see stays `MASKED`.
     """
     R, elements = c.rows, shape.rounds * c.unit
 
@@ -378,7 +378,7 @@ def make_to_weights(shape, c):
 
 
 def make_add_values(shape, c):
-    """add_values(sharer, column, left, v, ...): a thread's columns of V, weighted, to its results."""
+    """add_values(sharer, column, left, v, ...): adds a thread's weighted columns of V to its results."""
     load_unit = make_load_unit(c.v_inner, c)
     R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
 
@@ -401,7 +401,7 @@ def make_add_values(shape, c):
                     p = weights[g * BLOCK + (turn * v_keys + n) * sharers + sharer]
                     for e in ti.static(range(rounds * U)):
                         y = p * x[n * rounds * U + e]
-                        if ti.static(c.masked):  # what a query does not see may be NaN
+                        if ti.static(c.masked):  # a value that a query does not see may be NaN
                             y = ti.select(is_masked(p), ti.f32(0.0), y)
                         acc[g * rounds * U + e] += y
 
@@ -409,7 +409,7 @@ def make_add_values(shape, c):
 
 
 def make_add_sharers(shape, c):
-    """add_sharers(thread, column, memory, acc): the results of the threads that own the same columns, added up."""
+    """add_sharers(thread, column, memory, acc): adds up the results of the threads that own the same columns."""
     R, U = c.rows, c.unit
 
     @ti.func
@@ -432,7 +432,7 @@ def make_add_sharers(shape, c):
 
 
 def make_store_rows(style, shape, parts, c):
-    """store_rows(...): the task's rows of the result, divided by the sums of their weights, and log-sum-exps."""
+    """store_rows(...): stores the task's rows, divided by the sums of their weights, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     inverse_of_sum = make_inverse(c)
     store = make_store(c.out, 1, SIZE[c.out] * 8, style)

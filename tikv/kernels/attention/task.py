@@ -1,4 +1,4 @@
-"""What a task of attention computes, from its number: which sequence, KV head, query rows and split of the keys."""
+"""Decode the number of an attention task into its sequence, KV head, query rows and split of the keys."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ class Task(NamedTuple):
     sequence: int = 2
     head: int = 3  # first KV head
     kv_head: int = 4  # the same, counted over all sequences
-    begin: int = 5  # first of the split's keys, by their index over what is visible
-    end: int = 6  # behind the last
-    k_first: int = 7  # where the head's rows of K and of V begin, and its scales but for the first entry of each array
+    begin: int = 5  # index of the split's first key, counted over visible keys
+    end: int = 6  # the index after the last
+    k_first: int = 7  # addresses of the head's rows of K, of V, and of its scales without the arrays' first entries
     v_first: int = 8
     scale_first: int = 9
 
@@ -28,10 +28,10 @@ T = Task()
 def make_decode_task(style, keys_multiple, c):
     """decode_task(number, lens, strides, params) -> (the vector `VisibleRange` of its head, the vector `Task`).
 
-    Splits begin at multiples of `keys_multiple` keys; where KV heads have lengths of their own, the last splits of a
-    short one may have none. Where tokens are chosen, the keys are those that a query chose. On CPU a task has
-    `heads_per_task` KV heads, fewer for the last of a sequence, and one where they differ in length or have pages or
-    chosen tokens of their own. Under `invariant` keys are counted by position, see `make_fixed_share`.
+    Splits begin at multiples of `keys_multiple` keys. If each KV head has its own length, the last splits of a short
+    head may have no keys. If tokens are chosen, the keys are those that a query chose. On CPU a task has
+    `heads_per_task` KV heads, or fewer at the end of a sequence; it has one if each head has its own length, pages or
+    chosen tokens. Under `invariant` keys are counted by position, see `make_fixed_share`.
     """
     visible_range, fixed_share = make_visible_range(c), make_fixed_share(keys_multiple, c)
 
@@ -70,9 +70,9 @@ def make_decode_task(style, keys_multiple, c):
 def make_fixed_share(keys_multiple, c):
     """fixed_share(split, count, visible, params) -> (begin, end): the positions of a split, each `split_keys` long.
 
-    Which keys a query's partial results are of, and where the blocks of `keys_multiple` begin, follows from positions
-    alone. A sink logit is a part by itself, the first. Splits that nobody sees between the sinks and the first key
-    behind them are left out. Chosen tokens are counted as they are given.
+    Positions alone determine the keys of each partial result, and the beginnings of the blocks of `keys_multiple`. A
+    sink logit is a separate part, the first. Splits between the sinks and the first visible key after them are left
+    out. Chosen tokens are counted in the order in which they are given.
     """
 
     @ti.func

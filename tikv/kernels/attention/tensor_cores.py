@@ -1,15 +1,15 @@
-"""Attention by the tensor cores of CUDA, over halves or codes: S^T = K Q^T and O^T = V^T P^T, all in registers.
+"""Attention on the tensor cores of CUDA, over halves or codes: S^T = K Q^T and O^T = V^T P^T, all in registers.
 
-A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync.m16n8k16`: the order of a head's
-columns is free in both products, so each lane takes whole words. The scores come out transposed, which is nearly what
-the second product takes in: their exponentials are rounded to halves, and 8 x 8 of them at a time are turned by two
-shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
-merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
-(`staged`) or from the cache of their multiprocessor; and the columns of wide heads, where each adds its part of the
-logits. Which keys a tile has is in `tensor_tiles`; how K and V become fragments is in `tensor_halves`, and for what is
-kept as codes in `tensor_codes`; what becomes of infinities and NaNs that some rows see in `tensor_infinities`.
+A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync.m16n8k16`. Both products allow any
+order of a head's columns, so each lane takes whole words. The scores come out transposed, nearly in the form that the
+second product needs: their exponentials are rounded to halves, and two shuffles transpose 8 x 8 of them at a time. As
+in `cuda`, results are rescaled only when a maximum grows.
 
-`tensor_cores.ll` has the instructions that Taichi does not know.
+The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
+the rows, and read the same keys from shared memory (`staged`) or from the cache of their multiprocessor. For wide
+heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile.
+`tensor_halves` turns K and V into fragments, and `tensor_codes` does so for quantised formats. `tensor_infinities`
+handles infinities and NaNs that only some rows see. `tensor_cores.ll` has the instructions that Taichi does not know.
 """
 
 from typing import NamedTuple
@@ -51,20 +51,20 @@ from tikv.kernels.codec import SIZE, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
-ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
+ROW_BYTES = 16  # every row begins at a multiple of this: its words are read in pairs
 WIDTHS = range(64, 257, 32)  # of K and V
-WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # where one is wider than those: warps share out the columns
+WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # for wider heads, whose columns the warps divide
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
-KEY_DISTANCES = [16, 8, 4]  # of lanes that have other keys of the same rows
+KEY_DISTANCES = [16, 8, 4]  # between lanes that have different keys of the same rows
 
 
 class Tile(NamedTuple):
     """How the warps of a block share the work."""
 
-    row_tiles: int  # of `ROWS` query rows, that each warp computes
-    shared_out: str  # to the warps: "keys", "rows", or "columns" of the heads
-    resident: int  # blocks that a multiprocessor holds at once; what registers a thread may use follows
-    filling: int = 2  # of them, which keep the memory busy
+    row_tiles: int  # tiles of `ROWS` query rows that each warp computes
+    shared_out: str  # what the warps divide: "keys", "rows", or "columns" of the heads
+    resident: int  # blocks that a multiprocessor holds at once, which limits the registers of a thread
+    filling: int = 2  # blocks that are enough to keep the memory busy
 
     @property
     def rows(self) -> int:
@@ -73,10 +73,10 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> Tile:
-    """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as.
+    """The tile for a head width and a number of query rows of a KV head; `codes` says that K and V are quantised.
 
-    A `long` kernel, of queries that see different keys behind sinks, in pages or with a soft cap, has fewer rows of
-    wide heads, as has one of chosen keys: else LLVM makes two functions of it, which the native launcher does not take.
+    A kernel is `long` if queries see different keys and there are sinks, pages or a soft cap, or if keys are chosen. It
+    has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
     if codes:
         return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3)
@@ -90,21 +90,21 @@ def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> T
 
 
 def serves_widths(width: int, width_v: int) -> bool:
-    """Whether there is a tile for heads of these widths, of halves."""
+    """Whether there is a tile for these widths of heads in halves."""
     return (width in WIDTHS and width_v in WIDTHS) or (width in WIDE and width_v in WIDE_V)
 
 
 def share_of(x, c):
-    """The choices for what a warp takes of a head: all, or its share of the columns."""
+    """The choices for the columns of a head that a warp takes: all, or its share."""
     return c._replace(width=c.width // WARPS, width_v=c.width_v // WARPS) if x.shared_out == "columns" else c
 
 
 def make_attend_tensor(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
-    K and V in words of 64 bits, four of one of `HALVES`, and q of the same; or codes that `tensor_codes` knows;
-    rows in one piece that begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices as in
-    `cpu.make_attend_cpu`. Where tokens are chosen, arguments as in `parameters.make_attend_kernel`.
+    K and V are in words of 64 bits: four halves, of the same of `HALVES` as q, or codes that `tensor_codes` knows. Rows
+    are in one piece and begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices are as in
+    `cpu.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     CHOSEN = index_array(c.chosen)
@@ -134,9 +134,7 @@ def make_attend_tensor(tile, parts, c):
 
 make_attend_tensor.fast_math = True
 make_attend_tensor.resident = lambda tile, parts, c: tile.resident
-make_attend_tensor.pairs = (
-    True  # words of K and V that lie side by side may be read as one: see `launch.cuda.peepholes`
-)
+make_attend_tensor.pairs = True  # neighbouring words of K and V may be read as one: see `launch.cuda.peepholes`
 
 
 def make_attend_task(x, parts, c):
@@ -152,7 +150,7 @@ def make_attend_task(x, parts, c):
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
     restore = tensor_infinities.make_restore(x, parts, c) if c.masked else None
     G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
-    EARLY = max(c.width, c.width_v) <= 128  # where there are registers for it
+    EARLY = max(c.width, c.width_v) <= 128  # if there are registers for it
 
     @ti.func
     def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
@@ -167,10 +165,10 @@ def make_attend_task(x, parts, c):
         seen = limits(row, visible, task, params)
         qf = [ti.u32(0) for _ in range(f.queries)]
         f.load_queries(row, lane, column, task, q, qf, strides, params)
-        m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: what is masked weighs nothing from the start
+        m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: masked keys have weight 0 from the start
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(f.results)]
-        sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
+        sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, which divide the result
         notes = ti.simt.block.SharedArray((tensor_infinities.NOTES if c.masked else 1,), ti.i32)
         if ti.static(c.masked):
             tensor_infinities.begin_notes(thread, visible, task, notes)
@@ -197,7 +195,7 @@ def make_attend_task(x, parts, c):
                     find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
                     f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
             for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
-                # What is read next is always under way: V during the first product, the next keys during the second.
+                # The next load is always in flight: V during the first product, the next keys during the second.
                 if ti.static(not EARLY):
                     find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
                     f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
@@ -222,7 +220,7 @@ def make_attend_task(x, parts, c):
 
 
 def make_fragments(x, c):
-    """How K, V and the queries of these choices become what tensor cores multiply."""
+    """The functions that turn K, V and the queries of these choices into fragments for the tensor cores."""
     return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, in_tile(share_of(x, c)))
 
 
@@ -244,9 +242,9 @@ def is_staged(x, c) -> bool:
 
 
 def make_attend_ahead(x, f, c):
-    """attend_ahead(thread, row, ahead, seen, ...): the loop over the keys of a warp where a tile takes few registers.
+    """attend_ahead(thread, row, ahead, seen, ...): the loop over the keys of a warp if a tile takes few registers.
 
-    The next tile's K and V are read while this one's are used: as many bytes are under way as of wider tiles.
+    The next tile's K and V are read while this tile's are used, so as many bytes are in flight as with wider tiles.
     """
     look_up, tile_at = make_look_up(c), make_tile_at(c)
     find_keys, find_values = make_find_keys(c), make_find_values(c)
@@ -301,9 +299,9 @@ def make_attend_ahead(x, f, c):
 
 
 def make_attend_staged(x, f, c):
-    """attend_staged(thread, row, seen, ...): the loop over the keys where the block has them in shared memory.
+    """attend_staged(thread, row, seen, ...): the loop over the keys if the block has them in shared memory.
 
-    All warps go through the keys that some row of the block sees, and each computes those that its own see.
+    All warps go through the keys that some row of the block sees, and each computes those that its own rows see.
     """
     limits = make_limits(ROWS * x.row_tiles * WARPS, c)
     look_up, slot_behind, find_values = make_look_up(c), make_slot_behind(c), make_find_values(c)
@@ -326,9 +324,9 @@ def make_attend_staged(x, f, c):
         vf = [ti.u32(0) for _ in range(f.values)]
         v_slots = [0 for _ in range(4)]
         counts = [0 for _ in range(6)]
-        blocks = [0 for _ in range(2)]  # of the pool: of the tiles in shared memory
-        coming = [0 for _ in range(2)]  # of those that are being read
-        later = [0 for _ in range(2)]  # and of those behind: a block is looked up a round before its rows are read
+        blocks = [0 for _ in range(2)]  # the pool's blocks of the tiles in shared memory
+        coming = [0 for _ in range(2)]  # of the tiles that are being read
+        later = [0 for _ in range(2)]  # of the tiles after those: a block is looked up a round before its rows are read
         block_seen = limits(task[T.row], visible, task, params)
         at = block_seen[L.begin]
         for i in ti.static(range(2)):
@@ -362,11 +360,11 @@ def make_attend_staged(x, f, c):
 
 
 def make_attend_columns(x, f, c):
-    """attend_columns(thread, row, seen, ...): the loop over the keys where warps share out the columns.
+    """attend_columns(thread, row, seen, ...): the loop over the keys if the warps divide the columns.
 
-    Each multiplies its columns of the keys by those of the queries. All add up the four parts of the logits in the same
-    order, so that they have the same weights, and each weighs its columns of V. Parts of every other tile lie in the
-    same place, so that a warp that is ahead spoils none that another still reads.
+    Each warp multiplies its columns of the keys by those of the queries. All add up the four parts of the logits in the
+    same order, so they have the same weights, and each weights its columns of V. Parts of every second tile lie in the
+    same place, so a warp that is ahead overwrites no part that another warp still reads.
     """
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     share = share_of(x, c)
@@ -419,9 +417,9 @@ def make_attend_columns(x, f, c):
 
 
 def make_add_tile(x, f, c):
-    """add_tile(at, row, thread, whole, counts, p, vf, m, ...): a tile's logits and V into the results.
+    """add_tile(at, row, thread, whole, counts, p, vf, m, ...): adds a tile's V, weighted by its logits, to the results.
 
-    What is left out of it is noted: see `tensor_infinities`.
+    It notes the tile if it leaves values out: see `tensor_infinities`.
     """
     exp2 = instructions().exp2
     mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))
@@ -456,7 +454,7 @@ def make_add_tile(x, f, c):
 
 
 def make_mask(x, c):
-    """mask(at, row, lane, counts, p, ...): `MASKED` in the place of the logits of what a row does not see."""
+    """mask(at, row, lane, counts, p, ...): writes `MASKED` over the logits of keys that a row does not see."""
     query_bounds, in_bounds = make_query_bounds(), make_in_bounds(c)
 
     @ti.func
@@ -477,14 +475,14 @@ def make_mask(x, c):
 
 
 def make_rescale(x, c):
-    """rescale(p, m, l, acc, sums): sums and results fade to the new maxima of their rows."""
+    """rescale(p, m, l, acc, sums): rescales sums and results to the new maxima of their rows."""
     exp2 = instructions().exp2
     NV = c.width_v // KEYS
 
     @ti.func
     def rescale(p: ti.template(), m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template()):
         for r in ti.static(range(2 * x.row_tiles)):
-            i = ti.static(r // 2 * 4 + r % 2)  # of the row's first key; two further on is the other
+            i = ti.static(r // 2 * 4 + r % 2)  # the row's first key; the other one is at i + 2
             top = butterfly_max(ti.max(m[r], ti.max(p[i], p[ti.static(i + 2)])), KEY_DISTANCES)
             below, fade = m[r] - top, ti.f32(0.0)
             exp2(fade, below)
@@ -499,10 +497,10 @@ def make_rescale(x, c):
 
 
 def make_store_rows(x, f, parts, c):
-    """finish(...) where warps share out the rows or columns: each lane stores its columns of two rows a tile."""
+    """finish(...) if the warps divide the rows or columns: each lane stores its columns of two rows of a tile."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
-    in_pairs = not parts and c.out in HALVES  # float32 results, as of `extend`'s two parts, are stored as they are
+    in_pairs = not parts and c.out in HALVES  # float32 results, such as the two parts of `extend`, are stored directly
     pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
     own, COLUMNS = share_of(x, c), x.shared_out == "columns"
     NV = own.width_v // KEYS
@@ -518,7 +516,7 @@ def make_store_rows(x, f, parts, c):
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
             behind = params[P.queries] * c.group
             if ti.static(c.chosen > 0):
-                behind = task[T.row] + c.rows  # the next rows may be of a query with a choice of its own
+                behind = task[T.row] + c.rows  # the next rows may belong to a query with a different choice
             if at_row < behind:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
                 inverse = inverse_of(sums[i])
@@ -541,7 +539,7 @@ def make_store_rows(x, f, parts, c):
 
 
 def make_merge_warps(x, f, parts, c):
-    """finish(...) where warps share out the keys: their results in shared memory, then the task's rows."""
+    """finish(...) if the warps divide the keys: it merges their results in shared memory and stores the task's rows."""
     exp2 = instructions().exp2
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
@@ -562,7 +560,7 @@ def make_merge_warps(x, f, parts, c):
                     tops[(lane * 2 + e) * WARPS + warp] = m[ti.static(2 * g + e)]
             ti.simt.block.sync()
             for e in ti.static(range(2)):
-                r = (lane & 3) * 2 + e  # of this tile of rows
+                r = (lane & 3) * 2 + e  # in this tile of rows
                 top = m[ti.static(2 * g + e)]
                 for w in ti.static(range(WARPS)):
                     top = ti.max(top, tops[r * WARPS + w])

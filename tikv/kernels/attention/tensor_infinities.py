@@ -1,8 +1,8 @@
 """Infinities and NaNs of V that some query rows of a tile see and others do not.
 
-A tensor core multiplies the weights of all rows by the values of all keys, and 0 times an infinity is NaN. From a tile
-whose keys not every row sees they are left out, and the tile is noted. Once the results are stored, those of the rows
-that see them get them, by a plain loop over the tiles noted, which few tasks have.
+A tensor core multiplies the weights of all rows by the values of all keys, and 0 times an infinity is NaN. So if some
+row does not see every key of a tile, infinities and NaNs are left out and the tile is noted. After the results are
+stored, a plain loop over the noted tiles adds them to the rows that see them. Few tasks have such tiles.
 """
 
 from tikv.kernels.attention import tensor_codes, tensor_halves
@@ -18,8 +18,8 @@ from tikv.kernels.lanes import BLOCK
 from tikv.runtime import ti
 
 NONE = 1 << 30
-# In shared memory: of each warp the first key of the tiles that it noted and the one behind the last, and what it takes
-# to go over them again, so that no register keeps that meanwhile.
+# Shared memory holds, for each warp, the first key of its noted tiles and the key after the last. It also holds the
+# ranges and the task that a second pass needs, so no register keeps them meanwhile.
 VISIBLE = 2 * WARPS
 TASK = VISIBLE + len(V)
 NOTES = TASK + len(T)
@@ -27,8 +27,8 @@ NOTES = TASK + len(T)
 
 @ti.func
 def begin_notes(thread, visible, task, notes: ti.template()):
-    """Nothing is noted yet; all threads write the same."""
-    ti.simt.block.sync()  # of the task before, all is read
+    """Start without notes; all threads write the same values."""
+    ti.simt.block.sync()  # the notes of the task before were read
     for w in ti.static(range(WARPS)):
         notes[ti.static(2 * w)], notes[ti.static(2 * w + 1)] = NONE, 0
     for i in ti.static(range(len(V))):
@@ -40,15 +40,15 @@ def begin_notes(thread, visible, task, notes: ti.template()):
 
 @ti.func
 def note(at, warp, notes: ti.template()):
-    """Note the tile from key `at` on."""
+    """Note the tile that begins at key `at`."""
     ti.atomic_min(notes[2 * warp], at)
     ti.atomic_max(notes[2 * warp + 1], at + KEYS)
 
 
 def make_restore(x, parts, c):
-    """restore(thread, notes, arrays, ...): what was left out of tiles goes to the rows of the warp, or of the block.
+    """restore(thread, notes, arrays, ...): adds the values that tiles left out to the warp's, or the block's, rows.
 
-    All threads of a block call it, when the results are stored.
+    All threads of a block call it after the results are stored.
     """
     by_warp = x.shared_out == "rows"
     value_at = (tensor_halves if c.cache in HALVES else tensor_codes).make_value_at(c)
@@ -74,7 +74,7 @@ def make_restore(x, parts, c):
     @ti.func
     def restore(thread, notes: ti.template(), arrays: ti.template(), strides, params):
         out = ti.static(arrays[7])
-        ti.simt.block.sync()  # results were stored by other threads, and notes made by other warps
+        ti.simt.block.sync()  # other threads stored results, and other warps made notes
         begin, end = NONE, 0
         for w in ti.static(range(WARPS)):
             if ti.static(not by_warp) or thread // 32 == w:

@@ -1,4 +1,4 @@
-"""The keys of a tile of the tensor cores: where a task's tiles begin and end, and in which slots their keys lie."""
+"""The keys of a tile of the tensor cores: where a task's tiles begin and end, and the slots of their keys."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ from tikv.kernels.codec import WORD
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
-FAR = 1 << 30  # beyond every index of a key
+FAR = 1 << 30  # above every index of a key
 
 
 class Limits(NamedTuple):
-    """Entries of what `make_limits` returns: of the keys' indices, for the rows of a warp."""
+    """Entries of the vector that `make_limits` returns: indices of keys, for the rows of a warp."""
 
     begin: int = 0  # of the first tile; may lie before the task's first key
-    end: int = 1  # behind the last key that some row sees
-    low: int = 2  # every row sees the task's keys above it
-    high: int = 3  # up to this one
+    end: int = 1  # after the last key that some row sees
+    low: int = 2  # every row sees the task's keys above `low`
+    high: int = 3  # and up to `high`
 
 
 L = Limits()
@@ -33,7 +33,7 @@ def has_whole_tiles(c) -> bool:
 
 
 def make_limits(count, c):
-    """limits(row, visible, task, params) -> the vector `Limits` of `count` rows, of which `row` is the first."""
+    """limits(row, visible, task, params) -> the vector `Limits` for `count` rows from `row`."""
     query_bounds = make_query_bounds()
 
     @ti.func
@@ -59,7 +59,7 @@ def make_limits(count, c):
 
 
 def make_look_up(c):
-    """look_up(at, seen, ...) -> the block of the pool that the tile at an index lies in; -1 for none of the pool's."""
+    """look_up(at, seen, ...) -> the pool's block that holds the tile at an index; -1 if the pool has no such block."""
     unsigned = WORD[c.table_bits or 32]
 
     @ti.func
@@ -82,26 +82,26 @@ def make_look_up(c):
 
 @ti.func
 def position_of_tile(at, seen, visible):
-    """The position of a tile's first key; behind the last tile, of that one."""
+    """The position of a tile's first key; after the last tile, the position of the last tile's."""
     return ti.min(visible[V.first] + at, (visible[V.first] + seen[L.end] - 1) & ~(KEYS - 1))
 
 
 def counts_in_page(c) -> bool:
-    """Whether slots of a tile are counted from where its page begins.
+    """Whether the slots of a tile are counted from the beginning of its page.
 
-    That takes fewer instructions, which is what limits codes. Halves wait for memory, and for them the other order of
-    loads that came with it took 6 % longer on an H200.
+    That takes fewer instructions, which limit the speed with codes. With halves, memory limits the speed, and the order
+    of loads that results from it took 6 % longer on an H200.
     """
     return has_whole_tiles(c) and c.cache not in HALVES
 
 
 def in_tile(c):
-    """The choices for rows of a tile by its slots: those that are counted from their page follow each other."""
+    """The choices for addressing a tile's rows by slot: slots counted from their page follow each other."""
     return c._replace(place="linear") if counts_in_page(c) else c
 
 
 def make_tile_at(c):
-    """tile_at(block, task, strides) -> the task; where slots are counted from a page, its arrays begin there."""
+    """tile_at(block, task, strides) -> the task; if slots are counted from a page, its arrays begin at the page."""
 
     @ti.func
     def tile_at(block, task, strides):
@@ -117,10 +117,10 @@ def make_tile_at(c):
 
 
 def make_slot_behind(c):
-    """slot_behind(at, behind, block, ...) -> the slot of a key of a tile; -1 for one of no page.
+    """slot_behind(at, behind, block, ...) -> the slot of the key `behind` keys after `at`; -1 if its page is missing.
 
-    Keys behind the last are the last one, or others of its page. Where tokens are chosen the keys of a tile are those
-    that the task's query chose, and -1 also stands for one that it does not read: see `make_find_key`.
+    Keys after the last one repeat it, or are others of its page. If tokens are chosen, the keys of a tile are those
+    that the task's query chose, and -1 also means that the query does not read the key: see `make_find_key`.
     """
     locate, find_key = make_locate(c), make_find_key(c)
 
@@ -145,7 +145,7 @@ def make_slot_behind(c):
 
 
 def make_find_keys(c):
-    """find_keys(at, block, lane, seen, ..., slots, ...): the slots of the lane's two keys."""
+    """find_keys(at, block, lane, seen, ..., slots, ...): fills in the slots of the lane's two keys."""
     slot_behind = make_slot_behind(c)
 
     @ti.func
@@ -162,7 +162,7 @@ def make_find_keys(c):
 def make_find_values(c):
     """find_values(at, block, lane, seen, ..., slots, counts, ...) -> 1 if every row sees every key of the tile.
 
-    Fills in the slots of the lane's four rows of V, and which of its two keys and of these are the task's.
+    It fills in the slots of the lane's four rows of V, and which of its two keys and four rows belong to the task.
     """
     slot_behind = make_slot_behind(c)
 
@@ -176,7 +176,7 @@ def make_find_values(c):
         if ti.static(counts_in_page(c)):
             missing = ti.cast(block < 0, ti.i32)
         for i in ti.static(range(6)):
-            # Of K the keys 0 and 8 behind the lane's own, of V those that the second product pairs.
+            # For K the lane's own key and the one 8 after it; for V the rows that the second product pairs.
             behind = (lane >> 2) + ti.static(i * 8)
             if ti.static(i >= 2):
                 behind = (lane & 3) * 2 + ti.static((i - 2) % 2 + (i - 2) // 2 * 8)

@@ -1,7 +1,7 @@
-"""What counts in a softmax beside q.k: a sink logit of each query head, and ALiBi's slopes of the distance.
+"""The terms of a softmax beside q.k: a sink logit for each query head, and ALiBi's slopes of the distance.
 
-`terms` are the arrays of both, the words of a `tree`, and the vector `AttentionTerms`. A kernel reads the arrays that
-its choices name; where they name none it does not take them, and `terms` is empty.
+`terms` holds the arrays of both, the words of a `tree`, and the vector `AttentionTerms`. A kernel reads the arrays that
+its choices name. If they name no array, the kernel does not take these arguments, and `terms` is empty.
 """
 
 from tikv.kernels.attention.parameters import INFINITY, LOG2E, MASKED, MINUS_INFINITY, NAN, N
@@ -12,8 +12,8 @@ from tikv.runtime import ti
 def make_start_state(c):
     """start_state(h, r, split, terms) -> (maximum, sum) of a query row before its first key.
 
-    The maximum is in base 2. A sink logit weighs 1 there, NaN if it is that or infinity, and is counted by the first
-    split alone.
+    The maximum is in base 2. A sink logit then has weight 1, or NaN if it is NaN or infinity; only the first split
+    counts it.
     """
 
     @ti.func
@@ -33,7 +33,7 @@ def make_start_state(c):
 
 
 def make_slope_of(c):
-    """slope_of(b, h, r, terms): what a step from key to query takes off the logit of query row r."""
+    """slope_of(b, h, r, terms): how much each step from key to query lowers the logit of query row r."""
 
     @ti.func
     def slope_of(b, h, r, terms: ti.template()):
@@ -48,10 +48,10 @@ def make_slope_of(c):
 
 
 def make_origin(c):
-    """origin(t, terms) -> two numbers that `bias` has to know of query t beside its bounds.
+    """origin(t, terms) -> two numbers of query t that `bias` needs beside its bounds.
 
-    Two-sided: the tokens behind its own that it sees. Of keys that are sharded over ranks: its position, and how
-    many of others lie between two blocks of a rank.
+    If slopes are two-sided, the first is the number of tokens that it sees after its own. If keys are sharded over
+    ranks, they are its position, and the number of keys of other ranks between two blocks of a rank.
     """
 
     @ti.func
@@ -70,8 +70,8 @@ def make_origin(c):
 def make_bias(c):
     """bias(slope, index, high, sinks, last_sink, origin, others): slope * (key - query position), by `query_bounds`.
 
-    Two-sided: -slope * the distance, of keys that may be newer than the query. Of keys that are sharded over ranks an
-    index counts this rank's alone, and between two blocks of them lie those of the others.
+    Two-sided slopes give -slope * distance, and keys may be newer than the query. If keys are sharded over ranks, an
+    index counts only this rank's keys, and the other ranks' keys lie between two blocks of them.
     """
 
     @ti.func
@@ -82,7 +82,7 @@ def make_bias(c):
         if ti.static(c.two_sided):
             behind = -ti.abs(behind + origin)
         if ti.static(c.block > 0):
-            own = behind + last_sink  # which of this rank's keys it is: where the query stands is no matter
+            own = behind + last_sink  # the key's number among this rank's: the query's position cancels out
             behind = own + own // c.block * others - origin
         return slope * ti.cast(behind, ti.f32)
 

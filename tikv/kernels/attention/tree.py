@@ -1,7 +1,7 @@
-"""Which of the new tokens a query sees where they are a tree, or where a mask says it; and at which depth they stand.
+"""New tokens that form a tree, or that have a mask: which of them a query sees, and their depths.
 
 `make_tree` writes a row of words for each new token: its depth, and a bit for each new token that it sees. Attention
-then takes a key that is new for one further back, as far as their depths differ, or for one that nobody sees.
+then treats a new key as an older one, by the difference of their depths, or as a key that no query sees.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class TreeParams(NamedTuple):
     tokens: int = 0  # of a sequence
     words: int = 0  # of a token
     to: int = 0  # first word
-    source: int = 0  # first entry of what the caller gave, and its strides
+    source: int = 0  # first entry of the caller's array, and its strides
     source_sequence: int = 0
     source_token: int = 0
     source_key: int = 0
@@ -32,7 +32,7 @@ PARAMS = ti.types.vector(len(R), ti.i32)
 
 
 def make_tree(style, form):
-    """tree(source, words, params): `form` is "mask", a byte a key; "bits", 8 keys a byte; or the bits of parents."""
+    """tree(source, words, params): `form` is "mask" (a byte per key), "bits" (8 keys per byte), or parents' bits."""
     SOURCE = word_array(8) if form in ("mask", "bits") else index_array(form)
 
     @ti.func
@@ -46,8 +46,8 @@ def make_tree(style, form):
                         bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
                     depth += 1
                     found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
-                    # A parent that does not come before, which nobody could check, counts as no parent. Without signs:
-                    # Vulkan takes a negative number, widened to 64 bits, for one above 0.
+                    # A parent that does not precede its token counts as no parent; on the device, nobody could check.
+                    # Unsigned: Vulkan takes a negative number, widened to 64 bits, for a positive one.
                     p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
             words[at + 1 + w] = bits
             words[at] = ti.cast(depth, ti.u32)
@@ -91,7 +91,7 @@ def make_tree(style, form):
 
 
 def make_place_of(c):
-    """place_of(b, t, terms, params): how far new token t stands behind the prefix: t, or its depth in a tree."""
+    """place_of(b, t, terms, params): the distance of new token t from the prefix: t, or its depth in a tree."""
 
     @ti.func
     def place_of(b, t, terms: ti.template(), params):
@@ -107,10 +107,10 @@ def make_place_of(c):
 
 @ti.func
 def index_in_tree(index, tree: ti.template(), row, first, words, tokens, new, high, sinks, last_sink):
-    """The index that a key counts as, for the query whose words begin at `row`; no branch.
+    """The index by which a key counts for the query whose words begin at `row`, without a branch.
 
-    Keys from index `new` on are the new tokens, whose words begin at `first`. One that the query does not see counts as
-    one behind all; one that it sees stands no later than the query, for which `query_bounds` gave the rest.
+    Keys from index `new` are the new tokens, whose words begin at `first`. A key that the query does not see counts as
+    newer than all. A key that it sees is never later than the query; `query_bounds` gave the other arguments.
     """
     j = ti.min(ti.max(index - new, 0), tokens - 1)
     sees = (tree[row + 1 + (j >> 5)] >> ti.cast(j & 31, ti.u32)) & ti.u32(1)
@@ -118,11 +118,11 @@ def index_in_tree(index, tree: ti.template(), row, first, words, tokens, new, hi
     found = ti.select(last_sink + back < sinks, last_sink + back, high + back)
     found = ti.select(sees != ti.u32(0), found, MAX_TOKENS)
     found = ti.select(index >= new, found, index)
-    return ti.select(index > MAX_TOKENS, index, found)  # it is not there
+    return ti.select(index > MAX_TOKENS, index, found)  # the key does not exist
 
 
 def make_index_of(c):
-    """index_of(b, t, index, bounds, visible, terms, params): the index that a key counts as for query t."""
+    """index_of(b, t, index, bounds, visible, terms, params): the index by which a key counts for query t."""
 
     @ti.func
     def index_of(b, t, index, bounds, visible, terms: ti.template(), params):

@@ -1,4 +1,4 @@
-"""Which keys a query sees, counted by an index over what is visible: first the sinks, then the newest tokens."""
+"""The keys that a query sees, counted by an index over visible keys: first the sinks, then the newest tokens."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ from tikv.runtime import ti
 
 
 class VisibleRange(NamedTuple):
-    """Entries of what `make_visible_range` returns for a KV head of a sequence."""
+    """Entries of the vector that `make_visible_range` returns for a KV head of a sequence."""
 
     count: int = 0  # keys that some query sees
-    sinks: int = 1  # of which fixed
-    first: int = 2  # slot, or for a table position, of the first key behind the sinks
+    sinks: int = 1  # how many of them are sinks
+    first: int = 2  # slot, or for a table position, of the first visible key after the sinks
     recent: int = 3  # positions from that key to the end; negative without such a key
     end: int = 4  # length, at most MAX_TOKENS
-    length_high: int = 5  # the length over MAX_TOKENS and the rest, where tokens are chosen
+    length_high: int = 5  # the length divided by MAX_TOKENS, and the remainder, if tokens are chosen
     length_low: int = 6
 
 
@@ -24,7 +24,7 @@ V = VisibleRange()
 def make_visible_range(c):
     """visible_range(b, h, lens, strides, params) -> the vector `VisibleRange` of sequence b, for its KV head h.
 
-    Lengths are bounded here, whoever gave them.
+    It bounds all lengths, also those on the device, which nobody checked.
     """
 
     @ti.func
@@ -64,19 +64,19 @@ def make_visible_range(c):
 
 @ti.func
 def first_position(visible):
-    """The position of the first key behind the sinks that some query sees; the end where no query sees any."""
+    """The position of the first key after the sinks that some query sees; the end if no query sees such a key."""
     return visible[V.end] - ti.max(visible[V.recent], 0)
 
 
 def make_query_bounds():
-    """query_bounds(t, visible, params) -> what query t of a sequence sees, by the keys' indices, for `make_in_bounds`.
+    """query_bounds(t, visible, params) -> (low, high, sinks, last_sink): the keys that query t sees, by index.
 
-    (low, high, sinks, last_sink): behind the `sinks` above `low` up to `high`, and of the sinks up to `last_sink`.
+    Of the `sinks`, it sees those up to `last_sink`; of the keys after them, those above `low` and up to `high`.
     """
 
     @ti.func
     def query_bounds(t, visible, params):
-        # The query stands where the back-th newest key does.
+        # The query has the position of the back-th newest key.
         back = params[P.queries] + params[P.later] - t - params[P.ahead]
         high = visible[V.sinks] + visible[V.recent] - back
         return ti.Vector([high - params[P.window], high, visible[V.sinks], visible[V.end] - back])
@@ -85,7 +85,7 @@ def make_query_bounds():
 
 
 def make_rows_range(c):
-    """rows_range(row, visible, params) -> (begin, end): the keys that a task's rows from `row` on see, by index."""
+    """rows_range(row, visible, params) -> (begin, end): the keys that a task's rows from `row` see, by index."""
     query_bounds = make_query_bounds()
 
     @ti.func
@@ -102,9 +102,9 @@ def make_rows_range(c):
 
 
 def make_in_bounds(c):
-    """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0; no branch.
+    """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0, without a branch.
 
-    Where queries do not differ in what they see, that is every key which is there.
+    If all queries see the same keys, every key that exists is visible.
     """
 
     @ti.func
