@@ -1,4 +1,4 @@
-"""The copy: this one kernel does every contiguous, ragged, slot-mapped, paged, casting or quantising move of rows.
+"""The copy: one kernel does every contiguous, ragged, slot-mapped, paged, casting or quantising move of rows.
 
     for each sequence b, token t, head h:  dst[b, slot(t), h] = codec(src[b, slot'(t), h])
 
@@ -63,28 +63,28 @@ class EndLayout(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """K or V in a copy: units in a row (0 on CPU, which counts at run time), and how a unit is read and written."""
+    """K or V in a copy: units in a row (0 on CPU, which counts at run time), and the codec that moves a unit."""
 
     units: int
     codec: Codec
 
 
 def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bits, scale, joint, summaries=None):
-    """The copy for one set of compile-time choices. Not cached: on CPU its row functions belong to one Taichi program.
+    """The copy for one set of compile-time choices; not cached, since on CPU its functions belong to one program.
 
     Args:
         style: "cpu", "cuda" or "spirv": the shape of the loop.
-        serial: on CPU, run in the calling thread, which for a small copy is cheaper than waking others.
+        serial: on CPU, run in the calling thread; for a small copy that is cheaper than waking others.
         heads: rows per token.
         grouped: whether there is more than one sequence.
         streams: one `Stream` (K) or two (K and V).
         src, dst: the `EndLayout` of each end.
         lanes: threads that share a row; 1 on CPU.
         index_bits: 0 without an index array, else 32 or 64; for placement "pages", one for each of its four arrays.
-        scale: dtype code of the scales, or "" without: scales of int8 rows are computed and written, those of 8-bit
-            floats are read.
+        scale: dtype code of the scales, or "" without scales: scales of int8 rows are computed and written, those of
+            8-bit floats are read.
         joint: on CPU without index and scales, K and V go to one array, since each array of a launch takes time.
-        summaries: the `WrittenForm` of pages of keys that are summarised in the same launch; there are no scales then.
+        summaries: the `WrittenForm` of pages of keys that the same launch summarises; there are no scales then.
     """
     k, v = streams[0], streams[-1]
     KS, KD, VS, VD = (word_array(bits) for s in (k, v) for bits in (s.codec.src_bits, s.codec.dst_bits))
@@ -94,7 +94,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
     find_rows = make_find_rows(src, dst, k.codec.src in OF_CODE)
     if style == "cpu":
-        unused = plain or summaries is not None  # whether scales are unused: a launch then gives K's source instead
+        unused = plain or summaries is not None  # whether scales are unused: a launch then passes K's source instead
         uid = (
             zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale, unused)).encode())
             >> 1
@@ -123,7 +123,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
         @ti.func
         def copy_item_cpu(i, arrays: ti.template(), numbers: ti.template()):
-            """`copy_item`, its numbers in memory of the host's, where it changes one without a call of Taichi's."""
+            """`copy_item` with its numbers in host memory, where the host changes one without a call of Taichi."""
             params = ti.Vector([numbers[n] for n in range(placed)])
             strides = ti.Vector([numbers[placed + n] for n in range(strided)])
             copy_item(i, arrays, strides, params)
@@ -132,17 +132,17 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
         @ti.kernel
         def copy_cpu(ks: KS, kd: KD, vs: VS, vd: VD, numbers: PARAMS_ARRAY):
-            """As `copy_plain`."""
+            """Like `copy_plain`."""
             loop_cpu(ks, numbers, ((ks, kd, vs, vd, ks, ks, ks), numbers))
 
         @ti.kernel
         def copy_joint(ks: KS, d: KD, vs: VS, numbers: PARAMS_ARRAY):
-            """The same, K and V to one array."""
+            """The same, with one destination array for K and V."""
             loop_cpu(ks, numbers, ((ks, d, vs, d, ks, ks, ks), numbers))
 
         @ti.kernel
         def copy_full_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC, numbers: PARAMS_ARRAY):
-            """As `copy_full`."""
+            """Like `copy_full`."""
             loop_cpu(ks, numbers, ((ks, kd, vs, vd, index, k_scale, v_scale), numbers))
 
         if by_pages:
@@ -153,13 +153,13 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
     @ti.kernel
     def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, strides: STRIDES, params: PARAMS):
-        """K, its destination, V, its destination; with one stream V's arrays repeat K's."""
+        """Takes K, its destination, V, and its destination; with one stream, V's arrays repeat K's."""
         loop(ks, params, ((ks, kd, vs, vd, ks, ks, ks), strides, params))
 
     @ti.kernel
     def copy_full(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC,
                   strides: STRIDES, params: PARAMS):  # fmt: skip
-        """The same with an index array and scales; unused ones repeat another array."""
+        """Takes an index array and scales as well; unused arguments repeat another array."""
         loop(ks, params, ((ks, kd, vs, vd, index, k_scale, v_scale), strides, params))
 
     if by_pages:
@@ -168,10 +168,10 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
 
 def make_copy_summarized(style, serial, copy_item, summarize_written, form, types, index_bits, joint):
-    """The kernels of `make_copy` without scales; items that copy are followed by items that summarise pages of keys.
+    """The kernels of `make_copy` without scales; after the items that copy come items that summarise pages of keys.
 
-    On CPU words are elements, so that pages are read directly from K's source and destination. Elsewhere both are
-    passed again as arrays of elements. `to` has the summaries.
+    On CPU words are elements, so pages are read directly from K's source and destination. Elsewhere both are passed
+    again as arrays of elements. `to` receives the summaries.
     """
     KS, KD, VS, VD, IX = types
     NEW, STORED = element_array(form.source), element_array(form.code)
@@ -276,10 +276,10 @@ def make_decode_item(style, heads, grouped, lanes, two):
 
 
 def make_find_rows(src, dst, scales_at_src):
-    """find_rows(b, t, h, inside, index, strides, params) -> where head h of token t of sequence b lies at both ends.
+    """find_rows(b, t, h, inside, index, strides, params) -> the addresses of head h of token t at both ends.
 
-    (whether it is copied, slot and sequence at the source, slot at the destination, offset of its scale, strides
-    between heads of K's and V's destination and of the scales).
+    They are (whether the row is copied, slot and sequence at the source, slot at the destination, offset of its scale,
+    strides between heads of K's and V's destination and of the scales).
     """
     src_slot_of = make_slot_of(src.placement, src.page, P.src_position, P.src_limit, P.src_index)
     dst_slot_of = make_slot_of(dst.placement, dst.page, P.dst_position, P.dst_limit, P.dst_index)
@@ -313,7 +313,7 @@ def make_find_rows(src, dst, scales_at_src):
 
 
 def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
-    """CPU: move_token_rows(...): all heads of a token, of K or of V."""
+    """CPU: move_token_rows(...): moves all heads of K or of V for a token."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
     rows_k = make_token_rows(heads, k, src.k_inner, dst.k_inner, scale, types[0], uid)
@@ -340,7 +340,7 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
 
 
 def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
-    """CPU: token_rows(src, dst, scales, ok, ...): a token's rows, if it is copied; the rest as `make_rows` has it."""
+    """CPU: token_rows(src, dst, scales, ok, ...): moves a token's rows if `ok`; other arguments as in `make_rows`."""
     codec = stream.codec
     groups = codec.dst in GROUP_FORMATS or codec.src in GROUP_FORMATS
     if codec.dst in GROUP_FORMATS:
@@ -363,7 +363,7 @@ def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
 
 
 def make_move_groups(style, streams, src, dst, lanes, scale):
-    """GPU: `make_move_row` of codes of groups that become numbers, each unit by a lane."""
+    """GPU: `make_move_row` that dequantises a format with groups; a lane takes a unit."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
     move_k, move_v = (make_dequantise_unit(s.codec, style, scale) for s in (k, v))
@@ -390,7 +390,7 @@ def make_move_groups(style, streams, src, dst, lanes, scale):
 
 
 def make_move_turned(style, streams, src, dst, scale):
-    """GPU: `make_move_row` of codes of rotated rows that become numbers, of K or of V."""
+    """GPU: `make_move_row` that dequantises rotated rows of K or of V."""
     (stream,) = streams
     turn_back = make_turn_back(style, stream.codec, stream.units, scale)
     row_at, row_to = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
@@ -408,7 +408,7 @@ def make_move_turned(style, streams, src, dst, scale):
 
 
 def make_move_row(style, streams, src, dst, lanes, scale):
-    """GPU: move_row(...): a lane's part of a row, of K and of V."""
+    """GPU: move_row(...): moves a lane's part of a row of K and of V."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
     if k.codec.src in GROUP_FORMATS and k.codec.turn is not None:
@@ -430,8 +430,8 @@ def make_move_row(style, streams, src, dst, lanes, scale):
         ok, s, src_sequence, d, scale_offset, _, _, _ = rows
         k_at, v_at = scale_offset + params[P.k_scale], scale_offset + params[P.v_scale]
         k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
-        # A skipped row is read anyway, from slot 0, and one without a sequence from sequence 0: a load without a test
-        # starts sooner.
+        # A skipped row is read anyway, from slot 0, and a row without a sequence from sequence 0: a load without a
+        # test starts sooner.
         s = ti.select(ok, s, 0)
         k_tensor, v_tensor = ti.bit_cast(params[P.k_tensor], ti.f32), ti.bit_cast(params[P.v_tensor], ti.f32)
         k_held = read_k(ks, lane, k_src(src_sequence, s, h, strides))
@@ -446,7 +446,7 @@ def make_move_row(style, streams, src, dst, lanes, scale):
 
 
 def make_unit(style, codec, src_inner, dst_inner, scale):
-    """(magnitude, move_unit): the bits of the largest finite magnitude in a unit of a row, and its move."""
+    """(magnitude, move_unit): find the bits of the largest finite magnitude in a unit of a row; move the unit."""
     read, write, largest, _, _ = make_unit_parts(style, codec, src_inner, dst_inner, scale)
 
     @ti.func
@@ -461,12 +461,12 @@ def make_unit(style, codec, src_inner, dst_inner, scale):
 
 
 def has_scale(code, scale):
-    """Whether rows of this dtype have a scale here: 8-bit floats may have none."""
+    """Whether rows of this dtype have a scale here; 8-bit floats need not have one."""
     return code in OF_CODE and scale != ""
 
 
 def make_unit_parts(style, codec, src_inner, dst_inner, scale):
-    """(read, write, largest, numbers, type): a unit as a vector of numbers of that type, from and to words."""
+    """(read, write, largest, numbers, type): read and write a unit as a vector of `numbers` of this type."""
     raw = codec.src == "raw"
     dequantising, dividing = has_scale(codec.src, scale), codec.dst in FLOAT8 and scale != ""
     ratio = make_ratio(style)
@@ -506,9 +506,9 @@ def make_unit_parts(style, codec, src_inner, dst_inner, scale):
 
 
 def make_rows(heads, stream, src_inner, dst_inner, scale, types):
-    """A token's rows on CPU: rows(src, dst, scales, src_row, dst_row, scale_at, units, src_head, ..., number).
+    """CPU: rows(src, dst, scales, src_row, dst_row, scale_at, units, src_head, ..., number): moves a token's rows.
 
-    Before its number come the strides between heads, in src, dst and scales.
+    The strides between heads in src, dst and scales come before the number.
     """
     codec = stream.codec
     quantising = codec.finds_scale
@@ -522,9 +522,9 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types):
     scale_word = SCALE_WORD[scale]
     SRC, DST, SCALE = types
 
-    # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
-    # tells kernels apart that differ in nothing but the functions they call. LLVM does not know that `units` has no
-    # sign, hence not the number of heads: a known one of 8 is written out, four times as long to compile and no faster.
+    # A real function takes the arrays' pointers into registers, so LLVM can vectorise the loops. Its number tells
+    # kernels apart that differ only in the functions they call. LLVM does not know that `units` is not negative, hence
+    # not the number of heads: it would unroll 8 known heads, which takes four times as long to compile for no speed.
     @ti.real_func
     def rows(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
              src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
@@ -548,7 +548,7 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types):
 
 
 def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
-    """(read_row, write_row): a lane's units of a row shared by `lanes` threads of a GPU, read before one is written.
+    """(read_row, write_row): read all of a lane's units of a row, which `lanes` GPU threads share, then write them.
 
     read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector,
     scale of a tensor).

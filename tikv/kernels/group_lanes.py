@@ -1,8 +1,8 @@
-"""Rows as codes of groups on a GPU: a group is shared by a few neighbouring threads, which agree on its edges.
+"""Quantise rows in groups on a GPU: a few neighbouring threads share a group and agree on its edges.
 
-The bits are those of the rules in `kernels/groups.py`. A thread holds its numbers, finds their codes by a product with
-a reciprocal, and only where one of these may be another by the library's own quotient, or a number is a NaN or an
-infinity, by the rule itself.
+The bits are those of the rules in `kernels/groups.py`. A thread holds its numbers and finds their codes by a product
+with a reciprocal. It applies the rule itself only if the rule's quotient might give a different code, or if a number is
+a NaN or an infinity.
 """
 
 from tikv.formats import GROUP_FORMATS
@@ -30,32 +30,32 @@ from tikv.kernels.lanes import make_row_max
 from tikv.runtime import ti
 
 PART = 4  # numbers that follow one another in memory in every format
-ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves the nearest whole number in the low bits
+ROUNDING = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
 def lanes_of_group(name):
-    """Threads that share a group: each holds `HELD` numbers, if a unit has no more, which share what a group needs."""
+    """The number of threads that share a group: each holds `HELD` numbers, or a unit if that has more."""
     return GROUP_FORMATS[name].group // max(HELD, unit_of(name)[0])
 
 
 @ti.func
 def key_of(x):
-    """An integer that orders as the float does."""
+    """An integer with the order of the float."""
     i = ti.bit_cast(x, ti.u32)
     return i ^ (ti.bit_cast(ti.bit_cast(i, ti.i32) >> 31, ti.u32) | ti.u32(0x80000000))
 
 
 @ti.func
 def of_key(key):
-    """The float of a key."""
+    """The float that has a key."""
     i = ti.bit_cast(~key, ti.i32) >> 31
     return ti.bit_cast(key ^ (ti.bit_cast(i, ti.u32) | ti.u32(0x80000000)), ti.f32)
 
 
 def make_edges(name, style, held_numbers, column_of):
-    """edges(thread, member, held) -> (what `Rule.finish` takes, whether all numbers of the thread are finite).
+    """edges(thread, member, held) -> (the state for `Rule.finish`, whether all numbers of the thread are finite).
 
-    The threads of a group find them together; `column_of(member, i)` is the column of number `i` of a thread.
+    The threads of a group compute the state together; `column_of(member, i)` is the column of number `i` of a thread.
     """
     row = GROUP_FORMATS[name]
     affine, by_sign = row.rule == "affine", row.rule == "q4_0"
@@ -63,7 +63,7 @@ def make_edges(name, style, held_numbers, column_of):
 
     @ti.func
     def finite_range(held):
-        """The least and the largest finite number, and whether all are finite."""
+        """The least and the largest finite number, and whether all numbers are finite."""
         low, high, finite = ti.f32(LARGEST), ti.f32(-LARGEST), 1
         for i in ti.static(range(held_numbers)):
             known = magnitude(held[i]) < ti.u32(INFINITE)
@@ -79,7 +79,7 @@ def make_edges(name, style, held_numbers, column_of):
         if ti.static(affine):
             low, high = ti.f32(LARGEST), ti.f32(-LARGEST)
             if ti.static(style == "cuda"):
-                # The lesser and the larger of a number and a NaN are the number there, and `quick` gives a NaN code 0.
+                # There the minimum and maximum of a number and a NaN are the number, and `quick` gives a NaN code 0.
                 for i in ti.static(range(held_numbers)):
                     low, high = ti.min(low, held[i]), ti.max(high, held[i])
                 if ti.max(magnitude(low), magnitude(high)) >= ti.u32(INFINITE):
@@ -95,7 +95,7 @@ def make_edges(name, style, held_numbers, column_of):
                 finite = ti.select(known, finite, 0)
             largest = row_max(thread, largest)
             if ti.static(by_sign):
-                first = ti.u32(0)  # twice what columns follow it, and its sign
+                first = ti.u32(0)  # twice the count of columns after it, plus its sign
                 for i in ti.static(range(held_numbers)):
                     known = magnitude(held[i]) < ti.u32(INFINITE)
                     m = ti.select(known, magnitude(held[i]), ti.u32(0))
@@ -110,15 +110,15 @@ def make_edges(name, style, held_numbers, column_of):
 
 
 def make_quick(name, style):
-    """(prepare, quick) of a rule, where arithmetic is quick.
+    """(prepare, quick) for a rule, with fast arithmetic.
 
-    prepare(numbers, edges) -> (factor, whether codes may be found by it). quick(value, origin, factor, row) -> (the
-    code, a float from 0.5 on if it may be another one).
+    prepare(numbers, edges) -> (factor, whether it may give codes). quick(value, origin, factor, row) -> (the code, a
+    doubt of at least 0.5 if the rule might give a different code).
     """
     row, product = GROUP_FORMATS[name], make_product(style)
     last = float((1 << row.bits) - 1)
     float_code = make_float_code(name, style) if row.is_float else None
-    by_floor = style == "spirv"  # whose compilers may take the sum and the difference of one number for nothing
+    by_floor = style == "spirv"  # its compilers may cancel the sum and the difference of one number
 
     @ti.func
     def prepare(numbers, edges):
@@ -161,10 +161,11 @@ def make_quick(name, style):
 
 
 def make_settle(name):
-    """settle(value, origin, factor, inverse) -> the code of a number in doubt, of mlx's, where sums keep their order.
+    """settle(value, origin, factor, inverse) -> the code of a number in doubt, in mlx's formats, if sums keep order.
 
-    Its quotient is near the middle of two codes. What that middle, times the factor, leaves of the distance is exact,
-    of products of halves; it says on which side the quotient is, or that it is rounded to the middle, hence to even.
+    Its quotient is near the middle between two codes. The distance minus the middle times the factor is exact, since
+    it is computed from products of half the bits. Its sign says on which side the quotient lies; if it is small, the
+    quotient is rounded to the middle, and so to the even code.
     """
     last = float((1 << GROUP_FORMATS[name].bits) - 1)
 
@@ -176,7 +177,7 @@ def make_settle(name):
         high = upper_half(size)
         rest = (distance - middle * high) - middle * (size - high)
         power = ti.bit_cast(ti.bit_cast(middle, ti.u32) & ti.u32(INFINITE), ti.f32)
-        above = size * (power * ti.f32(2.0**-24))  # half of a unit of the last place of the middle
+        above = size * (power * ti.f32(2.0**-24))  # half a unit in the last place of the middle
         below = ti.select(low > ti.f32(0.0), above, above * ti.f32(0.5))
         whole = ti.cast(low, ti.i32)
         up = ti.select(rest > above, 1, ti.select(rest < -below, 0, whole & 1))
@@ -186,7 +187,7 @@ def make_settle(name):
 
 
 def make_pack(name, held_numbers):
-    """(pack, pack_any): put code `i` of those that a thread holds into its words; `i` known, or at run time."""
+    """(pack, pack_any): put code `i` of a thread into its words; `i` is a constant, or known at run time."""
     bits = GROUP_FORMATS[name].bits
     count = held_numbers * bits // 32
 
@@ -216,7 +217,7 @@ def make_pack(name, held_numbers):
 
 
 def place_of(block, group, rounds, unit, share, stride, columns, places):
-    """The `Place` of the numbers that threads hold, of as many groups as a block of a turned row has."""
+    """The `Place` of the numbers that threads hold, for the groups in a block of a rotated row."""
 
     def column(lane, i):
         place = places[i % unit]
@@ -227,9 +228,9 @@ def place_of(block, group, rounds, unit, share, stride, columns, places):
 
 
 def make_shared_groups(style, stream, scale):
-    """(read, write): the words of a thread's numbers, and their codes, as `make_shared_row` of `kernels.copy`.
+    """(read, write): read the words of a thread's numbers and write their codes, as `kernels.copy.make_shared_row`.
 
-    Threads of a row: `lanes_of_group` for each of its groups. All of a block call `write` together.
+    A row has `lanes_of_group` threads for each of its groups. All threads of a block call `write` together.
     """
     codec, groups = stream.codec, stream.units
     name, row, rule = codec.dst, GROUP_FORMATS[codec.dst], make_rule(codec.dst, style)
@@ -240,7 +241,7 @@ def make_shared_groups(style, stream, scale):
     per_word, held_words = PART // src_words, rounds * parts * src_words
     decode, encode = make_decode(codec.src, codec.src_bits), make_f32_to_bits(scale, style)
     word_type, scale_word = WORD[codec.src_bits], SCALE_WORD[scale]
-    # Of each part of a unit its first column, of each code of a unit its place in the parts.
+    # The first column of each part of a unit, and the place of each code in the parts.
     columns, stride, places = [PART * p for p in range(parts)], unit, list(range(unit))
     if row.rule == "q4_0":
         columns, stride = [16 * p for p in range(parts)], unit // 2
@@ -307,7 +308,7 @@ def make_shared_groups(style, stream, scale):
             packed = pack(packed, i, code)
         if doubt >= ti.f32(0.5) or finite * tame == 0:
             packed = ti.Vector.zero(ti.u32, rounds * words)
-            # A count that the compiler does not know: it would write the loop out.
+            # The compiler does not know this count, or it would unroll the loop.
             for n in range(held_numbers + ti.cast(ti.cast(dst_row, ti.u32) >> ti.u32(31), ti.i32)):
                 value = values[0]
                 for i in ti.static(range(1, held_numbers)):
@@ -330,9 +331,9 @@ def make_shared_groups(style, stream, scale):
 
 
 def make_turn_back(style, codec, units, scale):
-    """turn_back(a, b, scales, thread, lane, ok, ...): a thread's `HELD` columns of a row of codes, turned back.
+    """turn_back(a, b, scales, thread, lane, ok, ...): dequantises a thread's `HELD` columns and rotates them back.
 
-    All of a block call it together; threads of a row: `units`.
+    A row has `units` threads. All threads of a block call it together.
     """
     kind, column = GROUP_FORMATS[codec.src], make_column(codec.src)
     load_unit = make_load_unit(codec.src, make_bits_to_f32(scale), style)
@@ -367,5 +368,5 @@ def make_turn_back(style, codec, units, scale):
 
 
 def _column_of_halves(place):
-    """`make_column` of q4_0."""
+    """`make_column` for q4_0."""
     return (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16

@@ -1,9 +1,9 @@
-"""Rows as codes of groups on CPU, and back: loops over the numbers of a group that LLVM turns into vector instructions.
+"""Quantise rows in groups on CPU, and dequantise them: loops over the numbers of a group that LLVM vectorises.
 
-The bits are those of `kernels/groups.py`, whose rules find a group's scale. A loop has no branch and stores no word of
-which an iteration before has a part: what a NaN or an infinity becomes is chosen by the order of comparisons, and an
-iteration finds as many codes as fill words of the destination. Bytes are twice as fast as wider ones, which LLVM fills
-from numbers that lie far apart.
+The bits are those of `kernels/groups.py`, whose rules compute a group's scale. The loops have no branches: the order of
+comparisons decides what a NaN or an infinity becomes. An iteration computes as many codes as fill whole words of the
+destination, so no two iterations write to one word. Words of one byte are twice as fast as wider words, which LLVM
+fills from numbers that lie far apart.
 """
 
 from tikv.formats import GROUP_FORMATS
@@ -24,8 +24,8 @@ from tikv.kernels.groups import (
 from tikv.kernels.hadamard import add_pair, local_row, make_sign_of, steps_of, with_sign
 from tikv.runtime import ti
 
-BELOW_HALF = 0.49999997  # the float before 0.5: with it added, what is cut to a whole number was rounded half up
-# Of a float's bits as a signed integer: its type, those of infinity, all but the sign, and how far the sign is.
+BELOW_HALF = 0.49999997  # the float before 0.5: adding it and truncating rounds correctly, with halves up
+# For a float's bits as integers: the signed and unsigned type, infinity's bits, all bits but the sign, its shift.
 WORDS = {
     "f32": (ti.i32, ti.u32, 0x7F800000, 0x7FFFFFFF, 31),
     "f16": (ti.i16, ti.u16, 0x7C00, 0x7FFF, 15),
@@ -36,7 +36,7 @@ WORD_OF = {"f32": ti.u32, "f16": ti.u16, "bf16": ti.u16}
 
 @ti.func
 def above(x, low):
-    """The larger of two floats, the second where the first is a NaN."""
+    """The larger of two floats, or the second if the first is a NaN."""
     return ti.select(x > low, x, low)
 
 
@@ -47,7 +47,7 @@ def below(x, high):
 
 
 def make_code_of(name):
-    """code_of(value, origin, factor) -> the code of a number as an i32, by what `Rule.finish` found."""
+    """code_of(value, origin, factor) -> the code of a number as an i32, with the numbers from `Rule.finish`."""
     row = GROUP_FORMATS[name]
     last = float((1 << row.bits) - 1)
     float_code = make_float_code(name, "cpu") if row.is_float else None
@@ -59,7 +59,7 @@ def make_code_of(name):
             steps = below(above((value - origin) / factor, ti.f32(0.0)), ti.f32(last))
             found = round_half_even_by_addition(steps)
         elif ti.static(row.rule == "q8_0"):
-            scaled = value * factor  # a NaN also of an infinity where all is 0
+            scaled = value * factor  # also a NaN for an infinity if the factor is 0
             a = below(above(ti.abs(scaled), ti.f32(0.0)), ti.f32(127.0))
             whole = ti.cast(a + ti.f32(BELOW_HALF), ti.i32)
             found = ti.select(scaled < ti.f32(0.0), -whole, whole)
@@ -75,7 +75,7 @@ def make_code_of(name):
 
 
 def make_quantise_rows(heads, codec, scale, types):
-    """quantise_rows(...): a token's rows, as `rows` of `kernels.copy.make_rows` but that `units` counts groups.
+    """quantise_rows(...): quantises a token's rows, as `rows` of `kernels.copy.make_rows`, but `units` counts groups.
 
     Words of the source are elements.
     """
@@ -88,7 +88,7 @@ def make_quantise_rows(heads, codec, scale, types):
     divided = make_divided(name, "cpu")
     kind, unsigned, infinite, mask, sign_at = WORDS[source]
     size, bits, numbers, scale_word = row.group, row.bits, row.numbers, SCALE_WORD[scale]
-    # What an iteration finds and the words that it fills; of each word the codes that have a part in it.
+    # The codes of an iteration and the words that it fills; for each word, the codes that have bits in it.
     codes, filled = (word_bits // bits, 1) if word_bits % bits == 0 else (word_bits, bits)
     parts = [[e for e in range(codes) if word * word_bits - bits < e * bits < (word + 1) * word_bits]
              for word in range(filled)]  # fmt: skip
@@ -102,7 +102,7 @@ def make_quantise_rows(heads, codec, scale, types):
 
     @ti.func
     def turned_over(i):
-        """An integer that orders as the float of bits `i` does; again, and it is `i`."""
+        """An integer with the order of the float that has the bits `i`; a second call restores `i`."""
         return i ^ ti.cast(ti.cast(i >> kind(sign_at), unsigned) >> unsigned(1), kind)
 
     @ti.func
@@ -112,7 +112,7 @@ def make_quantise_rows(heads, codec, scale, types):
 
     @ti.func
     def word_at(a: ti.template(), row: ti.template(), first, begin, e):
-        """The bits of a number, of the source or of a row that was turned."""
+        """The bits of a number in the source, or in a rotated row."""
         found = WORD_OF[source](0)
         if ti.static(turned):
             found = ti.bit_cast(row[begin + e], ti.u32)
@@ -120,7 +120,7 @@ def make_quantise_rows(heads, codec, scale, types):
             found = a[first + begin + e]
         return found
 
-    # Loops stand in the real function itself: those of a function that is called there end the process.
+    # The loops are in the real function itself: loops in a function that it calls would crash the process.
     @ti.real_func
     def quantise_rows(a: SRC, b: DST, scales: SCALES, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
                       src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, tensor: ti.f32,
@@ -195,7 +195,7 @@ def make_quantise_rows(heads, codec, scale, types):
 
 
 def make_dequantise_rows(heads, codec, scale, types, uid):
-    """dequantise_rows(...): a token's rows of codes as numbers, otherwise as `make_quantise_rows`."""
+    """dequantise_rows(...): dequantises a token's rows, with the arguments of `make_quantise_rows`."""
     turned, row = codec.turn is not None, GROUP_FORMATS[codec.src]
     block = codec.turn[0] if turned else row.group
     dequantise_group = None if turned else make_dequantise_group(codec.src, codec.dst, scale)
@@ -219,7 +219,7 @@ def make_dequantise_rows(heads, codec, scale, types, uid):
 
 
 def make_dequantise_block(codec, scale, types):
-    """dequantise_block(a, b, scales, ...): a block of a row of codes as numbers, turned back; `first` is its column."""
+    """dequantise_block(a, b, scales, ...): dequantises a block of a row from column `first`, and rotates it back."""
     name, (block, seed) = codec.src, codec.turn
     row, column, value_of_code = GROUP_FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
     encode, decode_scale, word_type = make_f32_to_bits(codec.dst, "cpu"), make_bits_to_f32(scale), WORD[codec.dst_bits]
@@ -238,7 +238,7 @@ def make_dequantise_block(codec, scale, types):
                 bias = decode_scale(scales[group + 1])
             word, shift = src + (e * bits >> 5), e * bits & 31
             code = a[word] >> ti.cast(shift, ti.u32)
-            if ti.static(32 % bits != 0):  # of a code that lies in one word, that word again, shifted out
+            if ti.static(32 % bits != 0):  # for a code within one word, the second word is the same, and is shifted out
                 behind = a[word + ti.select(shift + bits > 32, 1, 0)]
                 code = code | ((behind << ti.u32(1)) << ti.cast(31 - shift, ti.u32))
             x = value_of_code(code & ti.u32(mask), step, bias, 0)

@@ -1,9 +1,9 @@
-"""Groups of numbers as integers of a few bits: how a group is encoded and decoded, for each rule of `tikv/formats.py`.
+"""Encode and decode groups of numbers as codes of a few bits, by each rule of `tikv/formats.py`.
 
-Each rule gives the bits of the library it is of, on every back end: quotients are the nearest float32
-(`exact.make_ratio`), a product is rounded before it is added to, and whatever else could be rounded in two ways is done
-in integers. A range is that of the finite numbers; a NaN gets the code of 0, or 0, and an infinity the last code on its
-side. Codes that are floats keep the sign of a 0, and those of 8 bits a NaN.
+Each rule gives the bits of the library that it comes from, on every back end. Quotients are the nearest float32
+(`exact.make_ratio`), products are rounded before a sum, and integers do everything else that could be rounded in two
+ways. A group's range covers its finite numbers. A NaN gets the code of 0, or code 0, and an infinity gets the last code
+on its side. Codes that are floats keep the sign of a 0, and those of 8 bits keep a NaN.
 """
 
 import functools
@@ -24,33 +24,34 @@ from tikv.runtime import ti
 
 LARGEST = 3.4028234663852886e38
 LEAST_SCALE = 1e-7  # of mlx
-SMALL_BITS = (127 - 100) << 23  # groups below 2**-100 count as 0 for GGUF's rules: their scale is 0 as a float16
+SMALL_BITS = (127 - 100) << 23  # GGUF's rules take groups below 2**-100 for 0, since their scale is 0 in float16
 INFINITE = 0x7F800000
-LARGE_BITS = (127 + 20) << 23  # of quotients from 2**20 on the fraction is not known without their rounding
+LARGE_BITS = (127 + 20) << 23  # the fraction of a quotient from 2**20 on is unknown without its rounding
 UNIT = 4  # codes that a thread of a GPU takes at a time in attention
 LARGEST_BITS = 0x7F7FFFFF
-# Of a float of 4 bits: half-way between two neighbours from 0 on; of two that are as near the even code is taken.
+# The middles between neighbouring 4-bit floats from 0 on; at a middle, the even code is taken.
 HALF_WAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-POWER = {"mxfp8": 8, "mxfp4": 2}  # of the largest power of two that an element has
-BEYOND_BITS = (127 + 20) << 23  # what is above 2**20 is beyond the largest number by any scale of 8 bits
-NOTHING = 2.0**30  # in place of a block's scale of 0
-SCALE, BIAS, FACTOR, ORIGIN = range(4)  # of a group's numbers: as stored, and by what codes are found
+POWER = {"mxfp8": 8, "mxfp4": 2}  # the exponent of the largest power of two in an element
+BEYOND_BITS = (127 + 20) << 23  # a number above 2**20 exceeds the largest code with any scale of 8 bits
+NOTHING = 2.0**30  # replaces a block's scale of 0
+SCALE, BIAS, FACTOR, ORIGIN = range(4)  # a group's numbers: the two that are stored, and the two that give codes
 
 
 class Rule(NamedTuple):
     """How the groups of a format are encoded.
 
-    What is known of a group is, for mlx's, its least and its largest finite number, the first above the second where
-    there is no nonzero number; for GGUF's the first of the largest magnitude, of which q8_0 needs no sign, and 0.
+    The state of a group in mlx's formats is its least and its largest finite number; the first exceeds the second if
+    all numbers are 0 or not finite. In GGUF's formats the state is the first number of the largest magnitude, whose
+    sign q8_0 does not need, and 0.
     """
 
-    finish: object  # finish(what is known of a group) -> its numbers
-    code: object  # code(value, numbers, row) -> the code of one of them
+    finish: object  # finish(state of a group) -> its numbers
+    code: object  # code(value, numbers, row) -> the code of a value
 
 
 @ti.func
 def round_to_even(x):
-    """The nearest whole number of a float that is not negative, ties to even; also of those above 2**31."""
+    """The integer nearest to a float that is not negative, ties to even; it also works above 2**31."""
     low = ti.floor(x)
     rest = x - low
     half = low * ti.f32(0.5)
@@ -68,13 +69,13 @@ def magnitude(x):
 
 @ti.func
 def signed(bits, negative):
-    """The float of a magnitude's bits and a sign."""
+    """The float with the bits of a magnitude, and a sign."""
     return ti.bit_cast(bits | ti.select(negative, ti.u32(0x80000000), ti.u32(0)), ti.f32)
 
 
 @functools.cache
 def make_whole_ratio(style):
-    """whole_ratio(x, y): the whole number nearest to the float32 nearest to x / y; x not negative, y normal above 0."""
+    """whole_ratio(x, y): the integer nearest to the float32 nearest to x / y, for x >= 0 and a normal y > 0."""
     ratio = make_ratio(style)
 
     @ti.func
@@ -94,7 +95,7 @@ def make_whole_ratio(style):
 
 
 def make_affine(bits, style):
-    """mlx: from the edge of larger magnitude in steps of which that is a whole number."""
+    """The rule of mlx: codes count steps from the edge of larger magnitude, which is a whole number of steps."""
     ratio, small_ratio, whole_ratio = make_ratio(style), make_small_ratio(style), make_whole_ratio(style)
     last = float((1 << bits) - 1)
 
@@ -131,7 +132,7 @@ def make_affine(bits, style):
 
 
 def make_gguf(bits, style):
-    """GGUF's blocks: q8_0 from the largest magnitude, half away from 0; q4_0 from that number and its sign."""
+    """GGUF's rules: q8_0 scales by the largest magnitude and rounds halves away from 0; q4_0 also uses its sign."""
     ratio, product = make_ratio(style), make_product(style)
 
     @ti.func
@@ -159,7 +160,7 @@ def make_gguf(bits, style):
         if ti.static(bits == 8):
             a = magnitude(scaled)
             whole = ti.cast(ti.floor(ti.bit_cast(a, ti.f32)), ti.i32)
-            # By its bits, so that what was rounded is not computed anew inside of a sum.
+            # By its bits, so that the compiler does not compute the rounded number again inside a sum.
             rest = ti.bit_cast(a, ti.f32) - ti.cast(whole, ti.f32)
             found = whole + ti.select(rest >= ti.f32(0.5), 1, 0)
             found = ti.min(found, 127)
@@ -179,7 +180,7 @@ def make_gguf(bits, style):
 
 @functools.cache
 def make_divided(name, style):
-    """divided(x, tensor): x by the scale of a whole tensor, of a format that has one; of another x itself."""
+    """divided(x, tensor): x divided by the scale of the whole tensor, or x itself if the format has no such scale."""
     has_scale, ratio = GROUP_FORMATS[name].has_tensor_scale, make_ratio(style)
 
     @ti.func
@@ -197,10 +198,10 @@ def make_divided(name, style):
 
 @functools.cache
 def make_float_code(name, style):
-    """float_code(value, factor): the float of 8 or 4 bits nearest to a number, by the factor that `finish` gave."""
+    """float_code(value, factor): the 8-bit or 4-bit float nearest to a number, with the factor from `finish`."""
     row = GROUP_FORMATS[name]
     to_float8 = make_f32_to_float8("e4m3", style)
-    by_scale = row.rule == "nvfp4"  # on a GPU compared with multiples of the scale, which are exact
+    by_scale = row.rule == "nvfp4"  # on a GPU, numbers are compared with multiples of the scale, which are exact
 
     @ti.func
     def float_code(value, factor):
@@ -213,7 +214,7 @@ def make_float_code(name, style):
             code = ti.select(a > INFINITE, ti.u32(FLOAT8["e4m3"].nan), code)
         else:
             unit = ti.f32(1.0)
-            if ti.static(by_scale and style == "cpu"):  # where a quotient is rounded right, and vectors divide
+            if ti.static(by_scale and style == "cpu"):  # a CPU rounds quotients correctly, and divides vectors
                 size = ti.bit_cast(ti.min(a, BEYOND_BITS), ti.f32) / factor
             elif ti.static(by_scale):
                 size, unit = ti.bit_cast(ti.min(a, BEYOND_BITS), ti.f32), factor
@@ -233,10 +234,10 @@ def make_float_code(name, style):
 
 
 def make_float(name, style):
-    """Codes that are floats: OCP's blocks with a power of two, NVIDIA's with a float of 8 bits for their scale.
+    """The rules whose codes are floats: OCP's blocks have a power of two as scale, NVIDIA's an 8-bit float.
 
-    A power is such that the largest magnitude is in the last octave of an element, above whose largest number it is
-    saturated. It is a normal float32, and blocks below 2**-100 count as 0, as those of GGUF's rules.
+    The power puts the largest magnitude in the last octave of an element; a magnitude above the largest element is
+    saturated. The power is a normal float32, and blocks below 2**-100 count as 0, as in GGUF's rules.
     """
     rule, float_code, ratio = GROUP_FORMATS[name].rule, make_float_code(name, style), make_ratio(style)
     to_float8 = make_f32_to_float8("e4m3", style)
@@ -272,13 +273,13 @@ def make_rule(name, style):
 
 
 def has_halves(name):
-    """Whether the codes of a byte are of columns 16 apart, as those of q4_0 are; of any dtype code."""
+    """Whether the codes in a byte belong to columns 16 apart, as in q4_0; `name` may be any dtype code."""
     return name in GROUP_FORMATS and GROUP_FORMATS[name].rule == "q4_0"
 
 
 @functools.cache
 def make_column(name):
-    """column(place): which column a code is of, by its place among the codes of a row or a group."""
+    """column(place): the column of a code, from its place among the codes of a row or a group."""
     halves = has_halves(name)
 
     @ti.func
@@ -331,18 +332,18 @@ def make_value_of_code(name, style):
 
 
 def unit_of(name):
-    """(codes, words): the fewest words that have whole codes."""
+    """(codes, words): the smallest number of words that hold whole codes."""
     bits = GROUP_FORMATS[name].bits
     return (32 // bits, 1) if 32 % bits == 0 else (32, bits)
 
 
 def offset_of(name):
-    """What is added to a code as `make_code` reads it, where a scale has no bias beside it."""
+    """The number to add to a code that `make_code` read, for a format with a scale but no bias."""
     return {"q8_0": -128.0, "q4_0": -8.0}.get(GROUP_FORMATS[name].rule, 0.0)
 
 
 def step_of_code(name, e):
-    """What `make_code` multiplies code e of a unit by: a power of two, which takes nothing of its precision."""
+    """The factor by which `make_code` multiplies code e of a unit: a power of two, so the product is exact."""
     bits = GROUP_FORMATS[name].bits
     shift = e * bits % 32
     if GROUP_FORMATS[name].is_float:
@@ -351,16 +352,16 @@ def step_of_code(name, e):
 
 
 def make_code_to_f32(row):
-    """The function from the bits of a code that is a float to its number."""
+    """The function that decodes a code that is a float."""
     return e4m3_to_f32 if row.bits == 8 else e2m1_to_f32
 
 
 @functools.cache
 def make_code(name):
-    """code(words, e) -> code e of a unit as a float, times `step_of_code`: integers, of which LLVM makes vectors.
+    """code(words, e) -> code e of a unit as a float, times `step_of_code`: integers, which LLVM vectorises.
 
-    What lies below the highest bits of a word is not shifted: a float times a power of two is as good. Signed codes are
-    read with 128 added.
+    Codes below the highest bits of a word are not shifted, since a float times a power of two serves as well. Signed
+    codes are read with 128 added.
     """
     row = GROUP_FORMATS[name]
     bits, flip = row.bits, 0x80808080 if row.rule == "q8_0" else 0
@@ -391,8 +392,8 @@ def make_code(name):
 def make_load_unit(name, scale_value, style="cpu"):
     """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row of codes, in the codes' order.
 
-    A unit is `UNIT` codes, what a GPU's thread takes at a time. `scale_value` turns an entry of `scales` into a float.
-    Products are rounded before a bias is added where `style` is the GPU's; attention leaves it to the compiler.
+    A unit has `UNIT` codes, which a GPU's thread takes at a time. `scale_value` turns an entry of `scales` into a
+    float. If `style` is a GPU's, products are rounded before a bias is added; attention leaves that to the compiler.
     """
     kind, value_of_code = GROUP_FORMATS[name], make_value_of_code(name, style)
     per_group, numbers, bits = kind.group // UNIT, kind.numbers, kind.bits
@@ -419,7 +420,7 @@ def make_load_unit(name, scale_value, style="cpu"):
 
 
 def make_dequantise_unit(codec, style, scale):
-    """dequantise_unit(a, b, scales, src_row, dst_row, scale_at, u, tensor): unit `u` of codes as numbers, on a GPU."""
+    """dequantise_unit(a, b, scales, src_row, dst_row, scale_at, u, tensor): dequantises unit `u` on a GPU."""
     load_unit, column = make_load_unit(codec.src, make_bits_to_f32(scale), style), make_column(codec.src)
     halves = has_halves(codec.src)
     store = make_store(codec.dst, 1 if halves else UNIT, codec.dst_bits, style)
@@ -442,7 +443,7 @@ def make_dequantise_unit(codec, style, scale):
 
 
 def make_dequantise_group(name, to, scale):
-    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group, tensor): the numbers of a group, on CPU."""
+    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group, tensor): dequantises a group on CPU."""
     row, column, value_of_code = GROUP_FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
     encode, decode_scale = make_f32_to_bits(to, "cpu"), make_bits_to_f32(scale)
     size, bits, numbers = row.group, row.bits, row.numbers

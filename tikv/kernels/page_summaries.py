@@ -1,7 +1,7 @@
-"""The least and the greatest number in each channel of the keys of a page.
+"""Summarise the keys of a page: the least and the greatest number in each channel.
 
-Numbers are compared as integers of the same order: -0 comes before 0, and the result does not depend on the order of
-rows. A NaN lies beyond the infinities, so that it appears in one of the two.
+Numbers are compared as integers of the same order, so -0 comes before 0, and the result does not depend on the order of
+rows. A NaN lies beyond the infinities, so it appears in one of the two.
 """
 
 import functools
@@ -14,10 +14,10 @@ from tikv.kernels.codec import SIZE, WORD, element_array, make_bits_to_f32, make
 from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
-# The bits of the largest number that is none, or of infinity; and of NaN.
+# The bits of infinity, or of the largest finite number if the dtype has no infinity; and of NaN.
 LARGEST = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80, "e4m3": 0x7E, "e5m2": 0x7C}
 NAN = {"f32": 0x7FC00000, "f16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F, "e5m2": 0x7E}
-SIGNED = {8: ti.i16, 16: ti.i16, 32: ti.i32}  # of 8 bits Taichi has no code that LLVM takes
+SIGNED = {8: ti.i16, 16: ti.i16, 32: ti.i32}  # for 8 bits, LLVM refuses Taichi's code
 
 
 class SummaryParams(NamedTuple):
@@ -26,8 +26,8 @@ class SummaryParams(NamedTuple):
     items: int = 0
     heads: int = 1
     pages: int = 1
-    page: int = 1  # tokens of one
-    length: int = 0  # of every sequence, where there is no array of lengths
+    page: int = 1  # tokens of a page
+    length: int = 0  # of every sequence, if there is no array of lengths
     capacity: int = 0
     lens_sequence: int = 0
     lens_first: int = 0
@@ -53,14 +53,14 @@ class Order(NamedTuple):
     """How numbers of a dtype are compared as integers."""
 
     key: object  # key(bits) -> the integer
-    kept: object  # kept(bits) -> the integer of which these are the lower bits
-    least_bits: object  # least_bits(low, high) -> the bits of the least of numbers between these, or of NaN
+    kept: object  # kept(bits) -> the integer that has these as its lower bits
+    least_bits: object  # least_bits(low, high) -> the bits of the least number, or of NaN
     greatest_bits: object
 
 
 @functools.cache
 def make_order(code, style):
-    """The order of a dtype: on CPU by integers as small as may be, of which a vector register holds the most."""
+    """The order of a dtype; on CPU by the smallest integers, since a vector register holds the most of them."""
     bits = SIZE[code] * 8
     number, word = SIGNED[bits] if style == "cpu" else ti.i32, WORD[bits]
     shift, mask, largest, nan = 32 - bits, (1 << (bits - 1)) - 1, LARGEST[code], NAN[code]
@@ -87,7 +87,7 @@ def make_order(code, style):
 
     @ti.func
     def bits_of(x, low, high):
-        # Two selects: `or` of comparisons is no vector instruction, and SPIR-V has it not.
+        # Two selects: an `or` of comparisons is not a vector instruction, and SPIR-V does not have it.
         found = ti.select(high > number(largest), word(nan), ti.cast(turned(x), word))
         return ti.select(low < number(~largest), word(nan), found)
 
@@ -103,7 +103,7 @@ def make_order(code, style):
 
 
 def make_key_of(source, code, style):
-    """key_of(bits): the key of a number of another dtype as it is stored."""
+    """key_of(bits): the key that a number of another dtype has after it is stored."""
     key = make_order(code, style).key
     decode, encode, word = make_bits_to_f32(source), make_f32_to_bits(code, style), WORD[SIZE[code] * 8]
 
@@ -117,8 +117,8 @@ def make_key_of(source, code, style):
 def make_summarize_rows(code, width):
     """CPU: summarize_rows(k, least, greatest, at, step, count, low_to, high_to, number): a page of at least one row.
 
-    Rows are read one after the other, and update the least and the greatest so far: these two rows stay in the first
-    cache, and LLVM vectorises the loops. They hold keys until the end.
+    Rows are read one after the other, and update the least and the greatest numbers so far. These two rows stay in the
+    first-level cache, and LLVM vectorises the loops. They hold keys until the end.
     """
     K = element_array(code)
     order = make_order(code, "cpu")
@@ -146,10 +146,10 @@ def make_summarize_rows(code, width):
 
 
 def make_summarize_written_rows(source, code, width):
-    """CPU: the same of all heads of a page whose last rows are new, and are read where they come from.
+    """CPU: the same for all heads of a page whose last rows are new, and are read from the copy's source.
 
     summarize_written_rows(new, k, to, new_at, new_step, fresh, at, step, old, low_to, high_to, heads, new_head, head,
-    to_head, number): `old` rows that were stored before, and `fresh` new ones.
+    to_head, number): `old` counts rows that were stored before, and `fresh` new rows.
     """
     NEW, K = element_array(source), element_array(code)
     order, key_of = make_order(code, "cpu"), make_key_of(source, code, "cpu")
@@ -185,9 +185,9 @@ def make_summarize_written_rows(source, code, width):
 
 
 def make_summarize_page(style, code, width, uid):
-    """summarize_page(arrays, at, step, count, low_to, high_to): a page of one head, of no rows 0 in both.
+    """summarize_page(arrays, at, step, count, low_to, high_to): a page of one head; without rows, 0 in both.
 
-    On CPU all channels; on a GPU the channel at which all three places already are.
+    On CPU it does all channels; on a GPU the channel to which all three addresses point.
     """
     order, word = make_order(code, style), WORD[SIZE[code] * 8]
     summarize_rows = make_summarize_rows(code, width) if style == "cpu" else None
@@ -218,7 +218,7 @@ def make_summarize_page(style, code, width, uid):
 
 
 def make_length_of(lens_bits, params_type):
-    """length_of(b, lens, params): the tokens of a sequence, bounded; `params_type` names the places of its numbers."""
+    """length_of(b, lens, params): the bounded number of tokens of a sequence; `params_type` names its parameters."""
     Q = params_type
 
     @ti.func
@@ -235,7 +235,8 @@ def make_length_of(lens_bits, params_type):
 def make_summarize_pages(style, serial, code, width, lens_bits):
     """summarize(k, lens, least, greatest, params): an item is a page of a head, on a GPU a channel of one.
 
-    `code` is the dtype of all but the lengths. Not cached: its real function belongs to one Taichi program.
+    `code` is the dtype of all arrays but the lengths. The function is not cached, since its real function belongs to
+    one Taichi program.
     """
     uid = zlib.crc32(repr(("summarize_pages", serial, code, width, lens_bits)).encode()) >> 1
     K, LENS = element_array(code), index_array(lens_bits)
@@ -285,10 +286,10 @@ LISTED = ti.types.vector(len(L), ti.i32)
 
 
 def make_summarize_listed(style, serial, code, width):
-    """summarize(k, listed, least, greatest, params): pages of a list, all heads of each.
+    """summarize(k, listed, least, greatest, params): summarises the pages of a list, for all heads.
 
-    Three numbers of each page: where its first row lies, how many rows it has, and where its summary goes, both counted
-    in rows of `width` elements.
+    The list has three numbers for each page: the place of its first row, its number of rows, and the place of its
+    summary. Places are counted in rows of `width` elements.
     """
     uid = zlib.crc32(repr(("summarize_listed", serial, code, width)).encode()) >> 1
     K, LIST = element_array(code), index_array(32)
@@ -314,9 +315,9 @@ def make_summarize_listed(style, serial, code, width):
 
 
 class WrittenForm(NamedTuple):
-    """What the summaries of a copy's rows are compiled for.
+    """The compile-time choices of the summaries of a copy's rows.
 
-    The dtypes of new rows and of stored ones, a row's width, and whether a page is summarised before it is full.
+    They are the dtypes of new and of stored rows, a row's width, and whether pages that are not full are summarised.
     """
 
     source: str
@@ -329,9 +330,9 @@ class WrittenParams(NamedTuple):
     """Numbers of the summaries of a copy's rows; strides and first entries in elements."""
 
     all_items: int = 0  # of the launch
-    copied_items: int = 0  # of those, the ones that copy
+    copied_items: int = 0  # of them, those that copy
     summary_heads: int = 1
-    page: int = 1  # tokens of one
+    page: int = 1  # tokens of a page
     row_step: int = 1  # rows of the copy from a token to the next of the same sequence and head
     new_sequence: int = 0
     new_token: int = 0
@@ -354,10 +355,10 @@ WRITTEN = ti.types.vector(len(W), ti.i32)
 
 
 def make_summarize_written(style, form, dst, uid):
-    """summarize_written(i, arrays, index, params, written): the page in which a row of a copy is the last.
+    """summarize_written(i, arrays, index, params, written): summarises a page if the copy's row is its last.
 
-    It is of `page` slots, the first of which is a multiple of that. Rows that were stored before are read from where
-    they lie, rows that this launch writes from where they come, so that nobody waits for a write.
+    A page has `page` slots and begins at a multiple of `page`. Rows that were stored before are read from the cache,
+    and rows that this launch writes are read from the copy's source, so no thread waits for a write.
 
     Args:
         style: "cpu", "cuda" or "spirv".

@@ -1,9 +1,10 @@
-"""Rows rotated in place by an angle of their own: keys that move to another position. One launch.
+"""Rotate rows in place, each by its own angle: keys that move to another position. It takes one launch.
 
-Arithmetic is float32, as `kernels.write_qkv` rotates: each product is rounded, then their sum, and the sum once more to
-the stored dtype. An int8 row is dequantised, rotated, and quantised with a new scale. On CPU an iteration is a row; on
-a GPU `lanes` threads share one. Cosines and sines are as many bytes as a row of float16 has, so that where heads have
-the same positions a thread reads them once for its part of the rows of several, all of which it reads before it writes.
+As in `kernels.write_qkv`, arithmetic is float32: each product is rounded, then their sum, and the sum once more to the
+stored dtype. An int8 row is dequantised, rotated, and quantised with a new scale. On CPU an iteration is a row; on a
+GPU `lanes` threads share one. The cosines and sines of a row take as many bytes as a row of float16. So if heads have
+the same positions, a thread reads them once for its part of several heads' rows, and reads all these rows before it
+writes.
 """
 
 from typing import NamedTuple
@@ -35,12 +36,12 @@ class RotateParams(NamedTuple):
 
     iterations: int = 0
     rows: int = 0  # of a head
-    rows_inverse: int = 0  # this and the next: `address.inverse_of` them
+    rows_inverse: int = 0  # this and the next: `address.inverse_of` the rows
     rows_shift: int = 0
     heads: int = 1
     heads_inverse: int = 0
     heads_shift: int = 0
-    count: int = 0  # rows of all heads, those that a thread turns together counting once
+    count: int = 0  # rows of all heads; rows that a thread rotates together count once
     angle_first: int = 0
     angle_sequence: int = 0
     angle_head: int = 0
@@ -58,7 +59,7 @@ PARAMS = ti.types.vector(len(R), ti.i32)
 
 @ti.func
 def largest(values, count: ti.template()):
-    """The bits of the largest magnitude of these values that is finite."""
+    """The bits of the largest finite magnitude of these values."""
     m = ti.u32(0)
     for e in ti.static(range(count)):
         m = ti.max(m, finite_magnitude_bits(values[e]))
@@ -66,9 +67,9 @@ def largest(values, count: ti.template()):
 
 
 def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
-    """rotate(x, angles, cos, sin, scales, strides, params): a row by the row of the tables that `angles` names.
+    """rotate(x, angles, cos, sin, scales, strides, params): rotates each row by the row of the tables in `angles`.
 
-    None, where it names one below 0, which stays as it is.
+    A row whose entry of `angles` is negative stays unchanged.
 
     Args:
         style: "cpu", "cuda" or "spirv".
@@ -77,13 +78,13 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
         transform: `kernels.write_qkv.NormRopeChoices`; int8 has an epsilon, so that values are multiplied by the scale.
         width: elements of a row.
         lanes: threads that share a row; 1 on CPU.
-        together: neighbouring heads with the same angles, also of several sequences, whose rows of a position a thread
-            turns; 1 on CPU, and for int8 rows that are not rotated whole or have more pairs of units than lanes.
+        together: neighbouring heads with the same angles, also of several sequences, whose rows at a position a thread
+            rotates; 1 on CPU, and for int8 rows that are only partly rotated or have more pairs of units than lanes.
         scale: dtype code of int8 scales, or "".
     """
     elements, words = codec.elements, codec.src_words
     pairs, rotated, units = transform.rope_dim // 2 // elements, transform.rope_dim // elements, width // elements
-    rest_units = units - rotated if scale else 0  # the others stay as they are
+    rest_units = units - rotated if scale else 0  # without scales, the units that are not rotated stay unchanged
     pair, rest = make_rotation(style, codec, transform)
     store = make_store(codec.dst, elements, codec.dst_bits, style)
     row_max = make_row_max(style, lanes)
@@ -114,9 +115,9 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
                 + s * params[R.scale_row]
             )
             held = ti.u32(0)
-            if angle >= 0 and lane == 0:  # which alone reads the scale, since it alone writes it
+            if angle >= 0 and lane == 0:  # only this lane reads the scale, since only it writes the scale
                 held = ti.cast(scales[at], ti.u32)
-            norm = scale_value(row_max(i, held))  # a scale is not negative, so that its bits are in order
+            norm = scale_value(row_max(i, held))  # a scale is not negative, so its bits have its order
             m = ti.u32(0)
             if angle >= 0:
                 for n in range((pairs - lane + lanes - 1) // lanes):
@@ -140,7 +141,7 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
     if together > 1:
         body = make_body_together(style, codec, transform, lanes, together, scale)
     loop = make_loop(style, serial, body, R.iterations)
-    TABLE = word_array(64) if together > 1 and elements % 2 == 0 else FLOATS  # two numbers a word
+    TABLE = word_array(64) if together > 1 and elements % 2 == 0 else FLOATS  # a word has two numbers
 
     @ti.kernel
     def rotate(x: X, angles: ANGLES, cos: TABLE, sin: TABLE, scales: SC, strides: STRIDES, params: PARAMS):
@@ -150,9 +151,9 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
 
 
 def make_body_together(style, codec, transform, lanes, together, scale):
-    """The body of `make_rotate` on a GPU, where a thread turns its part of the rows of several heads.
+    """The body of `make_rotate` on a GPU if a thread rotates its part of the rows of several heads.
 
-    int8 rows, of which a thread has one pair of units at most, are read once: their new values wait for the new scale.
+    A thread has at most one pair of units of an int8 row, and reads it once: the new values wait for the new scale.
     """
     elements, words = codec.elements, codec.src_words
     interleaved = transform.pairs == "interleaved"
@@ -171,7 +172,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
 
     @ti.func
     def rounds(lane):
-        """How many pairs of units a lane has."""
+        """The number of pairs of units that a lane has."""
         found = pairs // lanes
         if ti.static(pairs % lanes > 0):
             found = (pairs - lane + lanes - 1) // lanes
@@ -179,7 +180,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
 
     @ti.func
     def places(b, h, s, first, sequence, head, token, params):
-        """Where the rows of a position lie, of neighbouring heads from head h of sequence b on."""
+        """The addresses of the rows at a position for neighbouring heads, from head h of sequence b."""
         at = ti.Vector([0 for _ in range(together)])
         sequence_of, head_of = b, h
         for g in ti.static(range(together)):
@@ -191,7 +192,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
 
     @ti.func
     def read(x: ti.template(), at, p):
-        """A pair of units of each row."""
+        """Read a pair of units of each row."""
         held = ti.Vector([word(0) for _ in range(held_words)])
         for g in ti.static(range(together)):
             for w in ti.static(range(words)):
@@ -258,9 +259,9 @@ def make_body_together(style, codec, transform, lanes, together, scale):
                 c, s_ = read_angles(cos, cos_row + lane * elements), read_angles(sin, sin_row + lane * elements)
             for g in ti.static(range(together)):
                 before = ti.u32(0)
-                if angle >= 0 and lane == 0:  # which alone reads the scale, since it alone writes it
+                if angle >= 0 and lane == 0:  # only this lane reads the scale, since only it writes the scale
                     before = ti.cast(scales[of_scales[g]], ti.u32)
-                norm = scale_value(row_max(i, before))  # a scale is not negative, so that its bits are in order
+                norm = scale_value(row_max(i, before))  # a scale is not negative, so its bits have its order
                 both = values(held, g)
                 for e in ti.static(range(2 * elements)):
                     both[e] = in_order(both[e] * norm, at[g])

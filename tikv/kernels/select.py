@@ -1,8 +1,9 @@
-"""The highest scores of a row, found without sorting: first the lowest of them, bit by bit, then where they stand.
+"""Select the k highest scores of a row without sorting: first find the k-th highest, bit by bit, then the entries.
 
-A score counts by an unsigned key that orders as the scores do. The k-th highest key is the largest that k keys reach:
-its bits are found from the highest on, each by counting. Then what lies above it is written in the order of the row,
-and of what equals it as much as is left, the oldest first. On CPU a thread has a row, elsewhere a block of threads.
+Each score has an unsigned key with the order of the scores. The k-th highest key is the largest number that at least k
+keys reach; counting finds its bits, from the highest down. Then the entries above it are written in the order of the
+row, together with as many entries equal to it as are left, the oldest first. A row takes one thread on CPU, and a block
+of threads elsewhere.
 """
 
 import zlib
@@ -24,11 +25,11 @@ class SelectParams(NamedTuple):
     heads: int = 1
     queries: int = 1
     entries: int = 0  # scores of a row
-    k: int = 1  # of which so many are chosen
+    k: int = 1  # scores that are chosen
     page: int = 1  # tokens of an entry
     sinks: int = 0
     recent: int = 0
-    valid: int = 0  # tokens of every row, where there is no array of them
+    valid: int = 0  # tokens of every row, if there is no array of them
     score_sequence: int = 0
     score_head: int = 0
     score_query: int = 0
@@ -46,7 +47,7 @@ OUT = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 @ti.func
 def key_of(score, entry, valid, page, sinks, recent):
-    """The key of an entry: 0 where it is not to be chosen; zeros of both signs have one."""
+    """The key of an entry, or 0 if it must not be chosen; zeros of both signs have the same key."""
     bits = ti.bit_cast(score, ti.u32)
     magnitude = bits & ti.u32(0x7FFFFFFF)
     key = ti.select(bits == magnitude, bits | ti.u32(0x80000000), ~bits)
@@ -61,7 +62,7 @@ def key_of(score, entry, valid, page, sinks, recent):
 
 
 def make_row_of(valid_bits):
-    """row_of(row, valid, params) -> (where its scores begin, its tokens): at most those that it has scores for."""
+    """row_of(row, valid, params) -> (the address of its scores, its tokens, at most as many as have scores)."""
 
     @ti.func
     def row_of(row, valid: ti.template(), params):
@@ -79,10 +80,10 @@ def make_row_of(valid_bits):
 
 
 def make_select(style, serial, valid_bits):
-    """select(scores, valid, out, params): out has k * page tokens of each row in their order, and -1 behind them.
+    """select(scores, valid, out, params): out gets at most k * page tokens of each row in order, followed by -1.
 
-    Not cached: its real functions belong to one Taichi program. On CPU the extent of scores is the rows, and
-    `LEAST_ITERATIONS` for each where it is not `serial`; on CUDA `BLOCK` for each.
+    The function is not cached, since its real functions belong to one Taichi program. The extent of scores is the
+    number of rows; on CPU times `LEAST_ITERATIONS` unless it is `serial`, and on CUDA times `BLOCK`.
     """
     VALID = index_array(valid_bits)
     if style == "cpu":
@@ -105,7 +106,7 @@ def make_select(style, serial, valid_bits):
 
 
 def make_select_row(row_of):
-    """select_row(thread, row, scores, valid, out, params): a thread's share of a row, which all of a block call."""
+    """select_row(thread, row, scores, valid, out, params): a thread's share of a row; all of a block call it."""
 
     @ti.func
     def select_row(thread, row, scores: ti.template(), valid: ti.template(), out: ti.template(), params):
@@ -131,7 +132,7 @@ def make_select_row(row_of):
                     above[thread] = count
                 ti.simt.block.sync()
             lowest = ti.select(above[0] >= k, wanted, lowest)
-        # Each thread has neighbouring entries, so that what it writes follows what the threads before it write.
+        # Each thread has neighbouring entries, so its output follows the output of the threads before it.
         each = (entries + BLOCK - 1) // BLOCK
         begin, end = thread * each, ti.min((thread + 1) * each, entries)
         more, same = 0, 0
@@ -147,7 +148,7 @@ def make_select_row(row_of):
             all_above += above[j]
             above_before += ti.select(j < thread, above[j], 0)
             equal_before += ti.select(j < thread, equal[j], 0)
-        room = ti.select(lowest == ti.u32(0), 0, k - all_above)  # of those that equal the lowest
+        room = ti.select(lowest == ti.u32(0), 0, k - all_above)  # for entries that equal the lowest
         to = params[P.out_first] + row * k * page
         place = above_before + ti.min(equal_before, room)
         for entry in range(begin, end):
@@ -174,7 +175,7 @@ def make_select_row(row_of):
 
 
 def make_select_cpu(serial, valid_bits, VALID):
-    """`make_select` on CPU, whose loops over entries are real functions, for LLVM to vectorise them."""
+    """`make_select` on CPU; its loops over entries are real functions, so LLVM vectorises them."""
     uid = zlib.crc32(repr(("select", serial, valid_bits)).encode()) >> 1
     row_of, every = make_row_of(valid_bits), 1 if serial else LEAST_ITERATIONS
 

@@ -2,10 +2,10 @@
 
     for each token t, head h:  dst[slot(t), h] = codec(rotate(normalise(src[t, h]), position(t)))
 
-One top-level loop, one task, one launch. On CPU an iteration is the heads of Q, K or V of a token; on a GPU it is a
-lane of a row, and all lanes of a block meet wherever a row's lanes agree on a number. Rows that are not rotated are
-the copy's own rows. Arithmetic is float32; the order of a norm's sum depends on nothing but the head width,
-so that every use of this kernel gives the same bits on every back end.
+It has one top-level loop, so one task and one launch. On CPU an iteration is the heads of Q, K or V of a token; on a
+GPU it is a lane of a row, and all lanes of a block synchronise wherever a row's lanes agree on a number. Rows that are
+not rotated use the code of the copy. Arithmetic is float32. The order of a norm's sum depends only on the head width,
+so every use of this kernel gives the same bits on every back end.
 """
 
 import zlib
@@ -42,7 +42,7 @@ from tikv.runtime import ti
 
 
 class RopeParams(NamedTuple):
-    """What norms and rotations need beside `CopyParams`, whose `src_position` is the rope position of token 0."""
+    """Numbers of norms and rotations beside `CopyParams`, whose `src_position` is the rope position of token 0."""
 
     table_rows: int = 0
     positions_first: int = 0  # first entry of the array of rope positions, and its stride
@@ -57,9 +57,9 @@ class RopeParams(NamedTuple):
 
 
 class NormRopeChoices(NamedTuple):
-    """The transform of a stream: how pairs lie, elements rotated, the norm's epsilon and whether it has a weight."""
+    """The transform of a stream: the pairs, the elements to rotate, the norm's epsilon and whether it has a weight."""
 
-    pairs: str = ""  # "half": i with i + rope_dim / 2; "interleaved": 2i with 2i + 1; "": nothing is done
+    pairs: str = ""  # "half": i with i + rope_dim / 2; "interleaved": 2i with 2i + 1; "": no transform
     rope_dim: int = 0
     eps: float | None = None
     weighted: bool = False
@@ -70,43 +70,43 @@ R = RopeParams(*range(len(RopeParams._fields)))
 STRIDES = ti.types.vector(6 * len(S), ti.i32)
 ROPE_PARAMS = ti.types.vector(len(R), ti.i32)
 FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
-SUM_CHUNK = 4  # neighbouring elements that a GPU lane takes for a norm's sum
-CPU_TERMS = 32  # most terms of a running sum that are written out one by one
-CPU_HEADS = 8  # most heads whose norms are found before the first of them is rotated
-CPU_PAIRS = 64  # most pairs of a row that are on the stack at once: more compile longer, fewer run slower
+SUM_CHUNK = 4  # neighbouring elements that a GPU lane adds to a norm's sum
+CPU_TERMS = 32  # at most so many terms of a running sum are unrolled
+CPU_HEADS = 8  # at most so many heads have their norms computed before the first is rotated
+CPU_PAIRS = 64  # at most so many pairs of a row are on the stack at once: more take longer to compile, fewer to run
 
 
 def lanes_of(width):
-    """GPU threads that share a row of `width` elements: part of the order of a norm's sum, so nothing else enters."""
+    """GPU threads that share a row; they fix the order of a norm's sum, so they depend only on the width."""
     return min(32, 1 << (-(-width // 8) - 1).bit_length())
 
 
 def far_and_near(lanes):
-    """Distances of a norm's sum over lanes: those before the sums of a chunk's elements are joined, and those after.
+    """Distances of a norm's sum over lanes: (before the sums of a chunk's elements are joined, after that).
 
-    On CPU a vector register holds what is left after the first ones.
+    On CPU a vector register holds the sums that are left after the first distances.
     """
     distances = butterfly_distances(lanes)
     return tuple(n for n in distances if n >= 4), tuple(n for n in distances if n < 4)
 
 
 def largest_divisor(n, most):
-    """The largest divisor of n up to `most`; 1 for none."""
+    """The largest divisor of n up to `most`; 1 if n is 0."""
     return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
 
 
 def make_write_qkv(style, serial, q_heads, kv_heads, width, streams, dst, transforms, index_bits, rope_bits, scale):
-    """The write of Q, K and V for one set of compile-time choices. Not cached, as `copy.make_copy`.
+    """The write of Q, K and V for one set of compile-time choices. Like `copy.make_copy`, it is not cached.
 
     Args:
         style, serial: as in `copy.make_copy`.
-        q_heads, kv_heads: heads of Q, and of K and of V; none of K and V makes it the transform alone.
+        q_heads, kv_heads: heads of Q, and of K and of V; with 0 of K and V, only the transform of Q is done.
         width: elements of a row.
         streams: the `Stream` of Q, K and V.
         dst: the `EndLayout` that K and V go to.
-        transforms: the `NormRopeChoices` of Q and of K, equal but for the weight.
-        index_bits, rope_bits: 0 without an array of slots, or of rope positions, else 32 or 64.
-        scale: dtype code of the int8 scales, or "" without.
+        transforms: the `NormRopeChoices` of Q and of K, which are equal except for the weight.
+        index_bits, rope_bits: 0 without an array of slots, or of rope positions; otherwise 32 or 64.
+        scale: dtype code of the int8 scales, or "" without scales.
     """
     choices = (style, serial, q_heads, kv_heads, width, streams, dst, transforms, index_bits, rope_bits, scale)
     QS, QD, KS, KD, VS, VD = (word_array(bits) for s in streams for bits in (s.codec.src_bits, s.codec.dst_bits))
@@ -130,7 +130,7 @@ def make_write_qkv(style, serial, q_heads, kv_heads, width, streams, dst, transf
     @ti.kernel
     def write_qkv_plain(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: FLOATS, sin: FLOATS, q_weight: FLOATS,
                         k_weight: FLOATS, strides: STRIDES, rope: ROPE_PARAMS, params: PARAMS):  # fmt: skip
-        """Q, K and V, each a source and a destination, and the arrays of the transform; unused ones repeat another."""
+        """Takes source and destination of Q, K and V, and the transform's arrays; unused arguments repeat another."""
         loop(
             qs, params, ((qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs), strides, params, rope)
         )
@@ -139,7 +139,7 @@ def make_write_qkv(style, serial, q_heads, kv_heads, width, streams, dst, transf
     def write_qkv_full(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: FLOATS, sin: FLOATS, q_weight: FLOATS,
                        k_weight: FLOATS, index: IX, positions: RX, k_scale: SC, v_scale: SC, strides: STRIDES,
                        rope: ROPE_PARAMS, params: PARAMS):  # fmt: skip
-        """The same with slots, rope positions and scales."""
+        """Takes slots, rope positions and scales as well."""
         loop(qs, params, ((qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale),
                           strides, params, rope))  # fmt: skip
 
@@ -147,7 +147,7 @@ def make_write_qkv(style, serial, q_heads, kv_heads, width, streams, dst, transf
 
 
 def make_rope_position(rotated, rope_bits):
-    """rope_position(t, positions, params, rope): the row of the tables for token t, or -1 if they have none."""
+    """rope_position(t, positions, params, rope): the row of the tables for token t, or -1 if it is outside them."""
 
     @ti.func
     def rope_position(t, positions: ti.template(), params, rope):
@@ -175,7 +175,7 @@ def make_write_heads(q_heads, kv_heads, width, streams, dst, transforms, scale, 
 
 
 def make_write_token(kv_heads, page, slot_of, rope_position, write_heads):
-    """CPU: write_token(i, ...): the heads of Q, of K or of V of a token."""
+    """CPU: write_token(i, ...): writes the heads of Q, of K or of V of a token."""
     store_q, store_k, store_v = write_heads
     kinds = 3 if kv_heads else 1
     q_src, q_dst = make_row_offset(0, Q_SRC), make_row_offset(0, Q_DST)
@@ -214,7 +214,7 @@ def make_write_token(kv_heads, page, slot_of, rope_position, write_heads):
 
 
 def make_worker_share(serial, kv_heads, write_token):
-    """CPU: worker_share(i, ...): a worker's tokens, done by the first of the iterations that Taichi gives it."""
+    """CPU: worker_share(i, ...): writes a worker's tokens, in the first of the iterations that Taichi gives it."""
     kinds = 3 if kv_heads else 1
     every = 1 if serial else LEAST_ITERATIONS
 
@@ -234,7 +234,7 @@ def make_worker_share(serial, kv_heads, write_token):
 
 
 def make_write_row(style, q_heads, kv_heads, width, streams, dst, transforms, scale, slot_of, rope_position):
-    """GPU: write_row(i, ...): a lane of a row. Threads without a row, or whose row is skipped, meet the others."""
+    """GPU: write_row(i, ...): a lane's share of a row. Threads without a row, or with a skipped row, take part too."""
     q, k, v = streams
     lanes, normed = lanes_of(width), transforms[0].eps is not None
     q_src, q_dst = make_row_offset(0, Q_SRC), make_row_offset(0, Q_DST)
@@ -294,7 +294,7 @@ def make_write_row(style, q_heads, kv_heads, width, streams, dst, transforms, sc
 
 
 def make_row_norm(style, width, q, k, kv_heads, eps):
-    """GPU: row_norm(i, lane, t, h, kv_head, is_q, is_k, qs, ks, strides): what a row of Q or K is multiplied by."""
+    """GPU: row_norm(i, lane, t, h, kv_head, is_q, is_k, qs, ks, strides): the factor for a row of Q or K."""
     q_squares, k_squares = make_squares(style, width, q.codec), make_squares(style, width, k.codec)
     q_src, k_src = make_row_offset(0, Q_SRC), make_row_offset(0, K_SRC)
     norm_of, in_order = make_norm(style, width, eps), make_in_order(style)
@@ -337,7 +337,7 @@ def make_store_scale(style, lanes, scale):
 
 
 def make_row_parts(lanes, part):
-    """GPU: (peak, move) of all the parts of a row that a lane has: every `lanes`-th. `peak` raises `highest`."""
+    """GPU: (peak, move) for all parts of a row that belong to a lane: every `lanes`-th. `peak` raises `highest`."""
     rounds = -(-part.count // lanes)
 
     @ti.func
@@ -371,15 +371,15 @@ def make_norm(style, width, eps):
 
 
 def make_squares(style, width, codec):
-    """squares(array, row, lane): the running sums of squares that a GPU lane has of a row.
+    """squares(array, row, lane): a GPU lane's running sums of squares of a row.
 
-    It takes every lanes-th chunk of `SUM_CHUNK` elements, whatever words hold them; each of a chunk has its own sum.
+    A lane takes every lanes-th chunk of `SUM_CHUNK` elements, in words of any size; each element of a chunk has a sum.
     """
     lanes = lanes_of(width)
     load = make_load(codec.src, codec.elements, codec.src_bits)
     units, words, each = width // codec.elements, codec.src_words, SUM_CHUNK // codec.elements
     rounds = -(-width // (SUM_CHUNK * lanes))
-    # An element of 16 bits has a square without rounding: whether that is fused with the sum does not matter.
+    # The square of a 16-bit element is exact, so it does not matter whether it is fused with the sum.
     product, in_order = make_product(style if codec.src == "f32" else "cpu"), make_in_order(style)
 
     @ti.func
@@ -399,7 +399,7 @@ def make_squares(style, width, codec):
 
 
 def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, uid):
-    """CPU: the function that transforms and stores all heads of a token of a stream; it ends in the heads' strides."""
+    """CPU: the function that transforms and stores all heads of a token; its last arguments are the heads' strides."""
     codec = stream.codec
     SRC, DST, SCALE = types
     if transform.pairs == "":
@@ -441,14 +441,15 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
 
     @ti.func
     def put(b: ti.template(), row, first, n, value, factor):
-        """Element first + n of a row. LLVM vectorises over n where nothing but n is added last."""
+        """Store element first + n of a row. LLVM vectorises over n because n is added last, and alone."""
         at = row + first + n
         if ti.static(cut):
             at = row + dst_at(first + n)
         store(b, at, ti.Vector([value]), factor)
 
-    # Loops of one kind of work each, over a few numbers on the stack: LLVM vectorises each by what suits it, without a
-    # test whether arrays overlap. All are here since a loop in a function that a real function calls comes out wrong.
+    # Each loop does one kind of work on a few numbers on the stack: LLVM vectorises each as suits it, without testing
+    # whether arrays overlap. All loops are here, since a loop in a function that a real function calls gives wrong
+    # results.
     @ti.real_func
     def norm_rope(a: SRC, b: DST, scales: SCALE, cos: FLOATS, sin: FLOATS, weight: FLOATS, src_row: ti.i32,
                   dst_row: ti.i32, scale_at: ti.i32, cos_row: ti.i32, sin_row: ti.i32, weight_at: ti.i32,
@@ -460,7 +461,7 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
         y = ti.Vector([ti.f32(0.0) for _ in range(held)])
         for some in range(heads // together):
             if ti.static(normed):
-                # The norms of many heads first: the root of one is found while the next is summed up.
+                # Norms of several heads come first: the root of one is computed while the next is summed.
                 for h in range(together):
                     s = src_row + (some * together + h) * src_head
                     for e in range(running):
@@ -491,7 +492,7 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
                 s, d, at = src_row + head * src_head, dst_row + head * dst_head, scale_at + head * scale_head
                 norm, factor = norms[h], ti.f32(1.0)
                 m = ti.u32(0)
-                # An int8 row is rotated twice: first for its largest magnitude.
+                # An int8 row is rotated twice, the first time for its largest magnitude.
                 for storing in ti.static((False, True) if quantising else (True,)):
                     for block in range(half // held):
                         p0 = block * held
@@ -546,7 +547,7 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
 
 
 class RowPart(NamedTuple):
-    """A share of a row: how many there are, and the functions that look for its largest magnitude and that move it."""
+    """The parts of a row: their number, and the functions that find a part's largest magnitude and move it."""
 
     count: int
     peak: object
@@ -554,7 +555,7 @@ class RowPart(NamedTuple):
 
 
 def make_turn(style, elements, interleaved):
-    """turn(both, c, s, row): the values of two units, concatenated, rotated by as many cosines and sines."""
+    """turn(both, c, s, row): the concatenated values of two units, rotated by a cosine and a sine for each pair."""
     product = make_product(style)
 
     @ti.func
@@ -570,7 +571,7 @@ def make_turn(style, elements, interleaved):
 
 
 def make_rotation(style, codec, transform):
-    """(pair, rest): the new values of two units that are rotated into each other, and of one behind those."""
+    """(pair, rest): the new values of a rotated pair of units, and of a unit that is not rotated."""
     elements, words = codec.elements, codec.src_words
     load = make_load(codec.src, elements, codec.src_bits)
     half_units = transform.rope_dim // 2 // elements
@@ -613,7 +614,7 @@ def make_rotation(style, codec, transform):
 
 
 def make_row_part(style, width, stream, inner, transform):
-    """GPU: the parts of a row, by which its lanes share it: pairs of units that rotate into each other, or units."""
+    """GPU: the parts of a row that its lanes share: rotated pairs of units, or single units."""
     codec = stream.codec
     dst_at, words, elements = make_word_offset(*inner), codec.dst_words, codec.elements
     if transform.pairs == "":

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead of time: to SPIR-V as Metal and Vulkan take it, and to Metal source.
+"""Compile kernels ahead of time: to the SPIR-V that Metal and Vulkan use, and to Metal source.
 
-The engine's Metal back end compiles a kernel to SPIR-V under the capabilities of a Mac's GPU, and hands it to
-SPIRV-Cross. Its module for ahead-of-time use, with those capabilities, gives the same SPIR-V on Vulkan.
+The engine's Metal back end compiles a kernel to SPIR-V with the capabilities of a Mac's GPU, and passes it to
+SPIRV-Cross. With those capabilities, its module for ahead-of-time use gives the same SPIR-V on Vulkan.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CAPABILITIES = (
     *(f"spirv_has_{name}" for name in ("int8", "int16", "float16", "int64")),
     *(f"spirv_has_subgroup_{name}" for name in ("basic", "vote", "ballot", "arithmetic")),
 )
-# How the engine calls SPIRV-Cross: buffers have the numbers of their bindings.
+# The engine's options for SPIRV-Cross: buffers have the numbers of their bindings.
 SPIRV_CROSS = ("spirv-cross", "--msl", "--msl-version", "20300", "--msl-decoration-binding")
-ARGUMENTS = -1  # the buffer with them, in the engine's facts
+ARGUMENTS = -1  # the number of their buffer in the engine's description
 _READ, _WRITE, _FLOAT32 = 1, 2, 1  # of an array, and a type
 _HEADER = 5  # words of a SPIR-V module before its first instruction
 _CAPABILITY, _INT, _FLOAT, _ARRAY, _POINTER, _CONSTANT, _VARIABLE = 17, 21, 22, 28, 32, 43, 59  # operations
@@ -40,18 +40,18 @@ _NAMES = {
 
 
 class Ahead(NamedTuple):
-    """A kernel that was compiled ahead of time, and what the engine launches it by."""
+    """A kernel that was compiled ahead of time, and the engine's description of its launch."""
 
     spirv: Path
-    task: dict[str, Any]  # how many threads, which buffer is which argument
-    arguments: dict[str, Any]  # where the arguments lie in the first buffer, which arrays are read and written
+    task: dict[str, Any]  # the number of threads, and the argument of each buffer
+    arguments: dict[str, Any]  # the places of arguments in the first buffer, and which arrays are read and written
 
 
 def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
-    """Compile kernels of the live runtime, which is on Vulkan, to SPIR-V in files of a folder: see `saved_in`.
+    """Compile kernels of the live runtime, which must be on Vulkan, to SPIR-V files in a folder: see `saved_in`.
 
     Raises:
-        ArchError: the engine compiles nothing ahead of time, or the runtime is not on Vulkan.
+        ArchError: the engine cannot compile ahead of time, or the runtime is not on Vulkan.
     """
     live, ti = runtime.current(), runtime.ti
     if not live.engine.has_modules:
@@ -62,7 +62,7 @@ def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
         )
     _allow_several_modules(live.front)
     module = ti.aot.Module(ti.vulkan, caps=[getattr(ti.DeviceCapability, name) for name in CAPABILITIES])
-    # Not from the cache on disk: a task keeps the name there that it had in another process, and files go by that name.
+    # Not from the cache on disk: a task keeps the name from another process there, and files are named after it.
     config = live.program.config()
     kept, config.offline_cache = config.offline_cache, False
     try:
@@ -75,7 +75,7 @@ def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
 
 
 def _allow_several_modules(front: Any) -> None:
-    """Taichi ends its fields' layout with the first module of a program, and that once; here there are no fields."""
+    """Let a program have several modules: Taichi fixes the fields in the first, but no kernel here has fields."""
     if "_tikv_finalize" not in vars(front):
         finalize, front._tikv_finalize = front._finalize_root_fb_for_aot, True
 
@@ -88,7 +88,7 @@ def _allow_several_modules(front: Any) -> None:
 
 
 def saved_in(folder: Path) -> list[Ahead]:
-    """Each kernel that `save` put into a folder, in their order. A kernel is one task, which is one launch."""
+    """The kernels that `save` put into a folder, in order. A kernel is one task, so one launch."""
     facts = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["kernels"]
     found = {}
     for kernel in facts:
@@ -99,7 +99,7 @@ def saved_in(folder: Path) -> list[Ahead]:
 
 
 class Argument(NamedTuple):
-    """Where an argument of a kernel lies in the buffer of arguments, and what the kernel does with it."""
+    """The place of a kernel's argument in the buffer of arguments, and how the kernel uses it."""
 
     name: str
     places: list[int]  # of its numbers, in bytes; of an array, of its extent
@@ -109,7 +109,7 @@ class Argument(NamedTuple):
 
 
 def arguments_of(kernel: Ahead) -> list[Argument]:
-    """The arguments of a kernel, in their order."""
+    """The arguments of a kernel, in order."""
     facts = kernel.arguments
     names = {entry["key"][0]: entry["value"]["name"].removeprefix("_") for entry in facts["arg_attribs_vec_"]}
     access = {entry["key"][0]: entry["value"] for entry in facts["arr_access"]}
@@ -122,7 +122,7 @@ def arguments_of(kernel: Ahead) -> list[Argument]:
 
 
 def _numbers_in(kind: Any, offset: int) -> Iterator[tuple[int, int | None]]:
-    """(offset, type) of each number in a type of the engine's facts; a pointer, which is a buffer here, has None."""
+    """(offset, type) of each number in a type of the engine's description; a pointer, a buffer here, has type None."""
     if "elements_" in kind["content"]:
         for element in kind["content"]["elements_"]:
             yield from _numbers_in(element["type"], offset + element["offset"])
@@ -134,7 +134,7 @@ def metal_of(spirv: Path) -> str:
     """The Metal source of a file of SPIR-V.
 
     Raises:
-        ArchError: SPIRV-Cross is not here, or refuses.
+        ArchError: SPIRV-Cross is not installed, or refuses the file.
     """
     if shutil.which(SPIRV_CROSS[0]) is None:
         raise ArchError("export: Metal source is made by spirv-cross. Install it (Debian, Homebrew: spirv-cross).")
@@ -145,10 +145,10 @@ def metal_of(spirv: Path) -> str:
 
 
 def is_valid(spirv: Path) -> bool | None:
-    """Whether spirv-val finds nothing wrong with a file; None where it is not here.
+    """Whether spirv-val accepts a file; None if spirv-val is not installed.
 
     Raises:
-        ArchError: it does.
+        ArchError: spirv-val finds an error.
     """
     if shutil.which("spirv-val") is None:
         return None
@@ -160,7 +160,7 @@ def is_valid(spirv: Path) -> bool | None:
 
 
 def _instructions(spirv: bytes) -> Iterator[tuple[int, ...]]:
-    """Each instruction of a module: its operation, and the words behind it."""
+    """Each instruction of a module: its operation, and the words after it."""
     words, at = struct.unpack(f"<{len(spirv) // 4}I", spirv), _HEADER
     while at < len(words):
         size = words[at] >> 16
@@ -174,7 +174,7 @@ def operations_of(spirv: bytes) -> set[int]:
 
 
 def with_capabilities(spirv: bytes) -> bytes:
-    """The SPIR-V with the capability of its subgroup operations, which Taichi 1.7.4 uses and never declares."""
+    """The SPIR-V with the capability for its subgroup operations, which Taichi 1.7.4 uses but does not declare."""
     if not operations_of(spirv) & set(GROUP_OPERATIONS):
         return spirv
     declared = b"".join(struct.pack("<2I", 2 << 16 | _CAPABILITY, number) for number in _GROUP_CAPABILITIES)
@@ -188,10 +188,10 @@ def capabilities_of(spirv: bytes) -> list[str]:
 
 
 def threadgroup_bytes(spirv: bytes) -> int:
-    """How much memory the threads of a group share in a module."""
+    """The bytes of memory that the threads of a group share in a module."""
     sizes: dict[int, int] = {}  # of types
     numbers: dict[int, int] = {}  # constants
-    pointed: dict[int, int] = {}  # the type behind a pointer
+    pointed: dict[int, int] = {}  # the type that a pointer points to
     total = 0
     for what, *rest in _instructions(spirv):
         if what in (_INT, _FLOAT):

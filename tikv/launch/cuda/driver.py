@@ -1,4 +1,4 @@
-"""NVIDIA's driver through its own Python binding: load a module, launch an entry, on torch's stream or the caller's."""
+"""NVIDIA's driver through its own Python binding: load modules, launch entries, on torch's or the caller's stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def binding() -> Any:
     """The module `cuda.bindings.driver`.
 
     Raises:
-        ArchError: it, or the driver under it, is missing.
+        ArchError: the module, or the driver below it, is missing.
     """
     try:
         return importlib.import_module("cuda.bindings.driver")
@@ -34,7 +34,7 @@ def binding() -> Any:
 
 
 def checked(result: Any, what: str) -> Any:
-    """The value of a driver call.
+    """The value that a driver call returned.
 
     Raises:
         ArchError: the call failed.
@@ -49,7 +49,7 @@ def checked(result: Any, what: str) -> Any:
 
 
 class Device:
-    """A CUDA device, by the context of it that torch uses as well."""
+    """A CUDA device, in the context that torch uses as well."""
 
     def __init__(self, index: int) -> None:
         cu = binding()
@@ -68,16 +68,16 @@ class Device:
         self.overlaps = major >= 9 and checked(cu.cuDriverGetVersion(), "cuDriverGetVersion") >= 12040
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Let it be this thread's current device; torch's is as before in the end."""
+        """Make it this thread's current device within the block; torch's device is restored at the end."""
         return runtime.current_gpu(self.index)
 
     def load(self, ptx: str, entry: str, shared_bytes: int = 0) -> Any:
-        """The function of an entry; the driver compiles it, or has it in its own cache.
+        """The function of an entry; the driver compiles it, or finds it in its own cache.
 
-        `shared_bytes` of shared memory may be given to a block at a launch.
+        A launch may give a block up to `shared_bytes` of shared memory.
 
         Raises:
-            ArchError: the driver refuses it; or a CUDA graph is being captured, where nothing may be loaded.
+            ArchError: the driver refuses the PTX, or a CUDA graph is being captured, so nothing may be loaded.
         """
         if capturing(self.index):
             raise ArchError(
@@ -95,7 +95,7 @@ class Device:
 
 
 def multiprocessors(index: int) -> int:
-    """How many multiprocessors a CUDA device has.
+    """The number of multiprocessors of a CUDA device.
 
     Raises:
         ArchError: there is no driver, or it does not say.
@@ -104,7 +104,7 @@ def multiprocessors(index: int) -> int:
 
 
 def generation(index: int) -> int:
-    """The compute capability of a CUDA device, without what stands behind the point.
+    """The major number of a CUDA device's compute capability.
 
     Raises:
         ArchError: there is no driver, or it does not say.
@@ -114,7 +114,7 @@ def generation(index: int) -> int:
 
 @functools.cache
 def _attribute(which: int, index: int, what: str) -> int:
-    """A number of a device by the driver's own library: cuda-bindings need not be installed."""
+    """A device's attribute, from the driver's own library: cuda-bindings need not be installed."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     found, number = ctypes.c_int(), ctypes.c_int()
     try:
@@ -143,7 +143,7 @@ def device(index: int) -> Device:
     """A CUDA device, opened once.
 
     Raises:
-        ArchError: there is no binding, driver or device; or kernels, which are compiled for device 0, are not for it.
+        ArchError: the binding, driver or device is missing; or kernels, compiled for device 0, do not run on this one.
     """
     found = _devices.get(index)
     if found is not None:
@@ -162,7 +162,7 @@ def device(index: int) -> Device:
 
 
 def launch_config(blocks: int, block: int, starts_early: bool, shared_bytes: int = 0) -> Any:
-    """How to launch: the grid, whether blocks may be placed before the launch ahead is complete, shared memory."""
+    """The configuration of a launch: its grid, its shared memory, and whether it may start before the previous ends."""
     cu = binding()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
@@ -183,7 +183,7 @@ _torch_capturing: Callable[[], bool] | None = None  # of the current device
 
 
 def _find_torch() -> bool:
-    """Look for torch's own idea of the current stream, once torch is there and has started CUDA."""
+    """Find torch's functions for the current stream, once torch is imported and has started CUDA."""
     global _torch_stream, _torch_capturing
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
@@ -193,10 +193,10 @@ def _find_torch() -> bool:
 
 
 def _streams_of(torch: Any) -> tuple[Callable[[int], int], Callable[[], bool]]:
-    """Torch's current stream of a device, and whether it is being captured, by the cheapest calls.
+    """The cheapest calls for torch's current stream of a device, and for whether it is being captured.
 
-    torch.cuda.current_stream() takes seven microseconds; what it is made of takes a tenth of one, but is not a public
-    part of torch, and is used if it is there and says the same.
+    torch.cuda.current_stream() takes seven microseconds. The private function below it takes a tenth of one; it is used
+    if torch has it and it gives the same stream.
     """
 
     def current(device: int) -> int:
@@ -213,7 +213,7 @@ def _streams_of(torch: Any) -> tuple[Callable[[int], int], Callable[[], bool]]:
 def stream(index: int) -> int:
     """The handle of the stream that launches on a device go to.
 
-    The one given to `use_stream`, else torch's current one of the device, else 0.
+    It is the stream given to `use_stream`, otherwise torch's current stream on the device, otherwise 0.
     """
     given = _given.get()
     if given is not None:
@@ -227,8 +227,8 @@ def stream(index: int) -> int:
 def use_stream(handle: int) -> Iterator[None]:
     """Launch on this stream, given by its handle (`cudaStream_t` as an integer), within the block.
 
-    It must live until the work is done and the stores used on it are gone, and be of the device that these are on.
-    Torch's streams need no such block: launches go to torch's current stream by themselves.
+    The stream must belong to the device of the stores that are used on it, and must live until they are gone and the
+    work is done. Torch's streams need no such block: launches always go to torch's current stream.
     """
     token = _given.set(int(handle))
     try:
@@ -253,9 +253,9 @@ def capturing(index: int) -> bool:
     return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
-@functools.lru_cache(256)  # a program uses few streams; the one used longest ago is made again
+@functools.lru_cache(256)  # a program uses few streams; the least recently used one is made again
 def stream_object(handle: int) -> Any:
-    """A stream as the binding wants it."""
+    """A stream as an object of the binding."""
     return binding().CUstream(handle)
 
 
@@ -263,7 +263,7 @@ def synchronize_all() -> None:
     """Wait for all streams of the devices in use.
 
     Raises:
-        ArchError: a CUDA graph is being captured, in which nothing may wait.
+        ArchError: a CUDA graph is being captured, so the host may not wait.
     """
     if any(map(capturing, tuple(_devices))):
         raise ArchError(

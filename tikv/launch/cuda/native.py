@@ -1,4 +1,4 @@
-"""CUDA by NVIDIA's driver: a kernel's function, where its arguments lie, and the launch."""
+"""Launch on CUDA through NVIDIA's driver: a kernel's function, the layout of its arguments, and the launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP_ON_DEVICE = (
 def refuse_during_capture(
     live: runtime.Runtime, operation: str, what: str = "a position on the host", remedy: str = KEEP_ON_DEVICE
 ) -> None:
-    """Refuse what lies on the host while a CUDA graph is captured: each replay would use the same position or values.
+    """Refuse data on the host while a CUDA graph is captured: each replay would use the same position or values.
 
     Raises:
         ArchError: the stream of the launch is being captured.
@@ -36,12 +36,12 @@ def refuse_during_capture(
 
 
 class Native:
-    """A kernel as the driver launches it on a device: its function, the threads of a block, where its arguments lie.
+    """A kernel as the driver launches it on a device: its function, the threads of a block, its arguments' offsets.
 
-    `starts_early`: its blocks are placed while the launch before it still runs. Those that find no room there wait,
-    and the places that the others got are uneven. A kernel of few or short blocks gains the time of a launch; one that
-    counts on how many blocks a multiprocessor holds lost a quarter of its speed: 32 x 8,192 tokens, 247 us for 320.
-    `shared_bytes`: of shared memory that a block gets with the launch.
+    If `starts_early`, its blocks are placed while the previous launch still runs. Blocks that find no room wait, and
+    the others are distributed unevenly. A kernel with few or short blocks saves the time of a launch. A kernel that
+    relies on the number of blocks of a multiprocessor loses speed: with 32 x 8,192 tokens it took 320 us instead of
+    247. A launch gives a block `shared_bytes` of shared memory.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Native:
         self.size = size
 
 
-# By the device and by what their PTX depends on. They outlive a runtime, since the CUDA context is the process's, and
-# none is ever unloaded: a bound launch or a captured graph may hold its function.
+# By the device and the inputs of their PTX. They outlive a runtime, since the CUDA context belongs to the process. They
+# are never unloaded, since a bound launch or a captured graph may hold a function.
 _natives: dict[tuple[int, str], Native] = {}
 
 
@@ -95,9 +95,9 @@ def load_native(kernel: CompiledKernel) -> Native:
 
 
 def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each argument lies, and the size of all, as Taichi lays them out.
+    """The offset of each argument, and the size of all arguments, in Taichi's layout.
 
-    An array of one axis is {i32 extent, 4 bytes nothing, u64 pointer}; a vector its entries; numbers are of 32 bits.
+    An array of one axis is {i32 extent, 4 bytes of padding, u64 pointer}; a vector its entries; numbers have 32 bits.
 
     Examples:
         >>> from tikv.launch import argument_layout
@@ -112,14 +112,14 @@ def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tupl
     return offsets, -(-at // 8) * 8
 
 
-BLOCKS_PER_MULTIPROCESSOR = 4096  # far more than it holds: fewer blocks, with more work each, move fewer bytes a second
+BLOCKS_PER_MULTIPROCESSOR = 4096  # far more than it holds: with fewer blocks and more work each, throughput is lower
 
 
 def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
-    """How many blocks run so many iterations, each thread striding over them without leaving 32 bits.
+    """The number of blocks for so many iterations; each thread strides over them without exceeding 32 bits.
 
     Raises:
-        CapacityError: too many iterations for a stride of 32 bits.
+        CapacityError: there are too many iterations for a stride of 32 bits.
 
     Examples:
         >>> from tikv.launch import blocks_of
@@ -135,7 +135,7 @@ def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
 
 
 class NativeBound(Bound):
-    """CUDA by the driver: the arguments lie in a buffer here, which the driver copies when it launches."""
+    """A launch through the driver: it holds the arguments in a buffer, which the driver copies at each launch."""
 
     def __init__(self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...], native: Native) -> None:
         self._bytes = bytearray(native.size)
@@ -157,7 +157,7 @@ class NativeBound(Bound):
         self._index = device.index
         self._function = native.function
         self._parameters_at = ctypes.addressof(self._parameters)
-        self._stream: int | None = 0  # on which the last launch went; None after one that was refused
+        self._stream: int | None = 0  # of the last launch; None after a launch that was refused
         self._by_host = False  # whether the host changes entries from launch to launch
         most = driver.multiprocessors(device.index) * BLOCKS_PER_MULTIPROCESSOR
         blocks = blocks_of(iterations, native.block, most, kernel.name)
@@ -191,11 +191,11 @@ class NativeBound(Bound):
             self._config.hStream = driver.stream_object(stream)
             self._stream = None
         if self._call(self._config, self._function, self._parameters_at, 0)[0]:
-            # A thread that has not used CUDA yet has no context, and the default stream is that of the current device;
-            # a second failure is one.
+            # A thread that has not used CUDA yet has no context, and the default stream belongs to the current device.
+            # So only a second failure is an error.
             with self._device.entered():
                 driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)
-        if stream != self._stream:  # torch, which frees memory, must not hear of a stream that the driver refuses
+        if stream != self._stream:  # a stream that the driver refused must not reach torch, which frees memory
             self._stream = stream
             if stream:
                 self.kernel.runtime.side_streams.add(stream)

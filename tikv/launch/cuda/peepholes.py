@@ -1,6 +1,6 @@
 """Rewrites of an entry's body that make it faster and change no result; each names the bench that shows its effect.
 
-A rewrite that does not recognise what it looks for leaves the text as it is.
+A rewrite that does not find its pattern leaves the text unchanged.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 
 
 def resident_blocks(body: str, count: int) -> str:
-    """Have the assembler spare registers, so that a multiprocessor holds this many blocks at once.
+    """Have the assembler save registers, so that a multiprocessor holds this many blocks at once.
 
-    Taichi asks for two. What the count of a kernel is worth: benches/ops/bench_attention.py.
+    Taichi asks for two. benches/ops/bench_attention.py shows the effect of each kernel's count.
     """
     return re.sub(r"\.minnctapersm \d+", f".minnctapersm {count}", body)
 
 
 def early_start(head: str, body: str) -> tuple[str, str]:
-    """Start while the launch before ends, and wait for its end before the first instruction; (head, body).
+    """Start before the previous launch has ended, and wait for its end before the first instruction; (head, body).
 
-    The head asks for the version and the GPU that have the two instructions. What that is worth for launches in a row:
-    benches/launch/bench_cuda.py, the captured step.
+    The head asks for the version and the GPU that have the two instructions. The captured step in
+    benches/launch/bench_cuda.py shows the effect on consecutive launches.
     """
     head = re.sub(r"\.target sm_\d+", ".target sm_90", re.sub(r"\.version \d\.\d", ".version 7.8", head))
     body = _INSTRUCTION.sub(r"\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\g<0>", body, count=1)
@@ -44,10 +44,9 @@ _ORDERED_OR_LOAD = re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fe
 
 
 def whole_words(body: str) -> str:
-    """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's.
+    """Join the halves of 64-bit words that are moved 32 bits at a time, if the address is known to be a word's.
 
-    Taichi generates the halves. What joining them is worth: benches/ops/bench_copy.py and
-    benches/ops/bench_paged.py.
+    Taichi generates the halves. benches/ops/bench_copy.py and benches/ops/bench_paged.py show the effect.
     """
     lines = body.split("\n")
     words = _word_addresses(body)
@@ -62,9 +61,9 @@ def whole_words(body: str) -> str:
                 other = form.match(lines[j])
                 assert other is not None
                 low, high = sorted((half, other), key=_offset)
-                if form is _LOAD:  # where the first half was read
+                if form is _LOAD:  # the word is read where the first half was
                     lines[i], lines[j] = _read_word(low, high), ""
-                else:  # where the second was written
+                else:  # the word is written where the second half was
                     lines[i], lines[j] = "", _write_word(low, high)
                 joined = True
     text = "\n".join(lines)
@@ -100,11 +99,11 @@ def _word_addresses(body: str) -> set[str]:
 def _other_half(
     lines: list[str], i: int, half: re.Match[str], form: re.Pattern[str], ordered: re.Pattern[str]
 ) -> int | None:
-    """The line that moves the rest of the word of line i, if nothing in between depends on which comes first."""
+    """The line that moves the other half of the word in line i, if no line in between depends on their order."""
     for j in range(i + 1, len(lines)):
         other = form.match(lines[j])
         if other and other["base"] == half["base"] and _offset(other) == _offset(half) ^ 4:
-            # A load is moved up to line i, a store down to line j: what it reads or sets must be the same there.
+            # A load is moved up to line i, a store down to line j: its registers must have the same values there.
             moved = other["register"] if form is _LOAD else half["register"]
             kept = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
             between = lines[i + 1 : j]
@@ -145,7 +144,7 @@ _NARROW = re.compile(r"\tcvt\.u16\.u64 \t(%rs\d+), (%rd\d+);")
 def quarters(body: str) -> str:
     """Take 16-bit elements out of 64-bit words as parts of registers, which conversions read without a shift.
 
-    Taichi shifts each element out. What that is worth: benches/ops/bench_attention.py, float16 and bfloat16.
+    Taichi shifts each element out. benches/ops/bench_attention.py shows the effect with float16 and bfloat16.
     """
     lines, shifted = body.split("\n"), dict[str, tuple[str, int]]()
     changed = False
@@ -157,7 +156,7 @@ def quarters(body: str) -> str:
             lines[i] = f"\tmov.b64 \t{parts}, {word};\n\tmov.b16 \t{narrow[1]}, %quarter{n};"
             changed = True
             continue
-        if ":" in line or line.startswith(("\tbra", "\t@")):  # another path may come in, with other words
+        if ":" in line or line.startswith(("\tbra", "\t@")):  # another path may join here, with other words
             shifted.clear()
             continue
         set_here = set(re.findall(r"%rd\d+", line.partition("[" if "{" in line else ", ")[0]))
@@ -174,23 +173,24 @@ _SCALE = re.compile(r"\tmul\.wide\.s32 \t(%rd\d+), (%r\d+), (\d+);$")
 _SUM = re.compile(r"\tadd\.s64 \t(%rd\d+), (%rd\d+), (%rd\d+);$")
 _POINTER = re.compile(rf"\tld\.param\.u64 \t(%rd\d+), \[({ARGUMENTS}\+\d+)\];$")
 _WORD = re.compile(r"\tld\.global\.v2\.b32 \t\{%half0, %half1\}, \[(%rd\d+)\+0\];$")
-_JOINS = re.compile(r"^\$?\w+:")  # another path may come in here
+_JOINS = re.compile(r"^\$?\w+:")  # another path may join here
 _NOT_OVER = re.compile(r"^\$?\w+:|^\t(st|bar|bra|@|membar|fence|atom|red|call|ret)")
 
 
 class _Place(NamedTuple):
-    """An address as another register and bytes behind it."""
+    """An address as a register plus a number of bytes."""
 
     base: str
     behind: int
 
 
 def pairs(body: str) -> str:
-    """Read two 64-bit words that lie side by side as one of 128 bits, after `whole_words`.
+    """Read two neighbouring 64-bit words as one word of 128 bits, after `whole_words`.
 
-    For kernels that say so: of the words which they address by one register and constants, the first lies at a multiple
-    of 16 bytes. Such addresses become that register's and a constant, which the load itself adds; sums of 32-bit
-    indices do not wrap. What it is worth: benches/ops/bench_attention.py, float16 with 4 and 8 query heads per KV head.
+    A kernel must declare that this is allowed: the first of the words that it addresses by one register and constants
+    lies at a multiple of 16 bytes, and sums of 32-bit indices do not wrap. Such addresses become that register plus a
+    constant, which the load itself adds. benches/ops/bench_attention.py shows the effect with float16, and 4 and 8
+    query heads per KV head.
     """
     lines = body.split("\n")
     places = _fold_addresses(lines)
@@ -216,7 +216,7 @@ def pairs(body: str) -> str:
 
 
 def _next_word(lines: list[str], i: int, place: _Place, places: dict[str, _Place]) -> int | None:
-    """The next line that reads a word, if that is the one behind the word of line i and nothing comes between."""
+    """The next line that reads a word, if that word follows the one in line i and no barrier or jump is in between."""
     for j in range(i + 1, len(lines)):
         if _NOT_OVER.match(lines[j]):
             return None
@@ -227,16 +227,16 @@ def _next_word(lines: list[str], i: int, place: _Place, places: dict[str, _Place
 
 
 def _fold_addresses(lines: list[str]) -> dict[str, _Place]:
-    """Rewrite each address whose index differs by a constant from one before it; where each of them is.
+    """Rewrite each address whose index differs by a constant from an earlier one; return their places.
 
-    A register that is set in one line has one value; of others the value may be another behind each line that sets one,
-    and where paths meet.
+    A register that only one line sets has one value. The value of any other register may change after each line that
+    sets it, and where paths join.
     """
     count = Counter(register for line in lines for register in _set_by(line))
     places: dict[str, _Place] = {}
-    steps: dict[str, tuple[str, int]] = {}  # of indices: another one, and how far behind it
-    scaled: dict[str, tuple[str, int, int]] = {}  # an index, its value by when it was set, and the bytes it counts
-    pointers: dict[str, str] = {}  # which argument
+    steps: dict[str, tuple[str, int]] = {}  # an index as another index and a distance
+    scaled: dict[str, tuple[str, int, int]] = {}  # an index, a number for its value, and the bytes of an element
+    pointers: dict[str, str] = {}  # the argument that a register holds
     known: dict[tuple[str, str, int, int], tuple[str, int]] = {}  # by array, root of the index: address and step
     when = 0
     for i, line in enumerate(lines):
@@ -269,7 +269,7 @@ def _fold_addresses(lines: list[str]) -> dict[str, _Place]:
 
 
 def _set_by(line: str) -> list[str]:
-    """The registers that an instruction sets; those that a store or a jump names, which does no harm."""
+    """The registers that an instruction sets; also those that a store or a jump names, which is harmless."""
     parts = line.split(None, 1)
     if len(parts) < 2 or parts[0].startswith((".", "//")):
         return []

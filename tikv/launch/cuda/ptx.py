@@ -1,12 +1,13 @@
 """Rewrite the PTX of a Taichi kernel so that its arguments are passed by value with the launch.
 
 Taichi's entry takes one 32-byte struct {argument buffer, runtime, thread, result buffer} and reads arguments from the
-buffer, which is device memory; a first entry, of one thread, copies the loop's bound from there into the runtime's
-memory. Here the buffer's contents become a parameter and the first entry disappears: one launch, no device memory of
-our own, nothing that a CUDA graph could find changed. Arithmetic is made exact where that is asked for. What is done
-for speed alone stands in `peepholes`.
+buffer, which is in device memory. Another entry, with one thread, first copies the loop's bound from there into the
+runtime's memory. Here the buffer's contents become a parameter and that entry disappears. So there is one launch
+without a buffer in device memory, and replays of a CUDA graph always find their arguments. On request, arithmetic is
+made exact. `peepholes` has the rewrites that only make kernels faster.
 
-Every use of what is replaced is recognised or the kernel is refused: a Taichi that writes otherwise is never misread.
+Every use of a replaced part is recognised, or the kernel is refused. So PTX from a Taichi that writes it differently is
+never misread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", r
 _STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
 _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
 _SIZED_BY_LAUNCH = r"^\.extern \.shared \.align \d+ \.b8 \w+\[\];$"
-_COVERED = "//!"  # before what only sm_90a knows: see `kernels.attention.hopper_ir`
+_COVERED = "//!"  # marks instructions that only sm_90a knows: see `kernels.attention.hopper_ir`
 
 
 def patch(
@@ -47,20 +48,21 @@ def patch(
     pairs: bool = False,
     shared: bool = False,
 ) -> Patched:
-    """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
+    """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch start while the previous one ends.
 
-    With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay. `resident` is how
-    many blocks a multiprocessor shall hold at once, for which the assembler spares registers. `pairs`: see `peepholes`.
-    `shared`: the launch gives the kernel shared memory, whose size the text does not say.
+    With `strict`, arithmetic follows IEEE: each product and sum is rounded separately, and subnormals are kept.
+    `resident` is the number of blocks that a multiprocessor should hold at once; the assembler saves registers for it.
+    For `pairs`, see `peepholes`. `shared` says that the launch sets the size of the kernel's shared memory, which is
+    not in the text.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
-    once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
+    once, and touches no memory before the previous one is complete. So the order of reads and writes does not change.
 
     Raises:
-        Unpatchable: the text is not of the form this module knows.
+        Unpatchable: the text does not have the form that this module knows.
     """
     ptx = ptx.replace("\0", "").rstrip() + "\n"
-    # Taichi declares its shared arrays extern and gives them room at the launch; having sizes, they get it here.
+    # Taichi declares its shared arrays extern and allocates them at the launch; those with a size are allocated here.
     ptx = re.sub(r"^\.extern (\.shared \.align \d+ \.b8 \w+\[[1-9]\d*\];)", r"\1", ptx, flags=re.M)
     entries = list(_ENTRY.finditer(ptx))
     if not 1 <= len(entries) <= 2:
@@ -92,7 +94,7 @@ def patch(
 
 
 def uncovered(head: str, body: str) -> tuple[str, str]:
-    """Let the instructions be there that Taichi's text has as comments, for the GPU that knows them; (head, body)."""
+    """Turn the comments that hold instructions of a newer GPU into instructions; return (head, body)."""
     head = re.sub(r"\.target sm_\d+", ".target sm_90a", re.sub(r"\.version \d\.\d", ".version 8.0", head))
     return head, body.replace(_COVERED, "")
 
@@ -114,7 +116,7 @@ _APPROXIMATE = (
 
 
 def _strict(body: str) -> str:
-    """Take back what Taichi's CUDA code generator always allows itself, and the other back ends do not."""
+    """Undo the approximations that Taichi makes only on CUDA, and there always."""
     for approximate, exact in _APPROXIMATE:
         body = re.sub(approximate, exact, body)
     used = [width for width in ("32", "64") if f"%exact{width}" in body]
@@ -130,7 +132,7 @@ def _struct(entry: re.Match[str]) -> str:
 
 
 def _bound_of(entry: re.Match[str]) -> tuple[str, str]:
-    """(offset among the arguments, offset in the runtime) of what the first entry copies."""
+    """(offset in the arguments, offset in the runtime) of the bound that the first entry copies."""
     struct = re.escape(_struct(entry))
     known = re.fullmatch(
         rf"ld\.param\.u64 (?P<a>{REGISTER}), \[{struct}\];"
@@ -163,7 +165,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         if found != 1:
             raise Unpatchable("a loop bound that is not read where it was put")
         body = body.replace(f"[{struct}+{argument}+0]", f"[{ARGUMENTS}+{argument}]")
-    # `mov` of the struct's address, and of that, are other names of it.
+    # A `mov` of the struct's address, or of such a copy, gives it another name.
     names = {struct}
     while True:
         alias = next(
@@ -181,7 +183,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
     struct_pattern = "|".join(re.escape(name) for name in names)
     pointers = re.findall(rf"\tld\.param\.u64 \t({REGISTER}), \[(?:{struct_pattern})\];\n", body)
     body = re.sub(rf"\tld\.param\.u64 \t{REGISTER}, \[(?:{struct_pattern})\];\n", "", body)
-    bases: dict[str, int] = {}  # registers that hold the arguments' address, and how far into them
+    bases: dict[str, int] = {}  # registers that hold the arguments' address, and their offset in the arguments
     for pointer in pointers:
         bases |= dict.fromkeys(re.findall(rf"\tcvta\.to\.global\.u64 \t({REGISTER}), {pointer};\n", body), 0)
         body = re.sub(rf"\tcvta\.to\.global\.u64 \t{REGISTER}, {pointer};\n", "", body)

@@ -1,4 +1,4 @@
-"""How PTX text is read: a register, the instructions of an entry."""
+"""Read PTX text: the form of a register, and the instructions of an entry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ ARGUMENTS = "arguments"  # the parameter that the rewritten entry takes
 
 
 def statements(body: str) -> list[str]:
-    """The instructions of an entry: no comments, declarations, labels; one space between words."""
+    """The instructions of an entry, without comments, declarations and labels, with one space between words."""
     lines = (" ".join(line.partition("//")[0].split()) for line in body.splitlines())
     return [line for line in lines if line.endswith(";") and not line.startswith(".")]
