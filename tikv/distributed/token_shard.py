@@ -87,7 +87,7 @@ class TokenShardLayers(LayerStorage):
         """This rank's arrays of a layer."""
         return self.own.counts[layer]
 
-    # --- what is written
+    # --- writes
 
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
@@ -182,7 +182,7 @@ class TokenShardLayers(LayerStorage):
         for to in layers:
             self.counts[to.index].grow(form.tokens)
 
-    # --- what is read
+    # --- reads
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
         """Attention over this rank's tokens only, as if there were no others."""

@@ -1,4 +1,4 @@
-"""Moves rows of a head down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
+"""Moves rows of a head down in place: row j gets the content of row index[j], for ascending indices, in one launch.
 
 Rows in pages have no natural order: the index then holds a pair for each row, its source and its destination, in an
 order in which they may be moved one by one.
@@ -20,11 +20,11 @@ from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
 HELD = 16  # words that a GPU thread holds at once
-COLUMNS, EACH = 8, 2  # threads side by side on CUDA, and words of a row for each: what they ask of an index, both share
+COLUMNS, EACH = 8, 2  # neighbouring threads on CUDA, and words of a row for each: both share the work on an index
 STREAMS = 4  # K, V, and the scales of both
 LINE = 64  # bytes that a CPU core fetches at once
 GAP = 1024  # bytes between two rows of a head, on average, above which a CPU does not read them
-READ_AHEAD = 1024  # bytes of kept rows by which it reads ahead of what it moves
+READ_AHEAD = 1024  # bytes of kept rows by which a CPU reads ahead of the rows that it moves
 ENTRIES = len(S)  # strides of an array; a constant, since Taichi warns about `len` in a kernel
 
 
@@ -57,7 +57,7 @@ class Words(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a head's rows are dealt to threads: parts of a row, threads of a part, words of each, rows side by side."""
+    """How threads share the rows of a head: parts of a row, threads of a part, words of each, rows side by side."""
 
     parts: int
     columns: int
@@ -101,7 +101,7 @@ def make_compact(style, serial, barrier, streams, index_bits, placed=False):
 
         @ti.func
         def body(i, given: ti.template(), index: ti.template(), units, strides, params):
-            """A worker's heads, of one array after the other."""
+            """Moves a worker's heads, one array after the other."""
             lanes = params[C.groups] * params[C.heads]
             if i % every == 0:
                 for turn in range((lanes - i // every + params[C.workers] - 1) // params[C.workers]):
@@ -117,7 +117,7 @@ def make_compact(style, serial, barrier, streams, index_bits, placed=False):
 
         @ti.func
         def body(i, given: ti.template(), index: ti.template(), units, strides, params):
-            """One thread's words of one array."""
+            """Moves a thread's words of an array."""
             lanes = params[C.groups] * params[C.heads]
             left = i
             for n in ti.static(range(count)):

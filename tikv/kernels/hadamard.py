@@ -52,10 +52,10 @@ def local_row(n):
 
 @ti.func
 def add_pair(a: ti.template(), b: ti.template(), i):
-    """A step's sum and difference of neighbours, into the two halves of another vector.
+    """A step's sum and difference of neighbours, which go to the two halves of another vector.
 
-    So LLVM makes vectors of it, and after all steps each number is where it belongs. The loops over pairs stand in the
-    real functions that hold the vectors, which can call no function with a loop.
+    So LLVM vectorises the loop, and after all steps each number is in its place. The loops over pairs are in the real
+    functions that hold the vectors, since those cannot call a function with a loop.
     """
     x, y = a[2 * i], a[2 * i + 1]
     b[i] = x + y
@@ -78,7 +78,7 @@ class Place(NamedTuple):
         return len(self.columns[0])
 
     def partner(self, distance):
-        """(lane distance, which of its own numbers each is paired with) of columns so far apart; one is trivial.
+        """(lane distance, the partner of each own number) for columns at a distance; one of the two is trivial.
 
         Examples:
             >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)
@@ -101,7 +101,7 @@ def place_in_order(n):
 
 @functools.cache
 def make_turn_lanes(style, place, seed, back=False):
-    """GPU: turn(thread, lane, values, row) -> what a thread's numbers of a row became; all of a block call it together.
+    """GPU: turn(thread, lane, values, row) -> a thread's rotated numbers; all threads of a block call it together.
 
     `lane` is its place among the threads of the row, whose blocks lie one after another; `row` is as in `exact`.
     """
@@ -114,7 +114,7 @@ def make_turn_lanes(style, place, seed, back=False):
 
     @ti.func
     def column_of_lane(lane):
-        """The column of a lane's number 0, less that of lane 0."""
+        """The column of a lane's number 0, minus that of lane 0."""
         found = 0
         for b in ti.static(range(len(bits))):
             found = found + ((lane >> b) & 1) * bits[b]
@@ -122,7 +122,7 @@ def make_turn_lanes(style, place, seed, back=False):
 
     @ti.func
     def summed(x, row):
-        """A sum that is rounded before it is taken on."""
+        """A sum that is rounded before it is used."""
         found = x
         if ti.static(style == "spirv"):
             found = apart(x, row)
@@ -160,7 +160,7 @@ def make_turn_lanes(style, place, seed, back=False):
         found = values
         if ti.static(not back):
             found = change_signs(lane, found)
-        # One form for both kinds of steps: with one each, Taichi loses those behind a shuffle on CUDA.
+        # Both kinds of steps have one form: with two forms, Taichi loses the steps after a shuffle on CUDA.
         for distance, own in ti.static(partners):
             before, others = found, found
             if ti.static(distance > 0):
@@ -182,7 +182,7 @@ def make_turn_lanes(style, place, seed, back=False):
 
 
 class TurnParams(NamedTuple):
-    """Numbers of a launch that turns rows: items of work, extents, and where rows lie."""
+    """Numbers of a launch that rotates rows: items of work, extents, strides and first entries."""
 
     items: int = 0
     rows: int = 0
@@ -200,14 +200,14 @@ PARAMS = ti.types.vector(len(P), ti.i32)
 
 
 def make_turn_rows(style, serial, code, width, n, seed):
-    """turn_rows(source, target, params): rows (sequence, head, token) of any strides to rows that lie one by one.
+    """turn_rows(source, target, params): rotates rows (sequence, head, token) of any strides into contiguous rows.
 
     Args:
         style, serial: as in `lanes.make_loop`.
         code: dtype code of both.
         width: columns of a row.
-        n: of a block.
-        seed: of the signs.
+        n: columns of a block.
+        seed: seed of the signs.
     """
     A = element_array(code)
     load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)

@@ -49,13 +49,13 @@ class PagedKVCacheStore(runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         num_blocks: blocks of the pool, for all sequences together.
         block_size: tokens of a block.
-        dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
+        dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
             scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
             With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
             holds whole groups, and the newest R to R + group tokens of each sequence are kept beside the pool, with
             room for four sequences at first and twice as many whenever that is full. Such a pool has no ``layout``,
             ``per_head``, prefixes by token ids, `write_qkv` or `commit`, and `compact` keeps or drops whole groups.
-        v_dtype: what V is stored in, if that differs from K.
+        v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
@@ -139,7 +139,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
 
-    # --- what it is
+    # --- its form
 
     @property
     def device(self) -> str:
@@ -600,7 +600,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
-    # --- what changes sequences
+    # --- changes of sequences
 
     @changing
     def fork(self, seq: int) -> int:

@@ -53,14 +53,14 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
-        dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
+        dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
             "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
             groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
             ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns, or
             as ``v_dtype`` says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop
             new tokens or whole groups; `commit` and appends at positions on the device are refused.
-        v_dtype: what V is stored in, if that differs from K.
+        v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
             divided by them before they are stored, and multiplied by them when they are read. None means 1.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
@@ -87,9 +87,9 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim_v (int): width of a head of V.
         capacity (int): tokens that a layer without a window holds.
         sinks (int): first tokens that a sliding layer keeps.
-        dtype (DType): what keys are stored in, and values unless `v_dtype` says otherwise.
-        v_dtype (DType): what values are stored in.
-        scale_dtype (DType): what the scales of int8 or of a `tikv.Quant` are stored in.
+        dtype (DType): the format of keys, and of values unless `v_dtype` differs.
+        v_dtype (DType): the format of values.
+        scale_dtype (DType): the dtype of the scales of int8 or of a `tikv.Quant`.
         windows (list[int | None]): the slots of each sliding layer; None for a layer that does not slide.
         lock (threading.RLock): each call holds it. A thread that holds it may take it again.
 
@@ -169,7 +169,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
 
-    # --- what it is
+    # --- its form
 
     @property
     def batch_size(self) -> int:

@@ -224,13 +224,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             eighth as needed, one layer after another. If all layers slide, a sequence may continue beyond it, as with
             transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
             are fewer.
-        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
+        dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. Narrower dtypes are widened for each read. With
             `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` are quantised by
             channel; `crop` can go back to those newest tokens, or to a multiple of the group. Such steps are not
             compiled.
-        v_dtype: what values are stored in, if that differs from keys; as ``dtype``.
+        v_dtype: the format of values, if it differs from that of keys; as ``dtype``.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
             `tikv.KVCacheStore`.
         window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can

@@ -51,7 +51,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         index: the layer's number, for messages.
         window: how many tokens a query sees, itself included; None for all.
         max_cache_len: how many tokens a sequence may have; None for any number.
-        dtype: what is stored, as in `TikvCache`, or a `Storage` of keys, values and scales.
+        dtype: the stored format, as in `TikvCache`, or a `Storage` of keys, values and scales.
         config: the model's configuration, which says whether its attention reads what is stored.
     """
 

@@ -1,4 +1,4 @@
-"""The child process of `tikv.launch.cuda.compiler`: it runs Taichi for nothing but the PTX that Taichi writes."""
+"""The child process of `tikv.launch.cuda.compiler`: it runs Taichi only to get the PTX that Taichi writes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of
 
 
 def serve_compiler() -> None:
-    """What the compiling process of `tikv.launch.cuda.compiler` runs."""
+    """Run the compiling process of `tikv.launch.cuda.compiler`."""
     serve(_launch_over_nothing)
 
 
 def _launch_over_nothing(factory: Factory, choices: tuple[Any, ...]) -> None:
-    """Launch a kernel once, for Taichi to generate its code: the loop's extent is zero and so are all numbers.
+    """Launch a kernel once, so that Taichi generates its code; the loop's extent and all numbers are zero.
 
-    A loop of constant bounds runs all the same, so arrays are memory that may be written.
+    A loop with constant bounds runs all the same, so arrays get memory that may be written.
     """
     live = runtime.current()
     kernel = CompiledKernel(live, factory, choices)
@@ -47,10 +47,10 @@ def _launch_over_nothing(factory: Factory, choices: tuple[Any, ...]) -> None:
 
 
 def serve(launch: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> None:
-    """The child: compile what is asked for, until stdin ends or nothing was asked for a minute.
+    """The child: compile on request, until stdin ends or no request has come for a minute.
 
-    `launch` makes a kernel of a factory and its choices and launches it over nothing. After a failure the child ends:
-    its CUDA context may be of no use any more.
+    `launch` makes a kernel from a factory and its choices and launches it over empty arrays. After a failure the child
+    ends, since its CUDA context may be unusable.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # Taichi writes to stdout, also from C++
@@ -86,7 +86,7 @@ def _generated(
 ) -> str:
     """The PTX that Taichi writes when it first launches a kernel.
 
-    It writes none for a kernel that equals an earlier one in all but its choices; a new Taichi does.
+    For a kernel that differs from an earlier one only in its choices, Taichi writes PTX only after a new start.
     """
     global _started_for
     fast_math = bool(getattr(factory, "fast_math", False))  # also read once when Taichi's CUDA session starts

@@ -1,7 +1,8 @@
-"""The PTX of a kernel, from the disk or from a child process that runs Taichi for nothing else.
+"""The PTX of a kernel, from the disk or from a child process that runs Taichi only for this.
 
-Taichi writes PTX into the working directory, of a program started for it: so a child with a temporary one, which
-compiles what it is asked for over a pipe, and ends when it has been idle for a while or the parent is gone.
+Taichi writes PTX only in a program that was started for it, and into the working directory. So a child process with a
+temporary directory compiles what it is asked for over a pipe. It ends after it has been idle for a while, or when the
+parent is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     """The PTX of the kernel that a factory makes of its choices, for a GPU of this compute capability.
 
     Raises:
-        ArchError: it cannot be compiled in a child process; says why.
+        ArchError: it cannot be compiled in a child process; the message says why.
     """
     key = key_of(factory, choices, target)
     found = disk_cache.read(key)
@@ -49,7 +50,7 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
 
 
 def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
-    """What the PTX depends on, as a name: the kernels' sources, the choices, the versions, the GPU."""
+    """A name for all inputs of the PTX: the kernels' sources, the choices, the versions, the GPU."""
     source, all_kernels = pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or ""), kernels_folder()
     parts = (
         _sources(all_kernels if all_kernels in source.parents else source.parent),
@@ -78,7 +79,7 @@ def _sources(directory: pathlib.Path) -> str:
 
 
 class _Child:
-    """The compiling process: requests go in by stdin, texts come out by stdout, what it says is kept for messages."""
+    """The compiling process: stdin takes requests, stdout gives texts, and stderr is kept for messages."""
 
     def __init__(self) -> None:
         self.parent = os.getpid()
@@ -151,7 +152,7 @@ def _compile(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
     if not sys.executable:
         raise ArchError("there is no sys.executable to start another process with")
     with _lock:
-        for _ in range(2):  # a child may have ended, idle, since it was last seen
+        for _ in range(2):  # an idle child may have ended since the last request
             fresh = _child is None or not _child.usable
             try:
                 if fresh:
@@ -186,7 +187,7 @@ atexit.register(close)
 
 
 def send(pipe: IO[bytes], message: bytes) -> None:
-    """Write a message, its length before it."""
+    """Write a message, after its length."""
     pipe.write(struct.pack("<Q", len(message)) + message)
     pipe.flush()
 

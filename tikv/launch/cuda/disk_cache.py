@@ -1,4 +1,4 @@
-"""A folder of compiled kernels in the user's cache: checked when read, written whole or not at all, bounded in size."""
+"""A folder of compiled kernels in the user's cache: reads are checked, writes are atomic, and its size is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 from tikv import runtime
 
 MAGIC = b"taichi-kv kernel 1\n"
-LIMIT_BYTES = 64 << 20  # a kernel is 5 to 30 KB; past this the least recently used go
+LIMIT_BYTES = 64 << 20  # a kernel takes 5 to 30 KB; above this, the least recently used are removed
 
 
 def folder() -> pathlib.Path:
@@ -29,7 +29,7 @@ def folder() -> pathlib.Path:
 
 
 def read(key: str) -> str | None:
-    """The text kept under a key; None if nothing is, or if it is not, whole, what was written under this key."""
+    """The text kept under a key; None if the folder has no such text, or if the text is damaged."""
     path = folder() / f"{key}.ptx"
     try:
         raw = path.read_bytes()
@@ -45,7 +45,7 @@ def read(key: str) -> str | None:
 
 
 def write(key: str, text: str) -> None:
-    """Keep a text under a key. A folder that cannot be written costs a compilation a process, no more."""
+    """Keep a text under a key. If the folder cannot be written, each process compiles the kernel again."""
     body = text.encode()
     place = folder()
     try:
@@ -68,7 +68,7 @@ def _digest(key: str, body: bytes) -> bytes:
 
 
 def _evict(place: pathlib.Path) -> None:
-    """Remove the entries used longest ago until the rest fit."""
+    """Remove the least recently used entries until the others fit."""
     found = []
     for path in place.glob("*.ptx"):
         with contextlib.suppress(OSError):

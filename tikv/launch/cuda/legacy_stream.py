@@ -1,4 +1,4 @@
-"""CUDA by the engine's launchers, which know the legacy default stream alone."""
+"""Launch on CUDA with the engine's launchers, which know only the legacy default stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tikv.launch.cuda import driver
 
 
 class OnLegacyStream(Bound):
-    """CUDA by the engine's launcher, which knows the legacy default stream: in order with torch's current stream."""
+    """A launch by the engine's launcher on the legacy default stream, in order with torch's current stream."""
 
     def launch(self) -> None:
         if driver.capturing(self.kernel.runtime.index):
@@ -37,8 +37,8 @@ class OnLegacyStream(Bound):
 
 
 class DirectOnCuda(OnLegacyStream, FreshBound):
-    """CUDA by the engine's launcher, its launch context filled here."""
+    """A launch by the engine's launcher, with a launch context that is filled here."""
 
 
 class PublicOnCuda(OnLegacyStream, PublicBound):
-    """CUDA by the engine's public call."""
+    """A launch by the engine's public call."""

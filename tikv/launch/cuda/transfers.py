@@ -33,20 +33,20 @@ class _Event:
             driver.binding().cuEventDestroy(self.handle)
 
     def record(self, stream: int) -> None:
-        """What was given to the stream until now."""
+        """Mark the end of the work that the stream has been given so far."""
         driver.checked(driver.binding().cuEventRecord(self.handle, driver.stream_object(stream)), "cuEventRecord")
 
     def wait(self, stream: int) -> None:
-        """Let the stream go on behind it; at once where it was never recorded."""
+        """Make the stream wait for this point; without a wait if it was never recorded."""
         cu = driver.binding()
         driver.checked(cu.cuStreamWaitEvent(driver.stream_object(stream), self.handle, 0), "cuStreamWaitEvent")
 
 
 class DriverTransfer:
-    """What goes from the host's memory to one place on the GPU, again and again.
+    """Repeated copies from the host's memory to one place on the GPU.
 
-    `start` waits for what the current stream was given, so for all that wrote what is copied; and for `used`. What
-    reads the copy calls `wait` before and `used` after it.
+    `start` waits for the earlier work of the current stream, which includes all writes to the source, and for `used`.
+    Code that reads the copy calls `wait` before it reads, and `used` afterwards.
     """
 
     def __init__(self, live: runtime.Runtime) -> None:
@@ -58,7 +58,7 @@ class DriverTransfer:
             self._arrived, self._used, self._before = _Event(), _Event(), _Event()
 
     def start(self, pairs: Sequence[tuple[ArrayView, ArrayView, int]]) -> None:
-        """Copy so many of the third axis of each first array, which is the host's, to the second."""
+        """Copy the first `count` entries of the third axis of each host array to the array on the GPU."""
         with self._device.entered():
             self._before.record(driver.stream(self._index))
             self._before.wait(self._copies)
@@ -68,20 +68,20 @@ class DriverTransfer:
             self._arrived.record(self._copies)
 
     def wait(self) -> None:
-        """Let what is launched next see what was copied."""
+        """Make the next launches wait for the copy."""
         with self._device.entered():
             self._arrived.wait(driver.stream(self._index))
 
     def used(self) -> None:
-        """What was launched last has to be done before the copy is overwritten."""
+        """Make the next copy wait for the launches so far."""
         with self._device.entered():
             self._used.record(driver.stream(self._index))
 
 
 def _copy(source: ArrayView, to: ArrayView, count: int, stream: int) -> None:
-    """Copy the first `count` of the third axis of a (batch, heads, n, ...) array to those of one whose n may differ.
+    """Copy the first `count` entries of the third axis of a (batch, heads, n, ...) array to an array with any n.
 
-    As one piece, or as one for each head, of which the copy engine does all at once.
+    It takes one command, for one piece of memory or for one piece per head.
     """
     cu, queue, heads = driver.binding(), driver.stream_object(stream), source.shape[0] * source.shape[1]
     if not count or not heads:

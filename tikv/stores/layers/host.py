@@ -76,7 +76,7 @@ class HostLayers(LayerStorage):
     def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
         return HostLayers(self.config, copy.deepcopy(self.whole, memo), self._transfer)
 
-    # --- what it is
+    # --- its form
 
     @property
     def resident_layers(self) -> int:
@@ -103,7 +103,7 @@ class HostLayers(LayerStorage):
     def quantised(self, operation: str, layer: int) -> int:
         return self.whole.quantised(operation, layer)
 
-    # --- what is on the device
+    # --- copies on the device
 
     def _of(self, layer: int) -> Residents[Frame]:
         return self.residents[self.config.windows[layer]]

@@ -180,7 +180,7 @@ class HostedLayer(GrowingLayer):
         yield
         self._drop()
 
-    # --- what is read
+    # --- reads
 
     @property
     def keys(self) -> CacheArray:
@@ -205,7 +205,7 @@ class HostedLayer(GrowingLayer):
         """As `GrowingLayer.decoded`, by the copy."""
         return self.bring().decoded(first, dtype)
 
-    # --- what is written
+    # --- writes
 
     @uninterrupted
     def append(self, k: Any, v: Any) -> None:

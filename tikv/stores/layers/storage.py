@@ -152,7 +152,7 @@ class LayerStorage(abc.ABC):
                 f"it out. {cls.remedy}"
             )
 
-    # --- what it is
+    # --- its form
 
     @property
     def batch_size(self) -> int:
@@ -191,7 +191,7 @@ class LayerStorage(abc.ABC):
         """The layers that a picture shows."""
         return self.counts
 
-    # --- what every storage does
+    # --- operations of every storage
 
     @abc.abstractmethod
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
@@ -243,7 +243,7 @@ class LayerStorage(abc.ABC):
     ) -> tuple[StoreConfig, Any]:
         """The configuration of a saved store, placed as `placed` asks, and a storage that holds what it held."""
 
-    # --- what some do
+    # --- operations of some storages
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
         """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts do not change."""
