@@ -172,21 +172,21 @@ def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
         return recorded.tables_of(f"{text}\n"), ""
 
 
-def compile_ahead(processes: int) -> None:
-    """Run programs on tiny sizes, which compiles their kernels: those of the sizes that are measured are the same."""
-    programs = []
-    for _, program, _ in PROGRAMS["cuda"]:
-        if program[0] in COMPILED_AHEAD:
+def compile_ahead(processes: int, commands: list[list[str]]) -> None:
+    """Run commands on tiny sizes, which compiles their kernels: those of the sizes that are measured are the same."""
+    small = []
+    for command in commands:
+        if pathlib.Path(command[0]).name in COMPILED_AHEAD:
             # Formats share few kernels, so a process compiles those of one.
-            one_by_one = program[-1] in ("codes", "code_prompts")
-            programs += [[*program, "--formats", name] for name in shapes.FORMATS] if one_by_one else [program]
-    print(f"compiling ahead: {len(programs)} programs on tiny sizes", file=sys.stderr, flush=True)
+            one_by_one = command[-1] in ("codes", "code_prompts")
+            small += [[*command, "--formats", name] for name in shapes.FORMATS] if one_by_one else [command]
+    print(f"compiling ahead: {len(small)} programs on tiny sizes", file=sys.stderr, flush=True)
+    start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        for program, (_, why) in zip(
-            programs, pool.map(lambda each: made_by([str(HERE / each[0]), *each[1:], *SMALL]), programs), strict=True
-        ):
+        for command, (_, why) in zip(small, pool.map(lambda each: made_by([*each, *SMALL]), small), strict=True):
             if why:
-                print(f"{' '.join(program)} --small: {why}", file=sys.stderr, flush=True)
+                print(f"{named(command)} --small: {why}", file=sys.stderr, flush=True)
+    print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def named(command: list[str]) -> str:
@@ -264,7 +264,7 @@ def main() -> None:
         done = set() if given.again else {table["command"] for table in found["tables"]}
         chosen = [each for each in commands(given.arch, given.small, given.only) if named(each[1]) not in done]
         if given.ahead and given.arch == "cuda":
-            compile_ahead(given.ahead)
+            compile_ahead(given.ahead, [command for _, command in chosen])
         run(given.file, found, chosen, 60 * given.minutes)
         print(markdown(found), end="")
         sys.exit(not found["tables"])
