@@ -69,7 +69,7 @@ COPY = [
     ),
     (
         "window_too_wide", SRC, CACHE, {"position": 0, "window": 6}, tikv.CapacityError,
-        "copy: window=6 > capacity=5. Use a window of at most 5, or a larger cache.",
+        "copy: window=6 exceeds capacity=5. Use a window of at most 5, or a larger cache.",
     ),
     (
         "window_of_nothing", SRC, CACHE, {"position": 0, "window": 0}, tikv.PositionError,
@@ -77,11 +77,13 @@ COPY = [
     ),
     (
         "source_too_short", SRC, CACHE, {"position": 0, "num_tokens": 3, "src_offset": 1}, tikv.PositionError,
-        "copy: the source range src_offset=1 + num_tokens=3 > 3 tokens given. Copy at most 2 tokens from there.",
+        "copy: the source range src_offset=1 + num_tokens=3 exceeds the 3 tokens given. Copy at most 2 tokens from "
+        "there.",
     ),
     (
         "source_offset_past_it", SRC, CACHE, {"position": 0, "src_offset": 4}, tikv.PositionError,
-        "copy: the source range src_offset=4 + num_tokens=0 > 3 tokens given. Copy at most 0 tokens from there.",
+        "copy: the source range src_offset=4 + num_tokens=0 exceeds the 3 tokens given. Copy at most 0 tokens from "
+        "there.",
     ),
     (
         "negative_tokens", SRC, CACHE, {"position": 0, "num_tokens": -1}, tikv.PositionError,

@@ -471,11 +471,11 @@ def test_a_capture_by_the_compiler_is_known(monkeypatch):
 def test_texts_that_do_not_fit(arch):
     model = build(arch)
     cache = TikvCache(model.config, max_cache_len=14)
-    with pytest.raises(tikv.CapacityError, match="0 cached \\+ 15 new tokens > max_cache_len=14"):
+    with pytest.raises(tikv.CapacityError, match="0 cached \\+ 15 new tokens exceed max_cache_len=14"):
         generate(model, cache, inputs(arch, 15), 3, **compiling(arch))
     assert cache.get_seq_length() == 0
     cache = TikvCache(model.config, max_cache_len=14)
-    with pytest.raises(tikv.CapacityError, match="14 cached \\+ 1 new tokens > max_cache_len=14"):
+    with pytest.raises(tikv.CapacityError, match="14 cached \\+ 1 new tokens exceed max_cache_len=14"):
         generate(model, cache, inputs(arch, 11), 9, **compiling(arch))
     assert cache.get_seq_length() == 14
     # Old versions say it by an IndexError of their own.
@@ -492,7 +492,7 @@ def test_steps_by_hand_beyond_the_memory_are_told_afterwards(arch):
     it = Stepper(arch, max_cache_len=10)
     for at in (9, 10, 11):
         it.step(at)
-    with pytest.raises(tikv.CapacityError, match="compiled steps went on to 12 tokens > max_cache_len=10"):
+    with pytest.raises(tikv.CapacityError, match="continued to 12 tokens, and those beyond max_cache_len=10"):
         it.cache.get_seq_length()
     assert it.cache.get_seq_length() == 10
 

@@ -121,7 +121,7 @@ def test_with_a_full_layer_none_goes_on(arch):
     model = build("gemma3")
     cache = TikvCache(model.config, max_cache_len=12)
     model(prompts(12)["input_ids"], **given(cache), use_cache=True)
-    with pytest.raises(tikv.CapacityError, match=r"layer 0: 12 cached \+ 1 new tokens > max_cache_len=12"):
+    with pytest.raises(tikv.CapacityError, match=r"layer 0: 12 cached \+ 1 new tokens exceed max_cache_len=12"):
         model(prompts(1)["input_ids"], **given(cache), use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [12] * 4
 
@@ -449,7 +449,7 @@ def test_torch_compile_keeps_the_cache_in_its_graph(arch, name, dtype, lengths, 
             a, b = (model(ids, **given(cache)).logits for cache in caches)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     for cache in caches if name != "mistral" else ():
-        with pytest.raises(tikv.CapacityError, match=r"23 cached \+ 1 new tokens > max_cache_len=23"):
+        with pytest.raises(tikv.CapacityError, match=r"23 cached \+ 1 new tokens exceed max_cache_len=23"):
             model(ids, **given(cache))
         cache.crop(-1)
         cache.batch_select_indices(torch.tensor([0]))
@@ -476,7 +476,7 @@ def test_torch_compile_leaves_its_graph_to_make_memory_or_to_refuse(arch, tight)
     want, got = (steps(forward, forward, TikvCache(model.config), prompts(3), 9) for forward in (model, compiled))
     assert torch.equal(got[0], want[0])
     full = TikvCache(model.config, 5)
-    with pytest.raises(tikv.CapacityError, match=r"5 cached \+ 1 new tokens > max_cache_len=5"):
+    with pytest.raises(tikv.CapacityError, match=r"5 cached \+ 1 new tokens exceed max_cache_len=5"):
         steps(model, compiled, full, prompts(4), 2)
     assert full.get_seq_length() == 5
 
@@ -952,7 +952,7 @@ def test_tokens_like_those_before_still_meet_the_limits(arch, rng):
     layer, k, v = layer_of(limit=9), *rows(rng, 1)
     for _ in range(9):
         keys, _ = layer.update(k, v)
-    with pytest.raises(tikv.CapacityError, match=r"9 cached \+ 1 new tokens > max_cache_len=9"):
+    with pytest.raises(tikv.CapacityError, match=r"9 cached \+ 1 new tokens exceed max_cache_len=9"):
         layer.update(k, v)
     assert layer.get_seq_length() == 9
     oracle.assert_same_bits(keys.numpy(), k.expand(-1, -1, 9, -1).numpy())
@@ -1016,7 +1016,7 @@ def test_too_many_tokens_are_refused_before_a_write(arch, model):
         return  # its layers all slide, and go on
     cache = TikvCache(model.config, max_cache_len=12)
     model(prompts(10)["input_ids"], **given(cache), use_cache=True)
-    with pytest.raises(tikv.CapacityError, match=r"layer 0: 10 cached \+ 3 new tokens > max_cache_len=12"):
+    with pytest.raises(tikv.CapacityError, match=r"layer 0: 10 cached \+ 3 new tokens exceed max_cache_len=12"):
         model(prompts(3)["input_ids"], **given(cache), use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers if isinstance(layer, TikvLayer)] == [10] * sum(
         isinstance(layer, TikvLayer) for layer in cache.layers

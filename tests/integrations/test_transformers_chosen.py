@@ -493,7 +493,7 @@ def test_too_many_tokens_are_written_nowhere(indexer_first, arch):
     with torch.no_grad():
         for call in calls:
             call()
-        with pytest.raises(tikv.CapacityError, match="3 cached \\+ 3 new tokens > max_cache_len=4"):
+        with pytest.raises(tikv.CapacityError, match="3 cached \\+ 3 new tokens exceed max_cache_len=4"):
             calls[0]()
         assert layer.get_seq_length() == 3 == layer.indexer_keys.shape[1]
         if indexer_first:  # what the other refuses does not stay here
@@ -516,7 +516,7 @@ def test_keys_that_an_indexer_numbers_stay_together(arch):
         layer.update(k, v)
         with pytest.raises(tikv.OptionError, match=r"compact\(\) would drop keys that the indexer"):
             layer.compact([[0, 2]])
-        with pytest.raises(tikv.OptionError, match="keys of 2 tokens, and the indexer has keys of 3"):
+        with pytest.raises(tikv.OptionError, match="keys cannot be set to 2 tokens, since the indexer has keys of 3"):
             layer.keys = k[:, :, :2]
         assert torch.equal(layer.keys, k)
         layer.keys = k + 1

@@ -96,16 +96,16 @@ def test_a_launch_gives_every_number_its_place(exported):
 @pytest.mark.parametrize(
     ("arguments", "error", "why"),
     [
-        (["--op", "copy_kv,nothing"], errors.OptionError, "no op nothing. Use one of copy, copy_kv"),
-        (["--arch", "cuda"], errors.OptionError, "no arch cuda. Use one of vulkan, metal"),
-        (["--dtype", "float64"], errors.OptionError, "no dtype float64. Use one of float32"),
+        (["--op", "copy_kv,nothing"], errors.OptionError, "unknown op nothing. Use one of copy, copy_kv"),
+        (["--arch", "cuda"], errors.OptionError, "unknown arch cuda. Use one of vulkan, metal"),
+        (["--dtype", "float64"], errors.OptionError, "unknown dtype float64. Use one of float32"),
         (
             ["--op", "copy_kv,linearize", "--dtype", "int8"],
             errors.OptionError,
             "copy_kv, linearize stores no int8. Use one of float32, float16, bfloat16, float8_e4m3fn",
         ),
-        (["--q-heads", "6", "--kv-heads", "4"], errors.OptionError, "q_heads a multiple of kv_heads"),
-        (["--head-dim", "0"], errors.OptionError, "Sizes must be at least 1"),
+        (["--q-heads", "6", "--kv-heads", "4"], errors.OptionError, "a multiple of kv_heads for q_heads"),
+        (["--head-dim", "0"], errors.OptionError, "Use sizes of at least 1"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_anything_is_made(

@@ -683,7 +683,7 @@ def test_a_norm_rope_that_cannot_be(options, error, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_dim": 18}, "rope_dim=18 > head_dim=16"),
+        ({"rope_dim": 18}, "rope_dim=18 exceeds head_dim=16"),
         ({"rope_dim": 8}, "columns of cos and sin"),
         ({"q_weight": np.ones(8, np.float32)}, "length of q_weight"),
         ({"k_weight": np.ones(8, np.float32)}, "length of k_weight"),

@@ -793,7 +793,7 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (
             lambda s, k: s.attend(0, np.ones((2, 4, HEADS, WIDTH), np.float32), [0, 2]),
             tikv.PositionError,
-            r"^PagedKVCacheStore.attend: 4 queries of sequence 2, which has 3 tokens in layer 0\. The queries are",
+            r"^PagedKVCacheStore.attend: 4 queries are given for sequence 2, which has 3 tokens in layer 0\. The",
         ),
         (
             lambda s, k: s.attend(0, k, [0, 2], impl="torch"),

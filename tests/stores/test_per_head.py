@@ -246,13 +246,13 @@ def test_what_a_per_head_store_does_not_do_is_refused(tmp_path, arch):
         store.compact(0, seq, np.ones((2, 2), bool))
     q = np.ones((1, 2, 2, 4), np.float32)
     out = np.full(q.shape, 7, np.float32)
-    with pytest.raises(tikv.PositionError, match="2 queries of sequence 0"):
+    with pytest.raises(tikv.PositionError, match="2 queries are given for sequence 0"):
         store.attend(0, q, [seq], out=out)
-    with pytest.raises(tikv.OptionError, match="window for sequence 0, whose layer 0 was compacted"):
+    with pytest.raises(tikv.OptionError, match="window cannot be used with sequence 0, whose layer 0 was compacted"):
         store.attend(0, q[:, 0], [seq], window=3)
-    with pytest.raises(tikv.OptionError, match="alibi_slopes for sequence 0"):
+    with pytest.raises(tikv.OptionError, match="alibi_slopes cannot be used with sequence 0"):
         store.attend(0, q[:, 0], [seq], alibi_slopes=np.ones(2, np.float32))
-    with pytest.raises(tikv.OptionError, match="window for sequence 0, whose layer 0 was compacted"):
+    with pytest.raises(tikv.OptionError, match="window cannot be used with sequence 0, whose layer 0 was compacted"):
         store.extend(0, np.ones((1, 2, 4), np.float32), k[:1], k[:1], [seq], window=3)
     assert (out == 7).all()
     assert store.held(0, seq).tolist() == [2, 1]

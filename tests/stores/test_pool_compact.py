@@ -315,7 +315,7 @@ def test_what_cannot_be_kept_is_refused(arch, rng):
     q = model.place(np.ones((1, 2, HEADS * GROUP, WIDTH), np.float32))
     with pytest.raises(tikv.PositionError, match="which has 6 tokens in layer 0, 0 of them since"):
         model.store.attend(0, q, [seq])
-    with pytest.raises(tikv.OptionError, match="window for sequence 0, whose layer 0 was compacted"):
+    with pytest.raises(tikv.OptionError, match="window cannot be used with sequence 0, whose layer 0 was compacted"):
         model.store.attend(0, q[:, 0], [seq], window=4)
     model.check(seq)
     vllm = tikv.PagedKVCacheStore(**model.form | {"layout": "VLLM"})

@@ -278,7 +278,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (
             lambda s: s.attend(0, np.ones((1, 49, 1, 32), np.float32)),
             tikv.PositionError,
-            "49 queries, but only the newest 48",
+            "49 queries are given, but only the newest 48",
         ),
         (lambda s: s.attend(0, Q, return_mass=True), tikv.OptionError, "return_mass"),
         (lambda s: s.attend(0, Q, alibi_slopes=np.ones(1, np.float32)), tikv.OptionError, "alibi_slopes"),

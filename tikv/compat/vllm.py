@@ -326,7 +326,10 @@ def _gather(
         batch: the required number of sequences; None for the table's number.
     """
     if batch is not None and table.shape[0] < batch:
-        raise ShapeError(f"{operation}: block_table has {table.shape[0]} rows for {batch} sequences.")
+        raise ShapeError(
+            f"{operation}: block_table has {table.shape[0]} rows where {batch} sequences need one each. Pass a row for "
+            "each sequence."
+        )
     checks.rank(source, (3, 4), "src_cache", "(N, bs, W) or (N, bs, H, D)", operation)
     (batch, blocks_of_each), tokens = table.shape, sequence.shape[0]
     if rows.shape[1:] != source.shape[2:] or rows.shape[0] < tokens:
@@ -336,7 +339,10 @@ def _gather(
     index.check_starts("cu_seq_lens", starts, rows.shape[0], "rows of dst")
     first = index.array("seq_starts", (None,), "(B,)") if index.has("seq_starts") else zeros(starts)
     if first.shape[0] < batch:
-        raise ShapeError(f"{operation}: seq_starts is ({first.shape[0]},) for {batch} sequences.")
+        raise ShapeError(
+            f"{operation}: seq_starts has {first.shape[0]} entries where {batch} sequences need one each. Pass an "
+            "entry for each sequence."
+        )
     if batch == 0 or tokens == 0:
         return
     token, known = index.arange(tokens), where(sequence < batch, sequence, zeros(sequence))

@@ -257,7 +257,7 @@ class TokenShardLayers(LayerStorage):
         around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
             raise OptionError(
-                f"{operation}: where tokens are sharded, seq_lens on the device allow one query per sequence, not "
+                f"{operation}: seq_lens on the device allow one query per sequence if tokens are sharded, not "
                 f"{q.shape[2]}. Attend with one query, or leave seq_lens out."
             )
         if counts.ring % around:

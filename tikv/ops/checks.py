@@ -267,7 +267,7 @@ def window_of(window: Any, capacity: int, operation: str) -> int | None:
     window = integer(window, "window", operation, low=1)
     if window > capacity:
         raise CapacityError(
-            f"{operation}: window={window} > capacity={capacity}. "
+            f"{operation}: window={window} exceeds capacity={capacity}. "
             f"Use a window of at most {capacity}, or a larger cache."
         )
     return int(window)
@@ -313,8 +313,8 @@ def source_range(
     tokens = available - offset if num_tokens is None else integer(num_tokens, names.num_tokens, operation)
     if offset > available or offset + tokens > available:
         raise PositionError(
-            f"{operation}: the source range {names.src_offset}={offset} + {names.num_tokens}={max(tokens, 0)} > "
-            f"{available} tokens given. Copy at most {max(0, available - offset)} tokens from there."
+            f"{operation}: the source range {names.src_offset}={offset} + {names.num_tokens}={max(tokens, 0)} exceeds "
+            f"the {available} tokens given. Copy at most {max(0, available - offset)} tokens from there."
         )
     return offset, tokens
 

@@ -97,7 +97,7 @@ def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what:
         )
     if (last is not None and shape[-1] != last) or (last is None and shape[-1] > rows.limit):
         raise ShapeError(
-            f"{operation}: keep is {what} of shape {shape} for {rows.limit} rows per head. "
+            f"{operation}: keep is {what} of shape {shape}, but each head has {rows.limit} rows. "
             + ("Pass True or False for each." if last is not None else f"Pass at most {rows.limit}.")
         )
 

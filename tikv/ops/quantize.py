@@ -332,7 +332,7 @@ def require_slots_first(operation: str, layout: str) -> None:
     """
     if layout in ("HND", "VLLM"):
         raise OptionError(
-            f"{operation}: in layout {layout!r} the scales of a Quantized, laid out as its rows are, would not be "
+            f"{operation}: layout {layout!r} does not fit a Quantized: its scales lie as its rows do, and would not be "
             f"contiguous from slot to slot. Use 'NHD', or a PagedKVCacheStore."
         )
 

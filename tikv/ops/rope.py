@@ -155,7 +155,7 @@ class NormRope:
             )
         rope_dim = width if self.rope_dim is None else int(self.rope_dim)
         if rope_dim > width:
-            raise ShapeError(f"{operation}: rope_dim={rope_dim} > head_dim={width}. Rotate at most the head.")
+            raise ShapeError(f"{operation}: rope_dim={rope_dim} exceeds head_dim={width}. Use at most {width}.")
         detail = f"rope_dim={rope_dim}, cos: {describe(arrays['cos'])}"
         checks.extent(arrays["cos"].shape[1], rope_dim // 2, "the number of columns of cos and sin", operation, detail)
         return Transform(pairs, rope_dim, eps)

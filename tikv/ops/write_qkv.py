@@ -242,8 +242,8 @@ class WriteQkvPlan(Plan):
                 )
         elif self.rope_limit and rope + self.tokens > self.rope_limit:
             raise PositionError(
-                f"{operation}: position={rope} + {self.tokens} tokens > {self.rope_limit} positions of the tables. "
-                f"Pass longer cos and sin, or rope_positions."
+                f"{operation}: position={rope} + {self.tokens} tokens exceed the {self.rope_limit} positions of the "
+                f"tables. Pass longer cos and sin, or rope_positions."
             )
         return None, {"src_position": rope, "dst_position": start}
 

@@ -195,8 +195,8 @@ def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None
     """Raise DTypeError if page summaries are asked for of keys in a format that `page_scores` does not take."""
     if page is not None and rows.k.read_dtype not in SUMMARIZED:
         raise DTypeError(
-            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores cannot read. "
-            "Use another dtype, or leave page_summaries out."
+            f"{operation}: page_summaries={page} cannot summarise keys kept as {rows.k.dtype}, which page_scores "
+            "cannot read. Use another dtype, or leave page_summaries out."
         )
 
 

@@ -41,7 +41,7 @@ def start(arch: str) -> Machine:
     """
     live = runtime.init(arch)
     if live.arch not in HEADS:
-        raise ArchError(f"bench: on {live.arch} tikv's own attention is the only one. Name cpu or cuda with --arch.")
+        raise ArchError(f"bench: torch has no attention on {live.arch} to compare. Name cpu or cuda with --arch.")
     extras.need("torch", "bench --attention")
     machine = Machine(live)
     if machine.torch is None:

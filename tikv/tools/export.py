@@ -263,7 +263,7 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
     """
     for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
-            raise OptionError(f"export: no {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
+            raise OptionError(f"export: unknown {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
     if not pairs(operations, names):
         raise OptionError(
             f"export: {', '.join(operations)} stores no {', '.join(names)}. Use one of "
@@ -271,8 +271,8 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
         )
     if min(sizes) < 1 or sizes.q_heads % sizes.kv_heads or sizes.head_dim % 2:
         raise OptionError(
-            f"export: {', '.join(f'{name}={size}' for name, size in sizes._asdict().items())}. Sizes must be at "
-            "least 1, head_dim even, and q_heads a multiple of kv_heads."
+            f"export: the sizes {', '.join(f'{name}={size}' for name, size in sizes._asdict().items())} cannot be "
+            "exported. Use sizes of at least 1, an even head_dim, and a multiple of kv_heads for q_heads."
         )
     folder = Path(path)
     if folder.exists() and not folder.is_dir():

@@ -105,7 +105,7 @@ def test_a_contiguous_write_begins_at_len_and_leaves_it(arch, rng, dtype):
         layer.set_len(start + tokens)
     for name, got, want in zip("kv", (layer.keys, layer.values), wanted, strict=True):
         oracle.assert_same_bits(got, want, what=name)
-    with pytest.raises(tikv.CapacityError, match=r"len=8 \+ 2 tokens > 9 slots. Call ensure_contig_capacity\(10\)"):
+    with pytest.raises(tikv.CapacityError, match=r"len=8 \+ 2 tokens exceed the 9 slots. Call ensure.*\(10\)"):
         layer.contig_write(oracle.place(np.zeros((2, COLUMNS), np.float32), arch), num_q_heads=QUERY_HEADS)
     oracle.assert_same_bits(layer.keys, wanted[0])
 
@@ -232,14 +232,22 @@ def test_dropping_tokens_and_blocks(arch, rng):
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        (lambda p, c, x: p.paged_write(x, num_q_heads=4), tikv.CapacityError, r"len=10 \+ 3 tokens > 12 slots"),
-        (lambda p, c, x: c.contig_write(x, num_q_heads=4), tikv.CapacityError, r"contig_write: len=3 \+ 3 tokens > 5"),
-        (lambda p, c, x: p.set_len(13), tikv.CapacityError, "n=13 > 12 slots. Assign more paged_block_indices"),
-        (lambda p, c, x: c.set_len(6), tikv.CapacityError, r"n=6 > 5 slots. Call ensure_contig_capacity\(6\)"),
+        (lambda p, c, x: p.paged_write(x, num_q_heads=4), tikv.CapacityError, r"len=10 \+ 3 tokens exceed the 12"),
+        (
+            lambda p, c, x: c.contig_write(x, num_q_heads=4),
+            tikv.CapacityError,
+            r"len=3 \+ 3 tokens exceed the 5",
+        ),
+        (lambda p, c, x: p.set_len(13), tikv.CapacityError, "n=13 exceeds the 12 slots. Assign more paged_block"),
+        (lambda p, c, x: c.set_len(6), tikv.CapacityError, r"n=6 exceeds the 5 slots. Call ensure_contig.*\(6\)"),
         (lambda p, c, x: c.set_len(-1), tikv.PositionError, "n=-1"),
         (lambda p, c, x: setattr(p, "paged_block_indices", [1, 1]), tikv.PositionError, "names a block twice"),
         (lambda p, c, x: setattr(p, "paged_block_indices", [6]), tikv.PositionError, "a block index=6 is outside 0..5"),
-        (lambda p, c, x: setattr(p, "paged_block_indices", range(6)) or p.set_len(25), tikv.CapacityError, "25 > 24"),
+        (
+            lambda p, c, x: setattr(p, "paged_block_indices", range(6)) or p.set_len(25),
+            tikv.CapacityError,
+            "n=25 exceeds the 24",
+        ),
         (lambda p, c, x: p.paged_write(x[:, 1:], num_q_heads=4), tikv.CapacityError, "3 tokens"),
         (
             lambda p, c, x: p.paged_write(x[:1, 1:], num_q_heads=4),
@@ -264,8 +272,8 @@ def test_dropping_tokens_and_blocks(arch, rng):
         ),
         (lambda p, c, x: c.contig_decode_attention(x[:, None, :16], q_layout="HND"), tikv.OptionError, "q_layout"),
         (lambda p, c, x: p.pool.scales, tikv.DTypeError, "only int8 has"),
-        (lambda p, c, x: paged(dtype="int8", pool=p.pool), tikv.ShapeError, "dtype=int8 where the pool has float32"),
-        (lambda p, c, x: paged(layout="HND", pool=p.pool), tikv.ShapeError, "layout=HND where the pool has NHD"),
+        (lambda p, c, x: paged(dtype="int8", pool=p.pool), tikv.ShapeError, "the pool has dtype=float32, not int8"),
+        (lambda p, c, x: paged(layout="HND", pool=p.pool), tikv.ShapeError, "the pool has layout=NHD, not HND"),
         (lambda p, c, x: ContiguousKVLayer.alloc_contig(0, 1, 1), tikv.PositionError, "capacity=0"),
         (lambda p, c, x: ContiguousKVLayer.alloc_contig(1, 1, 1, dtype="int32"), tikv.DTypeError, "int32"),
         (lambda p, c, x: KVPool(4, 4, 1, 12, layout="VLLM"), tikv.ShapeError, "not a multiple"),

@@ -107,7 +107,7 @@ def test_rows_of_a_sliding_cache(arch, rng, spec, tokens, n_new, position):
     ("keywords", "error", "message"),
     [
         ({"write_pos": 5}, tikv.CapacityError, r"write_pos=5 \+ n_new=3 > capacity=7\). .* or is_sliding=True"),
-        ({"write_pos": 0, "n_new": 4}, tikv.PositionError, r"src_offset=0 \+ n_new=4 > 3 tokens given"),
+        ({"write_pos": 0, "n_new": 4}, tikv.PositionError, r"src_offset=0 \+ n_new=4 exceeds the 3 tokens given"),
         ({"write_pos": -1}, tikv.PositionError, "write_pos=-1 is outside"),
     ],
 )
@@ -164,9 +164,12 @@ def test_a_sequence_wraps(arch, rng, spec, tokens, start, n_tokens, offset):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"seq_pos_start": 0, "n_tokens": 4}, r"src_tok_offset=0 \+ n_tokens=4 > 3 tokens given"),
-        ({"seq_pos_start": 0, "src_tok_offset": 4}, r"src_tok_offset=4 \+ n_tokens=0 > 3 tokens given"),
-        ({"seq_pos_start": 0, "n_tokens": 2, "src_tok_offset": 2}, r"src_tok_offset=2 \+ n_tokens=2 > 3 tokens given"),
+        ({"seq_pos_start": 0, "n_tokens": 4}, r"src_tok_offset=0 \+ n_tokens=4 exceeds the 3 tokens given"),
+        ({"seq_pos_start": 0, "src_tok_offset": 4}, r"src_tok_offset=4 \+ n_tokens=0 exceeds the 3 tokens given"),
+        (
+            {"seq_pos_start": 0, "n_tokens": 2, "src_tok_offset": 2},
+            r"src_tok_offset=2 \+ n_tokens=2 exceeds the 3",
+        ),
         ({"seq_pos_start": -1}, "seq_pos_start=-1 is outside"),
         ({"seq_pos_start": 2**63 - 1}, r"seq_pos_start \+ n_tokens=\d+ is outside"),
         ({"seq_pos_start": 0, "src_tok_offset": -1}, "src_tok_offset=-1 is outside"),

@@ -84,7 +84,7 @@ class KVLayer(runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
         if n > self._slots:
-            raise CapacityError(f"{operation}: n={n} > {self._slots} slots. {self._remedy.format(n)}")
+            raise CapacityError(f"{operation}: n={n} exceeds the {self._slots} slots. {self._remedy.format(n)}")
         self._len = n
         if self._lens is not None:
             write_host(np.array([n], np.int32), self._lens)
@@ -101,7 +101,8 @@ class KVLayer(runtime.DeepCopied):
         end = self._len + tokens
         if end > self._slots:
             raise CapacityError(
-                f"{operation}: len={self._len} + {tokens} tokens > {self._slots} slots. {self._remedy.format(end)}"
+                f"{operation}: len={self._len} + {tokens} tokens exceed the {self._slots} slots. "
+                f"{self._remedy.format(end)}"
             )
         return end
 

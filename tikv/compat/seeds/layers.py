@@ -367,8 +367,8 @@ class PagedKVLayer(KVLayer):
         theirs = (form.block_size, form.num_kv_heads, keys.width, keys.dtype, theirs_scales, form.layout)
         if ours != theirs:
             names = ("block_size", "num_kv_heads", "head_dim", "dtype", "scale_dtype", "layout")
-            wrong = [f"{n}={a} where the pool has {b}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
-            raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Pass the sizes of the pool.")
+            wrong = [f"{n}={b}, not {a}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
+            raise ShapeError(f"{operation}: the pool has {'; '.join(wrong)} ({pool}). Pass the pool's own values.")
         runtime.require_alive(pool.runtime, operation)
         capacity = self.max_blocks_per_seq * form.block_size
         super().__init__(form.num_kv_heads, keys.width, stored, live, capacity, form.block_size)
@@ -423,7 +423,10 @@ class PagedKVLayer(KVLayer):
         last = self.pool.form.num_blocks - 1
         found = [checks.integer(block, "a block index", operation, high=last) for block in indices]
         if len(found) > self.max_blocks_per_seq:
-            raise CapacityError(f"{operation}: {len(found)} blocks > max_blocks_per_seq={self.max_blocks_per_seq}.")
+            raise CapacityError(
+                f"{operation}: {len(found)} blocks exceed max_blocks_per_seq={self.max_blocks_per_seq}. Assign fewer, "
+                "or create the layer with a larger one."
+            )
         if len(set(found)) != len(found):
             raise PositionError(
                 f"{operation}: {found} names a block twice, but each block holds different tokens. Name each block "

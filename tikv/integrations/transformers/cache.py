@@ -39,7 +39,9 @@ def _integer(value: Any, name: str, low: int, instead: str) -> int:
     except TypeError:
         found = low - 1
     if found < low:
-        raise OptionError(f"{OPERATION}: {name}={value!r}. Use an integer of at least {low}, or {instead}.")
+        raise OptionError(
+            f"{OPERATION}: {name}={value!r} is not supported. Use an integer of at least {low}, or {instead}."
+        )
     return found
 
 

@@ -399,8 +399,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _refuse_half_set(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._staged.items()}
         raise ShapeError(
-            f"{self._name}: set keys and values to the same number of tokens; set so far: {shapes}. Set the other "
-            f"one too."
+            f"{self._name}: keys and values must be set to the same number of tokens, and so far {shapes} are set. Set "
+            f"the other one too."
         )
 
     cumulative_length = property(LayerRoom.get_seq_length)
@@ -440,7 +440,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def compact(self, keep: Any) -> None:
         """`GrowingLayer.compact` of a full layer, whose memory then shrinks to what its tokens need."""
         if self.store is None or self.is_sliding:
-            raise OptionError(f"{self._name}: compact() is of full layers with tokens. Set keys and values instead.")
+            raise OptionError(
+                f"{self._name}: compact() works only on layers with full attention and tokens. Set keys and values "
+                "instead."
+            )
         self._recall()
         self.store.compact(keep)
         self.store.make_room(capacity=min(self._room_for(self.store.length + 1), self.store.capacity))
@@ -475,8 +478,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
             raise OptionError(
-                f"{self._name}: crop({tokens_to_remove}) of {length} tokens: this transformers counts tokens "
-                f"to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
+                f"{self._name}: crop({tokens_to_remove}) is unclear with {length} tokens, since this transformers "
+                f"counts tokens to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
             )
         self._refuse_crop(length, target)
         return target
@@ -592,6 +595,6 @@ _update_outside_the_graph = _outside_the_graph(
     f"in groups. With fullgraph=True give max_cache_len, and run the prompt or early_initialization() without it"
 )
 _step_outside_the_graph = _outside_the_graph(
-    f"{OPERATION}: with dynamic=False each number of cached tokens is a constant, for which torch would compile the "
-    f"model again. Leave dynamic out, or use dynamic=True"
+    f"{OPERATION}: torch would compile the model again for each number of cached tokens, since dynamic=False makes it "
+    f"a constant. Leave dynamic out, or use dynamic=True"
 )

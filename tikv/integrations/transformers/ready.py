@@ -104,8 +104,8 @@ class ReadyLayer:
     def _refuse_beyond_limit(self, tokens: int) -> None:
         if self.limit is not None and self.get_seq_length() + tokens > self.limit:
             raise CapacityError(
-                f"{self._name}: {self.get_seq_length()} cached + {tokens} new tokens > max_cache_len={self.limit}. "
-                f"Nothing was written. Use a larger max_cache_len, or none to let the cache grow."
+                f"{self._name}: {self.get_seq_length()} cached + {tokens} new tokens exceed max_cache_len="
+                f"{self.limit}. Nothing was written. Use a larger max_cache_len, or leave it out to let the cache grow."
             )
 
     def _slots_for_a_step(self) -> tuple[int, int]:

@@ -165,6 +165,6 @@ def refuse_skipped(name: str, end: int, limit: int) -> None:
     """
     if end > limit:
         raise CapacityError(
-            f"{name}: compiled steps went on to {end} tokens > max_cache_len={limit}, and those beyond it were not "
+            f"{name}: compiled steps continued to {end} tokens, and those beyond max_cache_len={limit} were not "
             f"cached. Use a larger max_cache_len."
         )

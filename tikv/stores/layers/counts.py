@@ -273,7 +273,7 @@ def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int
         if layer.length != length:
             raise PositionError(
                 f"{operation}: layer {layer.index} has {layer.length} tokens and layer {layers[0].index} has "
-                f"{length}. A step of several layers needs them equally long."
+                f"{length}, but a step of several layers needs equally many. Append to the shorter one first."
             )
     for layer in layers:
         if layer.ring == 0:

@@ -47,7 +47,9 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     added = request.terms.views(operation)
     plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # raises if something does not fit
     if tree_of(added) and tokens > MOST_QUERIES:
-        raise ShapeError(f"{operation}: a mask or a tree of {tokens} tokens. Use at most {MOST_QUERIES} at a time.")
+        raise ShapeError(
+            f"{operation}: a mask or a tree covers {tokens} new tokens. Use at most {MOST_QUERIES} at a time."
+        )
     if "parents" in added:
         check_parents(operation, added["parents"], live)
 

@@ -76,7 +76,7 @@ class StoreConfig(NamedTuple):
             )
         windows = tuple(checks.window_of(w, capacity, operation) for w in given)
         if sinks and all(w is None for w in windows):
-            raise OptionError(f"{operation}: sinks={sinks} without a window. Give a window, or sinks=0.")
+            raise OptionError(f"{operation}: sinks={sinks} needs a window, which no layer has. Give one, or sinks=0.")
         for w in windows:
             if w is not None and sinks >= w:
                 raise CapacityError(
@@ -86,8 +86,8 @@ class StoreConfig(NamedTuple):
             page_summaries = checks.integer(page_summaries, "page_summaries", operation, low=1, high=2**31 - 1)
             if None not in windows:
                 raise OptionError(
-                    f"{operation}: page_summaries={page_summaries}, but all layers have windows. {NO_PAGES} Leave "
-                    "it out."
+                    f"{operation}: page_summaries={page_summaries} has no effect, since all layers have windows. "
+                    f"{NO_PAGES} Leave it out."
                 )
         place = checks.option(place, "place", operation, PLACES)
         resident_layers = checks.integer(resident_layers, "resident_layers", operation, low=1)
@@ -148,8 +148,8 @@ class LayerStorage(abc.ABC):
         """Raise OptionError if a configuration has page summaries and this kind keeps none."""
         if config.page_summaries is not None and not cls.keeps_summaries:
             raise OptionError(
-                f"{operation}: page_summaries={config.page_summaries}: {cls.title} keeps no summaries of pages. Leave "
-                f"it out. {cls.remedy}"
+                f"{operation}: page_summaries={config.page_summaries} is not supported: {cls.title} keeps no summaries "
+                f"of pages. Leave it out. {cls.remedy}"
             )
 
     # --- its form

@@ -203,8 +203,8 @@ class TokenGroupLayers(LayerStorage):
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
         if ring.length and queries.tokens > max(newest, 1):
             raise PositionError(
-                f"{operation}: {queries.tokens} queries, but only the newest {newest} tokens of layer {ring.index} "
-                "are not codes yet. Attend with at most that many, or use extend(), which attends as it "
+                f"{operation}: {queries.tokens} queries are given, but only the newest {newest} tokens of layer "
+                f"{ring.index} are not codes yet. Attend with at most that many, or use extend(), which attends as it "
                 f"appends.{queries.remedy(newest, heads)}"
             )
         if request.missing == "raise" and queries.tokens > 1:

@@ -433,7 +433,7 @@ class TokenGroupPages(Pages):
             state.check_queries(operation, layer, queries.tokens, request)
             if queries.tokens > max(1, new):
                 raise PositionError(
-                    f"{operation}: {queries.tokens} queries, but only the newest {new} tokens of sequence "
+                    f"{operation}: {queries.tokens} queries are given, but only the newest {new} tokens of sequence "
                     f"{state.number} are not codes yet. Attend with at most that many, or use extend(), which "
                     "attends as it appends."
                 )

@@ -96,14 +96,15 @@ class SequenceState:
         for name in DISTANCES:
             if getattr(request, name) is not None and self.left[layer] is not None:
                 raise OptionError(
-                    f"{operation}: {name} for sequence {self.number}, whose layer {layer} was compacted: attention "
-                    f"counts the tokens that are left, not how far apart they were. Leave {name} out."
+                    f"{operation}: {name} cannot be used with sequence {self.number}, whose layer {layer} was "
+                    "compacted: attention counts the tokens that are left, not how far apart they were. Leave "
+                    f"{name} out."
                 )
         came, (since, known) = self.came(layer), self._since(layer)
         if queries > 1 and came and queries > since:
             raise PositionError(
-                f"{operation}: {queries} queries of sequence {self.number}, which has {came} tokens in layer "
-                f"{layer}{known}. The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
+                f"{operation}: {queries} queries are given for sequence {self.number}, which has {came} tokens in "
+                f"layer {layer}{known}. The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
             )
 
     def drafted(self, operation: str, drafted: int | None) -> int:
@@ -128,8 +129,8 @@ class SequenceState:
         for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
             if since < count:
                 raise PositionError(
-                    f"{operation}: drafted={count}, and sequence {self.number} has {came} tokens in layer "
-                    f"{layer}{known}. Pass at most that many."
+                    f"{operation}: drafted={count} is too many, since sequence {self.number} has {came} tokens in "
+                    f"layer {layer}{known}. Pass at most that many."
                 )
         return count
 
