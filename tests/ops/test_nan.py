@@ -386,6 +386,20 @@ def test_tensor_cores_behind_sinks(arch, rng, tiles, queries):
 
 
 @pytest.mark.archs("cuda")
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+@pytest.mark.parametrize("queries", [None, 3, 40])
+def test_tensor_cores_over_floats_of_8_bits(arch, rng, tiles, name, place, queries):
+    options = {"dtype": name, "query_dtype": "float16", "width": 128, "group": 4, "queries": queries}
+    options |= {"page": 16} if place == "NHD" else {"capacity": 75}
+    spoiled = Spoiled(rng, place, lens=(75, 40), tolerance=2.0**-10, **options)
+    values = (NAN,) if name == "float8_e4m3fn" else (NAN, INFINITE, -INFINITE)
+    spoiled.check(arch, values=values)
+    spoiled.check(arch, {"window": 21}, values=values)
+    assert launch.launcher_report(tikv.arrays.runtime_of())["fallbacks"] == {}
+
+
+@pytest.mark.archs("cuda")
 @pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q8_0", "q4_0"])
 @pytest.mark.parametrize("queries", [None, 3, 40])
 def test_tensor_cores_over_codes(arch, rng, tiles, name, queries):

@@ -12,10 +12,13 @@ from ops.test_tensor_cores import CUDA, check, given, make, on_cuda
 import tikv
 from tikv import arrays, dtypes, launch
 from tikv.formats import FORMATS
+from tikv.launch.cuda import driver
 from tikv.ops.attention import tensor_cores
 from tikv.ops.layouts import Scale
 
 GROUPS = ["quant8_64", "quant4_64", "q8_0", "q4_0", "quant8_32", "quant4_32", "quant8_128", "quant4_128"]
+FLOATS = ["float8_e4m3fn", "float8_e5m2"]
+PLAIN = ["int8", *FLOATS]  # which arrays of NumPy hold
 LENS = (300, 1, 0, 64, 17)
 
 
@@ -23,10 +26,9 @@ class Coded:
     """A `Case` or `Pages` of float16 whose K and V become codes."""
 
     def __init__(self, rng, arch, name, place="linear", *, query="float16", spoil=False, **options):
-        self.case, self.cache = make(rng, place, dtype="int8" if name == "int8" else "float16", **options)
-        self.case.query_dtype = query
-        self.case.q = self.case.q.astype(dtypes.parse(query, "test").numpy)
-        if name == "int8":
+        kept = name if name in PLAIN else "float16"
+        self.case, self.cache = make(rng, place, dtype=kept, query_dtype=query, **options)
+        if name in PLAIN:
             return
         for side in ("k", "v"):
             numbers = getattr(self.cache, side)
@@ -58,20 +60,20 @@ def attend(rng, arch, monkeypatch, name, place="linear", seen=None, asked=None, 
 
 @on_cuda
 @pytest.mark.parametrize("query", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["int8", *GROUPS])
+@pytest.mark.parametrize("name", [*PLAIN, *GROUPS])
 def test_formats(arch, rng, tiles, monkeypatch, name, query):
     attend(rng, arch, monkeypatch, name, query=query, capacity=300, lens=LENS)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0"])
 @pytest.mark.parametrize("group", [1, 5, 8, 12, 20])
 def test_groups_of_heads(arch, rng, tiles, monkeypatch, name, group):
     attend(rng, arch, monkeypatch, name, group=group, capacity=300, lens=LENS)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q8_0", "q4_0"])
 @pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
 @pytest.mark.parametrize("queries", [None, 3, 40])
 def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, queries):
@@ -87,7 +89,7 @@ def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, querie
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["int8", "quant8_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "q4_0"])
 @pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
     coded = Coded(rng, arch, name, place, queries=2, group=4, lens=(300, 0, 64), capacity=300)
@@ -102,7 +104,8 @@ def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
     ("name", "width", "width_v"),
     [
         ("int8", 64, 64), ("int8", 64, 128), ("int8", 96, 96), ("quant8_64", 64, 64), ("quant4_64", 64, 64),
-        ("q4_0", 64, 64), ("q8_0", 96, 96), ("quant8_32", 96, 96),
+        ("q4_0", 64, 64), ("q8_0", 96, 96), ("quant8_32", 96, 96), ("float8_e4m3fn", 64, 64),
+        ("float8_e4m3fn", 128, 64), ("float8_e4m3fn", 96, 96), ("float8_e5m2", 64, 128), ("float8_e5m2", 96, 64),
     ],
 )  # fmt: skip
 def test_widths(arch, rng, tiles, monkeypatch, name, width, width_v):
@@ -110,7 +113,7 @@ def test_widths(arch, rng, tiles, monkeypatch, name, width, width_v):
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0"])
 @pytest.mark.parametrize("page", [3, 16, 48])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_pages_and_splits(arch, rng, tiles, monkeypatch, name, page, splits):
@@ -153,14 +156,73 @@ def test_small_and_large_queries_and_numbers(arch, rng, tiles, monkeypatch, time
 
 
 @on_cuda
+@pytest.mark.parametrize("query", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("queries", [None, 3])
+def test_every_finite_float_of_8_bits(arch, rng, tiles, monkeypatch, name, query, queries):
+    """Of both signs, subnormal ones too; by chance each comes in most columns."""
+    coded = Coded(rng, arch, name, query=query, queries=queries, lens=(300,), capacity=300)
+    kind = dtypes.parse(name, "test").numpy
+    every = np.arange(256, dtype=np.uint8).view(kind)
+    every = every[np.isfinite(every.astype(np.float32))]
+    case = coded.case
+    for side in "kv":
+        rows = getattr(case, side)
+        rows[...] = rng.choice(every, rows.shape)
+        setattr(case, f"{side}_real", rows.astype(np.float64))
+    case.q[:] = case.q * np.float32(2.0**-8 if name == "float8_e4m3fn" else 2.0**-14)
+    check(case, coded.run(arch, monkeypatch), case.expected())
+
+
+@on_cuda
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_scales_of_floats_of_8_bits(arch, rng, tiles, monkeypatch, name, place, queries):
+    """One for all heads as numbers, or one for each as arrays of either dtype."""
+    coded = Coded(rng, arch, name, place, queries=queries, lens=(300, 41), capacity=300)
+    case, seen = coded.case, {"window": 120}
+    k_real, v_real = case.k_real, case.v_real
+    for dtype in (None, np.float32, np.float16):
+        k_scale, v_scale = (rng.uniform(0.25, 4, 2).astype(dtype or np.float32) for _ in "kv")
+        scales = {"k_scale": float(k_scale[0]), "v_scale": float(v_scale[0])}
+        if dtype is None:
+            k_scale, v_scale = k_scale[:1], v_scale[:1]
+        else:
+            scales = {"k_scale": oracle.place(k_scale, arch), "v_scale": oracle.place(v_scale, arch)}
+        case.k_real, case.v_real = (
+            real * scale.astype(np.float64)[:, None, None] for real, scale in ((k_real, k_scale), (v_real, v_scale))
+        )
+        check(case, coded.run(arch, monkeypatch, **seen, **scales), case.expected(**seen))
+        monkeypatch.undo()
+
+
+@on_cuda
+def test_another_launcher_has_no_instruction_for_floats_of_8_bits(arch, rng, tiles, monkeypatch):
+    """The plan goes on with the other kernels."""
+    coded = Coded(rng, arch, "float8_e4m3fn", lens=(300, 17), capacity=300)
+    before = coded.run(arch, monkeypatch)
+    launch.choose_launcher("direct")
+    try:
+        after = coded.run(arch, monkeypatch)
+        assert launch.why_no_hopper(arrays.runtime_of()).startswith("kernels are launched by 'direct'")
+    finally:
+        launch.choose_launcher(None)
+    for got in (before, after):
+        check(coded.case, got, coded.case.expected())
+
+
+@on_cuda
 def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
     attend(rng, arch, monkeypatch, "quant4_64", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
     monkeypatch.undo()
     attend(rng, arch, monkeypatch, "int8", seen={"causal": False}, queries=3, lens=(40, 11))
+    monkeypatch.undo()
+    attend(rng, arch, monkeypatch, "float8_e4m3fn", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["int8", "quant8_32", "quant4_32"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_32", "quant4_32"])
 def test_the_longest_kernels_are_one_function(arch, rng, tiles, monkeypatch, name):
     seen = {"window": 60, "softcap": 5.0}
     attend(rng, arch, monkeypatch, name, "NHD", seen, query="bfloat16", lens=(150, 9), queries=8, tolerance=2)
@@ -173,12 +235,12 @@ def test_the_longest_kernels_are_one_function(arch, rng, tiles, monkeypatch, nam
 def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=None, at=0):
     """As `given`, of codes."""
     arrays, query, cache = given("float16", q_dtype, width, width_v)
-    kind = dtypes.int8 if name == "int8" else dtypes.uint32
+    kind = dtypes.parse(name, "test") if name in PLAIN else dtypes.uint32
     arrays["k"].dtype = arrays["v"].dtype = kind
     scales = [type(arrays["k"])(dtype=dtypes.parse(scale, "test"), ptr=at, offset=0) for _ in "kv"]
     arrays |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
     k, v = (
-        rows._replace(format=None if name == "int8" else FORMATS[name], scale=Scale(scale, token=4, head=8))
+        rows._replace(format=None if name in PLAIN else FORMATS[name], scale=Scale(scale, token=4, head=8))
         for rows, scale in zip((cache.k, cache.v), scales, strict=True)
     )
     return arrays, query, cache._replace(k=k, v=v)
@@ -194,6 +256,9 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
         ({"name": "quant4_64", "q_dtype": "float32"}, "q is float32, over codes"),
         ({"name": "quant3_64"}, "K and V are quant3_64"),
         ({"name": "int8", "scale": "float32"}, "scales are float32"),
+        ({"name": "float8_e5m2", "scale": "float32", "width": 96}, ""),
+        ({"name": "float8_e5m2", "q_dtype": "float32"}, "q is float32, over codes"),
+        ({"name": "float8_e4m3fn"}, "float8_e4m3fn, and the GPU is of compute capability 8, and they need 9"),
         ({"name": "int8", "width": 256}, "256 and 256 wide"),
         ({"name": "q4_0", "width": 96}, "cannot share whole words of q4_0"),
         ({"name": "quant8_64", "at": 2}, "not every scale and its bias begin at a multiple of 4 bytes"),
@@ -205,3 +270,15 @@ def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options,
     assert why in found
     assert bool(why) == bool(found)
     assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == bool(why)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("launcher", ["native", "direct"])
+def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
+    """It is of compute capability 9.0, and only the native launcher asks for it."""
+    ampere.setattr(driver, "generation", lambda index: 9)
+    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
+    arrays, query, cache = codes_given("float8_e4m3fn")
+    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    assert ("they need the native launcher" in found) == (launcher == "direct")
+    assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == (launcher == "direct")

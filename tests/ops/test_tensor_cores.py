@@ -401,7 +401,7 @@ CUDA = types.SimpleNamespace(
         ({"dtype": "bfloat16", "group": 1}, ""),
         ({"width": 256, "width_v": 64}, ""),
         ({"dtype": "float32"}, "K and V are float32"),
-        ({"dtype": "float8_e5m2", "q_dtype": "float16"}, "K and V are float8_e5m2"),
+        ({"dtype": "float8_e5m2", "q_dtype": "float16"}, ""),
         ({"q_dtype": "float32"}, "q is float32"),
         ({"q_dtype": "bfloat16"}, "q is bfloat16"),
         ({"width": 80}, "80 and 80 wide"),

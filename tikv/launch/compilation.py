@@ -28,6 +28,8 @@ class CompiledKernel:
         self.fast_math = bool(getattr(factory, "fast_math", False))
         shared_bytes = getattr(factory, "shared_bytes", None)  # per block; only the native launcher gives it
         self.shared_bytes = int(shared_bytes(*choices)) if shared_bytes else 0
+        needs_native = getattr(factory, "needs_native", None)  # for instructions that Taichi's text has as comments
+        self.needs_native = self.shared_bytes > 0 or (needs_native is not None and needs_native(*choices))
         with live.lock, live.compiling(self.fast_math):
             self.function = factory(*choices)
             self.primal = self.function._primal

@@ -23,7 +23,7 @@ from tikv.launch.recorder import Recorded, bind_recorded
 
 
 class NeedsNativeLauncher(ArchError):
-    """A kernel needs shared memory from its launch, but the native launcher is missing or refused the kernel."""
+    """A kernel needs what only the native launcher provides, which is missing or refused the kernel."""
 
 
 class Kernel(CompiledKernel):
@@ -52,9 +52,10 @@ class Kernel(CompiledKernel):
             if bound is not None:
                 return bound
             chosen = "direct"
-        if self.shared_bytes:
+        if self.needs_native:
+            what = "shared memory" if self.shared_bytes else "instructions of compute capability 9.0"
             raise NeedsNativeLauncher(
-                f"{self.name}: it needs shared memory, which only the native launcher provides, and that launcher "
+                f"{self.name}: it needs {what}, which only the native launcher provides, and that launcher "
                 f"cannot launch it ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
                 "TIKV_LAUNCHER."
             )

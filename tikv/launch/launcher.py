@@ -140,8 +140,8 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"
 
 
-def why_no_warpgroups(live: runtime.Runtime) -> str:
-    """Why a runtime's kernels cannot use products of warpgroups, which serve prompts; empty if they can."""
+def why_no_hopper(live: runtime.Runtime) -> str:
+    """Why a runtime's kernels cannot use what only compute capability 9.0 has; empty if they can."""
     if reason := why_no_tensor_cores(live):
         return reason
     generation = driver.generation(live.index)
@@ -151,8 +151,13 @@ def why_no_warpgroups(live: runtime.Runtime) -> str:
         name, why = launcher_of(live)
     except ArchError as error:
         return str(error)
-    if name != "native":
-        return f"kernels are launched by {name!r} ({why}), and they need the native launcher"
+    return "" if name == "native" else f"kernels are launched by {name!r} ({why}), and they need the native launcher"
+
+
+def why_no_warpgroups(live: runtime.Runtime) -> str:
+    """Why a runtime's kernels cannot use products of warpgroups, which serve prompts; empty if they can."""
+    if reason := why_no_hopper(live):
+        return reason
     from tikv.kernels.attention.hopper import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"

@@ -38,8 +38,9 @@ BITS = (8, 4)  # of a code
 QUERIES = ("f16", "bf16")
 WIDTHS = range(64, 129, 32)  # of K and V: of wider ones LLVM makes no single function
 # By a format's rule: what is taken from a code without a sign, and the bits of a word of 32 that are turned to get one.
-ZEROS = {"int8": (128, 0x80808080), "affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0)}
+ZEROS = {"int8": (128, 0x80808080), "affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0), "float8": (0, 0)}
 WIDEST_READ = 16  # bytes
+LEAST = 16  # the exponent field of the smallest number that counts as a row's largest: its inverse is a float32 too
 LARGE = 9  # where some number would leave float16's range, all are 2 ** -`LARGE` of what they are
 
 
@@ -50,7 +51,7 @@ class Codes(NamedTuple):
     zero: int  # which is taken from a code, as a number without a sign
     flip: int  # the bits of a word of 32 that are turned to have numbers without signs
     group: int  # codes of a row that share a scale
-    numbers: int  # of a group: a scale, or a scale and a bias
+    numbers: int  # of a group: a scale, a scale and a bias, or none
 
 
 class Pieces(NamedTuple):
@@ -66,7 +67,7 @@ def codes_of(cache: str, width: int) -> Codes | None:
     row = OF_CODE.get(cache)
     if row is None or row.bits not in BITS or row.rule not in ZEROS:
         return None
-    group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, 1)
+    group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, row.numbers_of(width))
     return Codes(row.bits, *ZEROS[row.rule], group, numbers)
 
 
@@ -131,51 +132,73 @@ def times_of(codes: Codes, n: int) -> int:
     return 16 if codes.bits == 4 and n % 2 else 1
 
 
-def make_load_queries(x, codes, piece, c):
-    """load_queries(row, lane, start, task, q, qf, ...): a lane's fragments of Q^T, in the order of K's codes.
+def make_load_halves(x, piece, pairs, shares, c):
+    """load_halves(g, row, lane, start, task, q, qf, ...): fragments of tile g of Q^T, in the order of K's codes.
 
-    A row is multiplied by a power of two that makes its largest number one of float16's largest, and where a register
-    of codes is of 16 times its codes, by a 16th. Behind the fragments come, of two rows of each tile, the sums over
-    groups, 2 ** -24 of them, and what logits lack for that power and for codes that are as small.
+    A row is multiplied by a power of two that makes its largest number one of float16's largest, and then by the
+    `shares` of its registers, over and over. Returns the exponent of that number, as float32 has it.
     """
     query_row, column, to_f32 = make_query_row(c), make_column(c.cache), make_bits_to_f32(c.query)
-    multiply, pack, row_max = instructions().multiply_f16, instructions().pack_f16, make_row_max("cuda", 4)
+    pack, row_max, NK = instructions().pack_f16, make_row_max("cuda", 4), c.width // KEYS
+    # Of each register, the places in a row of its two codes, less the lane's share.
+    places = [
+        (
+            n * 4 * piece.codes + w * piece.codes // piece.words + low,
+            n * 4 * piece.codes + w * piece.codes // piece.words + high,
+        )
+        for n in range(piece.count)
+        for w in range(piece.words)
+        for low, high in pairs
+    ]
+    factors = [shares[n % len(shares)] for n in range(2 * NK)]
+
+    @ti.func
+    def load_halves(g: ti.template(), row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
+        r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
+        at = query_row(task[T.sequence], task[T.head], r, strides, params) + start
+        share = (lane & 3) * piece.codes
+        largest = ti.u32(0)
+        for n in ti.static(range(2 * NK)):
+            low = ti.cast(q[at + column(share + ti.static(places[n][0]))], ti.u32)
+            high = ti.cast(q[at + column(share + ti.static(places[n][1]))], ti.u32)
+            qf[ti.static(g * 2 * NK + n)] = low | (high << ti.u32(16))
+            largest = ti.max(largest, ti.max(low & ti.u32(0x7FFF), high & ti.u32(0x7FFF)))
+        largest = row_max(lane, largest)
+        exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(LEAST)), ti.u32(253))
+        power = ti.bit_cast((ti.u32(127 + 15 + 127) - exponent) << ti.u32(23), ti.f32)
+        for n in ti.static(range(2 * NK)):
+            word = qf[ti.static(g * 2 * NK + n)]
+            low_half = to_f32(word & ti.u32(0xFFFF)) * power * ti.f32(factors[n])
+            high_half = to_f32(word >> ti.u32(16)) * power * ti.f32(factors[n])
+            both = ti.u32(0)
+            pack(both, low_half, high_half)
+            qf[ti.static(g * 2 * NK + n)] = both
+        return exponent
+
+    return load_halves
+
+
+def make_load_queries(x, codes, piece, c):
+    """load_queries(row, lane, start, task, q, k_scale, qf, ...): a lane's fragments of Q^T, in the order of K's codes.
+
+    Where a register of codes is of 16 times its codes, a row is multiplied by a 16th. Behind the fragments come, of two
+    rows of each tile, the sums over groups, 2 ** -24 of them, and what logits lack for the power of two of
+    `make_load_halves` and for codes that are as small.
+    """
+    multiply = instructions().multiply_f16
     NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
     STEPS, SUMS = codes.group // KEYS, 2 * NK * G
     POWERS = SUMS + 2 * GROUPS * G
-    COUNT = len(pairs_of(codes))
-    # Of each register, the places in a row of its two codes, less the lane's share.
-    places = [
-        (n * 4 * piece.codes + w * 32 // codes.bits + low, n * 4 * piece.codes + w * 32 // codes.bits + high)
-        for n in range(piece.count)
-        for w in range(piece.words)
-        for low, high in pairs_of(codes)
-    ]
-    shares = [1.0 / times_of(codes, n % COUNT) for n in range(2 * NK)]
+    pairs = pairs_of(codes)
+    shares = [1.0 / times_of(codes, n) for n in range(len(pairs))]
     ones = [halves(times_of(codes, n)) for n in range(2)]  # which undo them
+    load_halves = make_load_halves(x, piece, pairs, shares, c)
 
     @ti.func
-    def load_queries(row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
+    def load_queries(row, lane, start, task, q: ti.template(), k_scale: ti.template(), qf: ti.template(), strides,
+                     params):  # fmt: skip
         for g in ti.static(range(G)):
-            r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
-            at = query_row(task[T.sequence], task[T.head], r, strides, params) + start
-            share = (lane & 3) * piece.codes
-            largest = ti.u32(0)
-            for n in ti.static(range(2 * NK)):
-                low = ti.cast(q[at + column(share + ti.static(places[n][0]))], ti.u32)
-                high = ti.cast(q[at + column(share + ti.static(places[n][1]))], ti.u32)
-                qf[ti.static(g * 2 * NK + n)] = low | (high << ti.u32(16))
-                largest = ti.max(largest, ti.max(low & ti.u32(0x7FFF), high & ti.u32(0x7FFF)))
-            largest = row_max(lane, largest)
-            exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(15)), ti.u32(253))
-            power = ti.bit_cast((ti.u32(127 + 15 + 127) - exponent) << ti.u32(23), ti.f32)
-            for n in ti.static(range(2 * NK)):
-                word = qf[ti.static(g * 2 * NK + n)]
-                low_half = to_f32(word & ti.u32(0xFFFF)) * power * ti.f32(shares[n])
-                high_half = to_f32(word >> ti.u32(16)) * power * ti.f32(shares[n])
-                both = ti.u32(0)
-                pack(both, low_half, high_half)
-                qf[ti.static(g * 2 * NK + n)] = both
+            exponent = load_halves(g, row, lane, start, task, q, qf, strides, params)
             for e in ti.static(range(2)):
                 lacking = lane_bits(exponent, (lane & 3) * 8 + e * 4)
                 qf[ti.static(POWERS + 2 * g + e)] = ti.min(lacking + ti.u32(24 - 15), ti.u32(254)) << ti.u32(23)
@@ -225,7 +248,7 @@ def make_read(piece, word_bits):
 def make_load_keys(codes, piece, c):
     """load_keys(lane, slots, task, k, k_scale, kf, strides): start to read a lane's pieces of two keys.
 
-    Behind those of both come their groups' numbers.
+    Behind those of both come their groups' numbers, if they have any.
     """
     read, scales_at = make_read(piece, c.bits), make_scales_at(codes, S.k_scale_first, c)
     k_offset, _, _ = make_slot_offsets(c)
@@ -239,9 +262,10 @@ def make_load_keys(codes, piece, c):
             row = task[T.k_first] + k_offset(slots[i], strides)
             for n in ti.static(range(piece.count)):
                 read(k, row + ((lane & 3) + ti.static(4 * n)) * EACH, kf, ti.static(i * WORDS + n * piece.words))
-            at = scales_at(slots[i], task, strides)
-            for j in ti.static(range(GROUPS)):
-                kf[ti.static(2 * WORDS + i * GROUPS + j)] = ti.cast(k_scale[at + j], ti.u32)
+            if ti.static(codes.numbers > 0):
+                at = scales_at(slots[i], task, strides)
+                for j in ti.static(range(GROUPS)):
+                    kf[ti.static(2 * WORDS + i * GROUPS + j)] = ti.cast(k_scale[at + j], ti.u32)
 
     return load_keys
 
@@ -256,12 +280,15 @@ def make_load_values(codes, piece, c):
     def load_values(lane, slots: ti.template(), task, v: ti.template(), v_scale: ti.template(), vf: ti.template(),
                     strides):  # fmt: skip
         for i in ti.static(range(4)):
-            row, at = task[T.v_first] + v_offset(slots[i], strides), scales_at(slots[i], task, strides)
+            row, at = task[T.v_first] + v_offset(slots[i], strides), 0
+            if ti.static(codes.numbers > 0):
+                at = scales_at(slots[i], task, strides)
             for n in ti.static(range(piece.count)):
                 which = (lane >> 2) + ti.static(8 * n)
                 read(v, row + which * EACH, vf, ti.static(i * WORDS + n * piece.words))
-                group = ti.cast(ti.cast(which * piece.codes, ti.u32) // ti.u32(codes.group), ti.i32)
-                vf[ti.static(4 * WORDS + i * piece.count + n)] = ti.cast(v_scale[at + group], ti.u32)
+                if ti.static(codes.numbers > 0):
+                    group = ti.cast(ti.cast(which * piece.codes, ti.u32) // ti.u32(codes.group), ti.i32)
+                    vf[ti.static(4 * WORDS + i * piece.count + n)] = ti.cast(v_scale[at + group], ti.u32)
 
     return load_values
 
@@ -451,11 +478,11 @@ def make_add_values(x, codes, piece, c):
 
 
 def make_settle(x, c):
-    """settle(acc): the results as they are, whatever they were kept by."""
+    """settle(acc, ...): the results as they are, whatever they were kept by."""
     LAST = 4 * (c.width_v // KEYS) * x.row_tiles
 
     @ti.func
-    def settle(acc: ti.template()):
+    def settle(acc: ti.template(), task, v_scale: ti.template(), strides):
         if acc[LAST] != ti.f32(0.0):
             for i in ti.static(range(LAST)):
                 acc[i] *= ti.f32(2.0**LARGE)

@@ -175,6 +175,27 @@ define void @halves_4(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %px, i32* %pf
   ret void
 }
 
+; Floats of 8 bits, two halves of a register each, all exact. What only compute capability 9.0 knows stands behind `//!`,
+; as in `hopper_ir.py`
+define void @halves_e4m3(i32* %p0, i32* %p1, i32* %px) alwaysinline {
+  %x = load i32, i32* %px
+  %y = call { i32, i32 } asm "//!{\0A\09//!.reg .b16 low, high;\0A\09//!mov.b32 {low, high}, $2;\0A\09//!cvt.rn.f16x2.e4m3x2 $0, low;\0A\09//!cvt.rn.f16x2.e4m3x2 $1, high;\0A\09//!}", "=&r,=r,r"(i32 %x)
+  %y0 = extractvalue { i32, i32 } %y, 0
+  %y1 = extractvalue { i32, i32 } %y, 1
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  ret void
+}
+
+define void @halves_e5m2(i32* %p0, i32* %p1, i32* %px) alwaysinline {
+  %x = load i32, i32* %px
+  %y0 = call i32 asm "prmt.b32 $0, $1, 0, 0x1404;", "=r,r"(i32 %x)
+  %y1 = call i32 asm "prmt.b32 $0, $1, 0, 0x3424;", "=r,r"(i32 %x)
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  ret void
+}
+
 ; two halves: x s + b, each rounded once
 define void @scale_halves(i32* %r, i32* %px, i32* %ps, i32* %pb) alwaysinline {
   %x = load i32, i32* %px

@@ -15,7 +15,7 @@ handles infinities and NaNs that only some rows see. `tensor_cores.ll` has the i
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import staged, tensor_codes, tensor_halves, tensor_infinities
+from tikv.kernels.attention import staged, tensor_codes, tensor_floats, tensor_halves, tensor_infinities
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -35,6 +35,7 @@ from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.tensor_infinities import note
 from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS, instructions
+from tikv.kernels.attention.tensor_kinds import kind_of
 from tikv.kernels.attention.tensor_tiles import (
     L,
     has_whole_tiles,
@@ -108,7 +109,7 @@ def make_attend_tensor(tile, parts, c):
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     CHOSEN = index_array(c.chosen)
-    if c.cache not in HALVES:
+    if kind_of(c.cache) is tensor_codes:
         SC = tensor_codes.numbers_array(c)
     attend_task = make_attend_task(tile, parts, c)
 
@@ -134,6 +135,7 @@ def make_attend_tensor(tile, parts, c):
 
 make_attend_tensor.fast_math = True
 make_attend_tensor.resident = lambda tile, parts, c: tile.resident
+make_attend_tensor.needs_native = lambda tile, parts, c: c.cache in tensor_floats.NEEDS_NATIVE
 make_attend_tensor.pairs = True  # neighbouring words of K and V may be read as one: see `launch.cuda.peepholes`
 
 
@@ -164,7 +166,7 @@ def make_attend_task(x, parts, c):
             column = warp * own.width
         seen = limits(row, visible, task, params)
         qf = [ti.u32(0) for _ in range(f.queries)]
-        f.load_queries(row, lane, column, task, q, qf, strides, params)
+        f.load_queries(row, lane, column, task, q, k_scale, qf, strides, params)
         m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: masked keys have weight 0 from the start
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(f.results)]
@@ -209,7 +211,7 @@ def make_attend_task(x, parts, c):
                 block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
                 add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
                 at = at + STEP
-        f.settle(acc)
+        f.settle(acc, task, v_scale, strides)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
@@ -221,7 +223,7 @@ def make_attend_task(x, parts, c):
 
 def make_fragments(x, c):
     """The functions that turn K, V and the queries of these choices into fragments for the tensor cores."""
-    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, in_tile(share_of(x, c)))
+    return kind_of(c.cache).make_fragments(x, in_tile(share_of(x, c)))
 
 
 def step_of(x) -> int:

@@ -33,12 +33,12 @@ def make_fragments(x, c):
 
 
 @ti.func
-def settle(acc: ti.template()):
+def settle(acc: ti.template(), task, v_scale: ti.template(), strides):
     """Nothing: results are kept as they are."""
 
 
 def make_load_queries(x, c):
-    """load_queries(row, lane, start, task, q, qf, ...): a lane's fragments of Q^T, from column `start` on.
+    """load_queries(row, lane, start, task, q, ..., qf, ...): a lane's fragments of Q^T, from column `start` on.
 
     They are two for each tile and 16 columns, which are those of `load_keys`.
     """
@@ -47,7 +47,8 @@ def make_load_queries(x, c):
     pairs = NK // 2 * 2
 
     @ti.func
-    def load_queries(row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
+    def load_queries(row, lane, start, task, q: ti.template(), k_scale: ti.template(), qf: ti.template(), strides,
+                     params):  # fmt: skip
         for g in ti.static(range(x.row_tiles)):
             r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
             first = query_row(task[T.sequence], task[T.head], r, strides, params) + start

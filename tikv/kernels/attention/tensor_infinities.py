@@ -5,13 +5,13 @@ row does not see every key of a tile, infinities and NaNs are left out and the t
 stored, a plain loop over the noted tiles adds them to the rows that see them. Few tasks have such tiles.
 """
 
-from tikv.kernels.attention import tensor_codes, tensor_halves
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets
 from tikv.kernels.attention.parameters import P
 from tikv.kernels.attention.softmax import is_finite
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS
+from tikv.kernels.attention.tensor_instructions import ROWS, WARPS
+from tikv.kernels.attention.tensor_kinds import kind_of
 from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, make_load, make_store
 from tikv.kernels.lanes import BLOCK
@@ -51,7 +51,7 @@ def make_restore(x, parts, c):
     All threads of a block call it after the results are stored.
     """
     by_warp = x.shared_out == "rows"
-    value_at = (tensor_halves if c.cache in HALVES else tensor_codes).make_value_at(c)
+    value_at = kind_of(c.cache).make_value_at(c)
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
     output_offsets = make_output_offsets(parts, c)
     load, store = make_load(c.out, 1, SIZE[c.out] * 8), make_store(c.out, 1, SIZE[c.out] * 8, "cuda")

@@ -29,7 +29,7 @@ class Fragments(NamedTuple):
     scores: Any
     clear: Any
     add_values: Any
-    settle: Any  # settle(acc): what results are kept as becomes what they are
+    settle: Any  # settle(acc, ...): what results are kept as becomes what they are
     column_of: Any
     apart: int  # columns from the first to the second of those that a lane has in a fragment of the result
 

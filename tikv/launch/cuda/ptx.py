@@ -192,6 +192,13 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
             bases[register] = int(step)
         body = re.sub(rf"\tadd\.s64 \t{REGISTER}, {base}, \d+;\n", "", body)
 
+    def copied(match: re.Match[str]) -> str:
+        """Nothing in place of a copy of the address, where a path through the entry does not read it anew."""
+        to, base = match.groups()
+        return "" if to in bases and bases[to] == bases.get(base) else match.group(0)
+
+    body = re.sub(rf"\tmov\.[ub]64 \t({REGISTER}), ({REGISTER});\n", copied, body)
+
     def read(match: re.Match[str]) -> str:
         width, base = match["type"], match["base"]
         if base not in bases:

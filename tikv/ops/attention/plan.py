@@ -30,7 +30,7 @@ from tikv.ops.attention.options import (
     query_shape,
 )
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
-from tikv.ops.attention.tensor_cores import choose_tile
+from tikv.ops.attention.tensor_cores import choose_tile, needs_native
 from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import TorchAttention, torch_is_faster, why_not_torch
 from tikv.ops.indices import host_indices, values_known
@@ -123,6 +123,7 @@ class AttentionPlan(Plan):
         cache = cache._replace(fixed_rows=int(live.invariant))  # this decides the width of words
         most_rows = choose_most_rows(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
+        self.needs_native = self.warpgroups_serve or (self.other_tile is not None and needs_native(cache))
         self.cache = cache._replace(
             k=cache.k.without_owner(),
             v=cache.v.without_owner(),
@@ -243,19 +244,19 @@ class AttentionPlan(Plan):
 
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths) -> AttentionLaunches:
         """The launches over arrays of this form and these lengths."""
-        if self.warpgroups_serve and launch.why_no_warpgroups(self.live):  # another launcher has been chosen since
-            self._leave_warpgroups()
+        if self.needs_native and launch.why_no_hopper(self.live):  # another launcher has been chosen since
+            self._leave_native()
         shares = self._shares(lengths)
         key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
         launches = self.by_split.get(key)
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
             launches = AttentionLaunches(*given)
-            if self.warpgroups_serve:
+            if self.needs_native:
                 try:
                     launches.prepare(list(arrays.values()))
                 except launch.NeedsNativeLauncher:  # it refused the kernel: `launcher_report` says why
-                    self._leave_warpgroups()
+                    self._leave_native()
                     return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
         return launches
@@ -265,9 +266,10 @@ class AttentionPlan(Plan):
         """The most queries of a prompt per launch; all with warpgroups, whose blocks read only what they see."""
         return MOST_WARPGROUP_QUERIES if self.warpgroups_serve else MOST_QUERIES
 
-    def _leave_warpgroups(self) -> None:
+    def _leave_native(self) -> None:
         """From now on, use the kernels that every launcher supports."""
-        self.warpgroups_serve, self.cache = False, self.cache._replace(tile=self.other_tile)
+        self.warpgroups_serve = self.needs_native = False
+        self.cache = self.cache._replace(tile=None if needs_native(self.cache) else self.other_tile)
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()
 

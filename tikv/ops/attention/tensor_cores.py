@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv import launch, runtime
+from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView
 from tikv.ops.attention.launches import row_bytes
 from tikv.ops.attention.options import CacheLayout, QueryShape
@@ -20,7 +20,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if cache.k.storage not in HALVES:
-        if reason := _why_not_codes(q, cache):
+        if reason := _why_not_codes(live, q, cache):
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name}, V {v.dtype.name}"
@@ -35,11 +35,13 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     return ""
 
 
-def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
+def _why_not_codes(live: runtime.Runtime, q: ArrayView, cache: CacheLayout) -> str:
     """The part of `why_not_tensor_cores` for K and V that are codes."""
     from tikv.kernels.attention import tensor_codes
 
     storage = cache.k.storage
+    if needs_native(cache) and (reason := launch.why_no_hopper(live)):
+        return f"K and V are {cache.k.array.dtype.name}, and {reason}"
     if tensor_codes.codes_of(storage, cache.width) is None or not cache.alike:
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if q.dtype.short not in tensor_codes.QUERIES:
@@ -49,6 +51,8 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     if not tensor_codes.word_bits(storage, cache.width, cache.width_v):
         return f"threads cannot share whole words of {storage} in heads {cache.width} and {cache.width_v} wide"
     scales = [scale.array for scale in cache.scales]
+    if cache.k.array.dtype in dtypes.FLOATS8:
+        return ""  # scales of heads may be of any dtype
     if [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"
     both = 2 * scales[0].dtype.itemsize
@@ -60,6 +64,13 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     ):
         return f"not every scale and its bias begin at a multiple of {both} bytes"
     return ""
+
+
+def needs_native(cache: CacheLayout) -> bool:
+    """Whether the tensor cores' kernel for a cache has instructions that only the native launcher can ask for."""
+    from tikv.kernels.attention.tensor_floats import NEEDS_NATIVE
+
+    return cache.k.storage in NEEDS_NATIVE
 
 
 def choose_tile(
