@@ -269,3 +269,17 @@ def test_of_three_words_in_a_row_the_first_two_are_one():
     text = peepholes.pairs(third)
     assert (text.count("ld.global.v4"), text.count("ld.global.v2")) == (1, 1)
     assert "\tadd.s64 \t%rd7, %rd4, 16;" in text
+
+
+def test_a_copy_of_the_address_of_the_arguments_is_that_address():
+    """LLVM makes one where a loop reads the address anew, for the path around the loop."""
+    text = recorded("copy")
+    read = re.search(r"\tld\.param\.u64 \t(%rd\d+), \[%rd\d+\];\n\tcvta\.to\.global\.u64 \t(%rd\d+), \1;\n", text)
+    (pointer, base), at = read.groups(), read.end()
+    rest = text[at:].replace(f"[{base}+", "[%rd900+", 1)
+    assert rest != text[at:]
+    again = f"\tcvta.to.global.u64 \t%rd900, {pointer};\n"
+    copied = ptx.patch(f"{text[:at]}\tmov.u64 \t%rd900, {base};\n{again}{rest}", ARGUMENT_BYTES)
+    assert copied == ptx.patch(text, ARGUMENT_BYTES)
+    with pytest.raises(ptx.Unpatchable, match="another way"):
+        ptx.patch(f"{text[:at]}\tmov.u64 \t%rd900, %rd901;\n{again}{rest}", ARGUMENT_BYTES)
