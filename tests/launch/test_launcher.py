@@ -86,7 +86,7 @@ def kernel_stub(native=None, live=CUDA):
     found = launch.Kernel.__new__(launch.Kernel)
     found.factory, found.choices, found.native = test_an_unknown_launcher_is_refused, (1,), native
     found.words, found.lengths, found.runtime = ["u64"], [0], live
-    found.shared_bytes = 0
+    found.shared_bytes, found.needs_native = 0, False
     return found
 
 
@@ -115,11 +115,16 @@ def test_a_kernel_that_cannot_be_patched_stays_with_taichi(unpatchable):
         kernel._bind_native(1, (on_gpu,))
 
 
-def test_a_kernel_with_shared_memory_of_its_launch_has_no_other_launcher(unpatchable):
+@pytest.mark.parametrize(
+    ("nbytes", "what"), [(100_000, "shared memory"), (0, "instructions of compute capability 9.0")]
+)
+def test_what_only_the_native_launcher_provides_has_no_other_launcher(unpatchable, nbytes, what):
     kernel = kernel_stub()
-    kernel.shared_bytes = 100_000
+    kernel.shared_bytes, kernel.needs_native = nbytes, True
     kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
-    with pytest.raises(launch.NeedsNativeLauncher, match=r"only the native launcher provides.*a form nobody knows"):
+    with pytest.raises(
+        launch.NeedsNativeLauncher, match=rf"{what}, which only the native launcher provides.*a form nobody"
+    ):
         kernel.bind(1, types.SimpleNamespace(device="cuda:0"))
 
 
