@@ -556,7 +556,7 @@ def test_keys_and_values_can_be_set(arch, rng):
     layer, k, v = filled(rng)
     kept = torch.tensor([0, 2, 5])
     layer.keys = layer.keys[:, :, kept]
-    with pytest.raises(tikv.ShapeError, match="set keys and values to the same number"):
+    with pytest.raises(tikv.ShapeError, match="keys and values must be set to the same number"):
         layer.update(*rows(rng, 1, 3))
     layer.values = layer.values[:, :, kept]
     assert layer.get_seq_length() == 3
@@ -564,7 +564,7 @@ def test_keys_and_values_can_be_set(arch, rng):
     oracle.assert_same_bits(layer.values.numpy(), v[:, :, kept].numpy())
     half = layer_of()
     half.keys = k
-    with pytest.raises(tikv.ShapeError, match="set keys and values to the same number"):
+    with pytest.raises(tikv.ShapeError, match="keys and values must be set to the same number"):
         half.update(*rows(rng, 1, 3))
     assert half.store is None
     layer.keys = layer.keys * 2
