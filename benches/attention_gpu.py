@@ -238,15 +238,12 @@ def numbers_of(name, caches, scales):
 
 def codes(machine):
     """The speed of a token over each format, as a multiple of float16's in the same storage."""
-    table = Table(
-        "sequences x tokens, query heads per KV head", "storage", "format", "us", "GB/s", "times float16's speed"
-    )
-    for n, (batch, length) in enumerate(shapes_of(machine)):
-        groups = (4,) if not machine.on_gpu else (1, 4) if n else (1, 4, 8)
-        for kind in STORAGES:
-            storage, shape = kind(machine, batch, length), f"{batch} x {length:,}"
-            queries = {f"{shape}, {group}": machine.randn(batch, HEADS * group, WIDTH) for group in groups}
-            over_formats(machine, table, storage, queries)
+    columns = ("query heads per KV head", "storage", "format", "us", "GB/s", "times float16's speed")
+    (batch, length), *_ = shapes_of(machine)
+    table = Table(f"{batch} x {length:,}: {columns[0]}", *columns[1:])
+    for kind in STORAGES:
+        queries = {f"{group}": machine.randn(batch, HEADS * group, WIDTH) for group in (1, 4, 8)}
+        over_formats(machine, table, kind(machine, batch, length), queries)
 
 
 def over_formats(machine, table, storage, queries):
