@@ -193,8 +193,9 @@ class Step(runtime.NotCopied):
         store = self.store
         runtime.require_alive(store.runtime, operation)
         if (q is None) != (self._options is None):
-            has = "attends and needs q" if q is None else "only writes and takes no q"
-            raise OptionError(f"{operation}: this step {has}. compile_step(store, attend=...) chooses.")
+            wrong = "attends, and q is missing. Pass q" if q is None else "only writes, and q is given. Leave q out"
+            other = "attend=False" if q is None else "attend=True"
+            raise OptionError(f"{operation}: this step {wrong}, or make the step with {other}.")
         if q is not None and self._stacked:
             queries = view(q, "q", operation)
             order = "T, Hq, D" if self._layout == "token_major" else "Hq, T, D"
