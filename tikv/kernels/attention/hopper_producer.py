@@ -4,6 +4,7 @@ from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
 from tikv.kernels.attention.hopper_tiles import (
     FAR,
     KEYS_OF,
+    PANEL_ROW,
     PIECE,
     B,
     R,
@@ -11,6 +12,7 @@ from tikv.kernels.attention.hopper_tiles import (
     make_is_whole,
     make_tile_at,
     memory_of,
+    panels,
     place_of,
 )
 from tikv.kernels.attention.task import T
@@ -126,33 +128,40 @@ def make_copy_rows(c):
 
 
 def make_clean(c):
-    """clean(lane, warp, v, barriers): infinities and NaNs in a thread's pieces of V become zeros, which is noted.
+    """clean(lane, warp, v, barriers): infinities and NaNs in a warp's rows of V become zeros, which is noted.
 
-    Where a row does not see them, its weight is nothing, and nothing times them would be NaN.
+    Where a row does not see them, its weight is nothing, and nothing times them would be NaN. Halves whose exponent has
+    no bit unset are found two at a time: one more in the exponent's last place carries into the sign's.
     """
     ext = instructions()
-    keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
-    OWN = keys // 4
+    keys, last = KEYS_OF[c.width], c.width % 64 * 2 // PIECE  # pieces of a row in a last panel that is not full
+    ROUNDS = keys // 64
     infinite = INFINITE[c.cache]
+    exponents, carries = infinite << 16 | infinite, 0x00010001 * (0x8000 - infinite)
 
     @ti.func
     def clean(lane, warp, v, barriers):
-        found = ti.u32(0)
-        for j in range(OWN * pieces // 32):
-            number = j * 32 + lane
-            place = v + place_of(warp * OWN, number // pieces, number % pieces, keys)
-            y = [ti.u32(0) for _ in range(4)]
-            ext.read_16(*y, place)
-            bad = ti.u32(0)
-            for e in ti.static(range(4)):
-                low = ti.select((y[e] & ti.u32(infinite)) == ti.u32(infinite), ti.u32(0xFFFF), ti.u32(0))
-                high = ti.select((y[e] & ti.u32(infinite << 16)) == ti.u32(infinite << 16), ti.u32(0xFFFF0000),
-                                 ti.u32(0))  # fmt: skip
-                bad = bad | low | high
-                y[e] = y[e] & ~(low | high)
-            if bad != ti.u32(0):
-                ext.write_16(place, *y)
-            found = found | bad
+        begin, row, found = v + ti.cast(warp * (keys // 4 * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
+        for n in range(panels(c.width) * ROUNDS):  # of 16 rows of a panel; a thread has pieces of 4
+            panel, place = n // ROUNDS, begin + ti.cast(n // ROUNDS * (keys * PANEL_ROW), ti.u32)
+            at = [place + ti.cast((n % ROUNDS * 4 + i) * (32 * PIECE), ti.u32) for i in range(4)]
+            y = [ti.u32(0) for _ in range(16)]
+            for i in ti.static(range(4)):
+                ext.read_16(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], at[i])
+            for i in ti.static(range(4)):
+                carried = ti.u32(0)
+                for e in ti.static(range(4)):
+                    carried = carried | ((y[4 * i + e] & ti.u32(exponents)) + ti.u32(carries))
+                carried = carried & ti.u32(0x80008000)
+                if ti.static(last > 0):
+                    column = (lane & 7) ^ ti.static(4 * (i & 1)) ^ row
+                    carried = ti.select(panel == panels(c.width) - 1 and column >= last, ti.u32(0), carried)
+                if carried != ti.u32(0):
+                    for e in ti.static(range(4)):
+                        signs = ((y[4 * i + e] & ti.u32(exponents)) + ti.u32(carries)) & ti.u32(0x80008000)
+                        y[4 * i + e] = y[4 * i + e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
+                    ext.write_16(at[i], y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
+                found = found | carried
         if found != ti.u32(0):
             note, yes = barriers + ti.u32(B.spoiled), ti.u32(1)
             ext.write_4(note, yes)
