@@ -9,6 +9,7 @@ import types
 import numpy as np
 import oracle
 import pytest
+from ops.test_attention_terms import Terms, tree_of
 from ops.test_tensor_cores import CUDA, attend, check, given, make
 
 import tikv
@@ -187,6 +188,156 @@ def test_another_launcher_takes_other_kernels(arch, rng, warpgroups):
     check(case, first, case.expected())
 
 
+# --- terms
+
+
+def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
+    """(out, lse) in float64 with `Terms`, where new tokens see each other by `masks` if there are any."""
+    tokens = case.q.shape[2]
+    out, lse = np.zeros((*case.q.shape[:3], case.v_real.shape[-1])), np.zeros(case.q.shape[:3])
+    for b, h, t in itertools.product(*map(range, case.q.shape[:3])):
+        length = case.lens[b]
+        if masks is None:
+            at = reference.visible_positions(length, t, tokens, causal=causal, sinks=case.sinks, held=case.ring, **seen)
+            positions, own = at, length - tokens + t
+        else:
+            at, positions = reference.visible_in_tree(length, t, masks[b], sinks=case.sinks, **seen)
+            held = [
+                n
+                for n, p in enumerate(at)
+                if case.ring is None or p < case.sinks or p >= length - case.ring + case.sinks
+            ]
+            at, positions = [at[n] for n in held], [positions[n] for n in held]
+            own = length - tokens + max(int(masks[b][t].sum()) - 1, 0)
+        keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
+        added = terms.of(b, h, positions, own) if terms else {}
+        out[b, h, t], lse[b, h, t] = reference.attention(
+            case.q[b, h, t], keys, values, scale=case.q.shape[-1] ** -0.5, softcap=softcap, **added
+        )
+    return out, lse
+
+
+def place_of(place, **form):
+    """The form of `make`'s cache of a place, for 40 queries, and the window that all of it has."""
+    if place == "ring":
+        return {"ring": 99, "sinks": 3, "capacity": 99, "lens": (98, 777, 41), **form}, {"window": 99}
+    return {"lens": (300, 0, 64, 41), "capacity": 300, **form}, {}
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("sinks", "slopes"), [(True, None), (False, "head"), (True, "sequence")])
+def test_sink_logits_and_slopes(arch, rng, warpgroups, place, width, sinks, slopes):
+    """A sink is counted once however many splits there are, and where a query sees nothing it is all there is."""
+    form, window = place_of(place, width=width, queries=40)
+    case, cache = make(rng, place, **form)
+    terms = Terms(rng, case, sinks=sinks, slopes=slopes)
+    want = expected(case, terms, **window)
+    for splits in (1, 3):
+        check(case, cache.run(arch, num_splits=splits, **terms.given(arch)), want)
+
+
+@on_cuda
+@pytest.mark.parametrize(("width", "dtype"), [(96, "float16"), (256, "float16"), (128, "bfloat16")])
+def test_terms_with_windows_and_sinks(arch, rng, warpgroups, width, dtype):
+    case, _ = make(rng, capacity=700, lens=(700, 90), sinks=4, queries=86, width=width, dtype=dtype)
+    terms = Terms(rng, case, slopes="head")
+    check(case, case.run(arch, window=75, sinks=4, **terms.given(arch)), expected(case, terms, window=75))
+
+
+@on_cuda
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_terms_behind_a_soft_cap(arch, rng, warpgroups, width):
+    case, cache = make(rng, "NHD", queries=40, lens=(140, 41), width=width)
+    terms = Terms(rng, case, slopes="sequence")
+    check(case, cache.run(arch, softcap=2.5, **terms.given(arch)), expected(case, terms, softcap=2.5), tolerance=2)
+
+
+@on_cuda
+def test_slopes_of_queries_that_see_all_keys(arch, rng, warpgroups):
+    """Of which the last stands at the last key, and the others before it."""
+    case, _ = make(rng, queries=40, lens=(300, 41), capacity=300)
+    terms = Terms(rng, case, slopes="head")
+    check(case, case.run(arch, causal=False, **terms.given(arch)), expected(case, terms, causal=False))
+
+
+@on_cuda
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_sink_logit_that_is_no_number_spoils_its_head(arch, rng, warpgroups, number):
+    case, _ = make(rng, queries=40, lens=(300, 41), capacity=300)
+    terms = Terms(rng, case)
+    want = expected(case, terms)
+    terms.sink_logits[3] = number
+    got = case.run(arch, num_splits=2, **terms.given(arch))
+    assert all(np.isnan(a[:, 3]).all() for a in got)
+    check(case, [np.delete(a, 3, axis=1) for a in got], [np.delete(a, 3, axis=1) for a in want])
+
+
+def trees(rng, arch, form, count, tokens):
+    """(which new tokens see each other, the same as an argument): parents, a mask of bytes or of bits."""
+    parents = np.array([tree_of(rng, tokens, 0.8) for _ in range(count)], np.int32)
+    masks = np.stack([reference.tree_mask(p) for p in parents])
+    if form == "parents":
+        return masks, {"parents": oracle.place(parents, arch)}
+    masks[0] = rng.random((tokens, tokens)) < 0.5
+    masks[0, 5] = False  # it sees nothing new
+    return masks, {"mask": oracle.to_torch(masks if form == "mask" else np.packbits(masks, -1, "little"), arch)}
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
+@pytest.mark.parametrize(("form", "width"), [("parents", 128), ("mask", 64), ("bits", 128)])
+@pytest.mark.parametrize("slopes", [None, "head"])
+def test_masks_and_trees(arch, rng, warpgroups, place, form, width, slopes):
+    """More than a word of new tokens, of which the tiles of a sequence begin in the middle."""
+    options, window = place_of(place, width=width, queries=40)
+    if place != "ring":
+        options["lens"] = (300, 64, 41, 40)
+    case, cache = make(rng, place, **options)
+    masks, given = trees(rng, arch, form, len(case.lens), 40)
+    terms = Terms(rng, case, sinks=False, slopes=slopes) if slopes else None
+    want = expected(case, terms, masks, **window)
+    for splits in (1, 3):
+        got = cache.run(arch, num_splits=splits, **given, **(terms.given(arch) if terms else {}))
+        check(case, got, want)
+
+
+@on_cuda
+@pytest.mark.parametrize("width", [64, 96, 256])
+@pytest.mark.parametrize("window", [15, 60])
+def test_trees_whose_branches_are_longer_than_a_window(arch, rng, warpgroups, window, width):
+    """Or shorter; a window counts depths."""
+    case, _ = make(rng, capacity=400, lens=(400, 150, 131), sinks=3, queries=130, width=width)
+    masks, given = trees(rng, arch, "parents", 3, 130)
+    terms = Terms(rng, case, slopes="sequence")
+    got = case.run(arch, window=window, sinks=3, **given, **terms.given(arch))
+    check(case, got, expected(case, terms, masks, window=window))
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_what_a_branch_does_not_see_may_be_nan(arch, rng, warpgroups, place):
+    """The newest token is NaN, which its own query alone sees; infinite values of others count for their branches."""
+    case, cache = make(rng, place, queries=40, lens=(140, 63), capacity=140, spoiled=-1)
+    masks, given = trees(rng, arch, "parents", 2, 40)
+    got, want = cache.run(arch, **given), expected(case, None, masks)
+    check(case, [a[:, :, :-1] for a in got], [a[:, :, :-1] for a in want])
+    assert all(np.isnan(a[:, :, -1]).all() for a in got)
+    case, cache = make(rng, place, queries=40, lens=(140,), capacity=140)
+    for t, value in ((3, np.inf), (20, -np.inf)):
+        (cache.v[0, :, 100 + t] if place == "linear" else cache.v[cache.table[0, (100 + t) // 16], (100 + t) % 16])[
+            ..., 7
+        ] = value
+    out = cache.run(arch, **{name: a[:1] for name, a in given.items()})[0]
+    assert np.isfinite(np.delete(out, 7, axis=-1)).all()
+    for t in range(40):
+        with np.errstate(invalid="ignore"):
+            count = (np.inf if masks[0, t, 3] else 0.0) + (-np.inf if masks[0, t, 20] else 0.0)
+        found = out[:, :, t, 7]
+        np.testing.assert_array_equal(found if count else np.isfinite(found), count if count else True)
+
+
 # --- without a GPU
 
 
@@ -212,7 +363,11 @@ def hopper_gpu(ampere):
         ({"dtype": "int8", "q_dtype": "float16"}, "K and V are int8"),
         ({"queries": 1, "group": 128}, "128 query rows"),
         ({"queries": 31}, "124 query rows"),
-        ({"terms": ["alibi_slopes"]}, "alibi_slopes are given"),
+        ({"terms": ["sink_logits", "alibi_slopes", "parents"]}, ""),
+        ({"terms": ["mask"], "softcap": 30.0}, ""),
+        ({"terms": ["alibi_slopes"], "softcap": 30.0}, ""),
+        ({"terms": ["alibi_slopes", "mask"], "softcap": 30.0}, "alibi_slopes and mask follow a soft cap"),
+        ({"terms": ["alibi_slopes"], "sharded": (16, 16)}, "alibi_slopes count tokens of other ranks"),
         ({"ptr": 8}, "not every row begins"),
         ({"scale": -1.0}, "scaled by -1.0"),
         ({"scale": math.inf}, "scaled by inf"),
@@ -222,7 +377,7 @@ def hopper_gpu(ampere):
 )
 def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
     form = dict(form)
-    asked = OPTIONS._replace(scale=form.pop("scale", None))
+    asked = OPTIONS._replace(**{name: form.pop(name) for name in ("scale", "softcap", "sharded") if name in form})
     strides, ptr = form.pop("q_strides", (0, 0, 0)), form.pop("q_ptr", 0)
     arrays, query, cache = given(**{"queries": 40, **form})
     arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)

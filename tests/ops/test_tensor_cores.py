@@ -414,6 +414,7 @@ CUDA = types.SimpleNamespace(
         ({"ptr": 8}, "not every row begins at a multiple of 16 bytes"),
         ({"inner": 1}, "rows are stored in several pieces"),
         ({"terms": ["sink_logits", "alibi_slopes"]}, "sink_logits and alibi_slopes are given"),
+        ({"terms": ["mask", "sink_logits"]}, "sink_logits and mask are given"),
         ({"terms": ["indices"]}, ""),
         ({"terms": ["indices", "sink_logits"]}, "sink_logits are given"),
     ],

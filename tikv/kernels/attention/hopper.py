@@ -17,7 +17,7 @@ from tikv.kernels.attention.hopper_tiles import BITCODE as BITCODE
 from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_of
 from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
 from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
-from tikv.kernels.attention.parameters import BITS, PARAMS, SCALARS, STRIDES, P, array_types
+from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
@@ -30,19 +30,18 @@ def make_attend_hopper(tile, parts, c):
 
     K and V in words of 64 bits, of one of `HALVES`, and q of the same; rows in one piece that begin at multiples of
     `PIECE` bytes, those of q too. The extent of q is tasks * `THREADS`. Choices as in `cpu.make_attend_cpu`.
+    Terms as in `subgroup.make_attend_block`.
     """
-    Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     attend_task = make_attend_task(tile, parts, c)
 
-    @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+    @ti.func
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides: ti.template(), params: ti.template(),
+                   scalars: ti.template()):  # fmt: skip
         ti.loop_config(block_dim=THREADS)
-        for i in range(q.shape[0]):
-            arrays = ti.static((q, k, v, lens, table, out, lse))
-            attend_task(i % THREADS, i // THREADS, arrays, strides, params, scalars)
+        for i in range(ti.static(arrays[0]).shape[0]):
+            attend_task(i % THREADS, i // THREADS, arrays, terms, strides, params, scalars)
 
-    return attend
+    return make_attend_kernel(attend_all, "cuda", c)
 
 
 make_attend_hopper.fast_math = True
@@ -62,7 +61,7 @@ def make_attend_task(x, parts, c):
     MAKE = ((B.k_there, GROUP + 4), (B.v_there, GROUP), (B.k_done, 8), (B.v_done, 8))
 
     @ti.func
-    def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
+    def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         lens, table = ti.static((arrays[3], arrays[4]))
         # Of a KV head's rows the last come first: those of a prompt see most, and what comes last shall take least.
         split, others = number % params[P.splits], number // params[P.splits]
@@ -92,8 +91,8 @@ def make_attend_task(x, parts, c):
         else:
             get_many()
             ext.let_pass(all_have_theirs, threads)
-            consume(thread - GROUP, warpgroup - 1, shared, barriers, seen, visible, task, arrays, strides, params,
-                    scalars)  # fmt: skip
+            consume(thread - GROUP, warpgroup - 1, shared, barriers, seen, visible, task, arrays, terms, strides,
+                    params, scalars)  # fmt: skip
             give_back()
         ti.simt.block.sync()
         if thread == 0:

@@ -2,6 +2,7 @@
 
 from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.hopper_terms import make_add_slopes, make_see_in_tree, make_start_rows
 from tikv.kernels.attention.hopper_tiles import (
     GROUP,
     KEYS_OF,
@@ -20,6 +21,7 @@ from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, 
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tensor_instructions import HALVES, INFINITE
+from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD
 from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
@@ -38,13 +40,14 @@ def make_consume(x, parts, c):
     NS, NO = keys // 2, c.width // 2
     wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
-    add_spoiled, STAGES = make_add_spoiled(parts, c), memory.stages
+    add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
     OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
 
     @ti.func
-    def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params, scalars):
-        v, table, out, lse = ti.static((arrays[2], arrays[4], arrays[5], arrays[6]))
+    def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), terms: ti.template(),
+                strides, params, scalars):  # fmt: skip
+        v, table, out, lse = ti.static((arrays[2], arrays[4], arrays[7], arrays[8]))
         lane = thread % 32
         row = task[T.row] + half * hopper_ir.ROWS  # first of the warpgroup
         load_queries(thread % GROUP, half, row, shared, task, strides, params)
@@ -54,6 +57,8 @@ def make_consume(x, parts, c):
         vd = ti.u32(OF_VALUES) + ((shared + ti.u32(memory.v)) >> 4)
         m = [ti.f32(LOWEST) for _ in range(2)]
         l = [ti.f32(0.0) for _ in range(2)]
+        slope, stand = [ti.f32(0.0) for _ in range(2)], [0 for _ in range(2)]
+        start_rows(own, lane, visible, task, terms, params, m, l, slope, stand)
         fade = [ti.f32(1.0) for _ in range(2)]
         acc = [ti.f32(0.0) for _ in range(NO)]
         s = [ti.f32(0.0) for _ in range(NS)]
@@ -86,7 +91,8 @@ def make_consume(x, parts, c):
             if half == 0 or n + 1 < tiles:
                 ext.let_pass(other_turn, both)
             wait_scores(*s)
-            grown = weigh(n, own, lane, exists, seen, visible, params, scalars, s, m, l, fade)
+            grown = weigh(n, own, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m, l,
+                          fade)  # fmt: skip
             if lane == 0:
                 done, total = barriers + ti.cast(B.k_done + stage * 8, ti.u32), l[0] + l[1]
                 ext.barrier_arrive_after(done, total)
@@ -112,7 +118,7 @@ def make_consume(x, parts, c):
             wait_values(*acc)
         store_rows(own, lane, task, m, l, acc, lse, strides, params, scalars)
         if ti.static(c.masked):
-            add_spoiled(own, lane, barriers, seen, visible, task, v, table, out, strides, params)
+            add_spoiled(own, lane, barriers, seen, visible, task, terms, v, table, out, strides, params)
 
     return consume
 
@@ -150,11 +156,12 @@ def make_weigh(c):
     exp2, inverse = ext.exp2, ext.inverse
     keys = KEYS_OF[c.width]
     NS = keys // 2
-    mask, tile_at, is_whole = make_mask(c), make_tile_at(c), make_is_whole(c)
+    mask, tile_at, is_whole, add_slopes = make_mask(c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
 
     @ti.func
-    def weigh(n, row, lane, exists: ti.template(), seen, visible, params, scalars, s: ti.template(), m: ti.template(),
-              l: ti.template(), fade: ti.template()):  # fmt: skip
+    def weigh(n, row, lane, exists: ti.template(), seen, visible, task, terms: ti.template(), params, scalars,
+              slope: ti.template(), stand: ti.template(), s: ti.template(), m: ti.template(), l: ti.template(),
+              fade: ti.template()):  # fmt: skip
         at, scale = tile_at(n, seen), scalars[X.logit_scale]
         if ti.static(c.softcap):
             cap, steep = scalars[X.softcap], scale * ti.f32(2.0 * LOG2E)
@@ -165,11 +172,14 @@ def make_weigh(c):
                 inverse(part, above)
                 s[i] = cap - ti.f32(2.0) * cap * part
             scale = ti.f32(1.0)
+        if ti.static(c.alibi):
+            add_slopes(at, scale, lane, slope, stand, visible, task, terms, params, s)
+            scale = ti.f32(1.0)
         whole = ti.cast((exists[0] & exists[1] & exists[2] & exists[3]) == ti.u32((1 << keys // 4) - 1), ti.i32)
         if ti.static(c.masked):
             whole = whole * is_whole(at, seen)
         if whole == 0:
-            mask(at, row, lane, exists, visible, params, s)
+            mask(at, row, lane, exists, visible, task, terms, params, s)
         grown, higher = 0, [ti.f32(0.0) for _ in range(2)]
         tops = [s[i] for i in range(8)]  # several of each row: shorter chains
         for i in ti.static(range(8, NS)):
@@ -203,32 +213,29 @@ def make_weigh(c):
 
 def make_mask(c):
     """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
-    query_bounds, bits_from = make_query_bounds(), instructions().bits_from
+    query_bounds, place_of = make_query_bounds(), make_place_of(c)
+    see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
     NS, PART = keys // 2, keys // 4
 
     @ti.func
-    def mask(at, row, lane, exists: ti.template(), visible, params, s: ti.template()):
+    def mask(at, row, lane, exists: ti.template(), visible, task, terms: ti.template(), params, s: ti.template()):
         for r in ti.static(range(2)):
-            bounds = ti.Vector([0, 0, 0, 0])
+            bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
             if ti.static(c.masked):
                 t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group
-                bounds = query_bounds(t, visible, params)
+                bounds = query_bounds(place_of(task[T.sequence], t, terms, params), visible, params)
+                if ti.static(c.tree):  # of the four lanes of a row each looks up a part
+                    first = at + (lane & 3) * PART
+                    old = see_in_bounds(first, bounds)
+                    of_part = ti.cast(see_in_tree(old, first, t, bounds, visible, task, terms, params), ti.i32)
             for part in ti.static(range(4)):
-                found, first = exists[part], at + ti.static(part * PART)
-                if ti.static(c.masked):
-                    low, high = bounds[0] + 1 - first, bounds[1] + 1 - first
-                    from_low, from_high = ti.u32(0), ti.u32(0)
-                    bits_from(from_low, low)
-                    bits_from(from_high, high)
-                    recent = from_low & ~from_high
-                    if ti.static(c.sinks):
-                        sinks, last_sink = bounds[2] - first, ti.min(bounds[2], bounds[3] + 1) - first
-                        from_sinks, from_last = ti.u32(0), ti.u32(0)
-                        bits_from(from_sinks, sinks)
-                        bits_from(from_last, last_sink)
-                        recent = (recent & from_sinks) | ~from_last
-                    found = found & recent
+                found = exists[part]
+                if ti.static(c.tree):
+                    of_row = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), of_part, (lane & ~3) + part)
+                    found = found & ti.cast(of_row, ti.u32)
+                elif ti.static(c.masked):
+                    found = found & see_in_bounds(at + ti.static(part * PART), bounds)
                 found = found >> ti.cast((lane & 3) * 2, ti.u32)
                 for i in ti.static(range(NS)):
                     key = ti.static(i // 4 * 8 + i % 2)
@@ -237,6 +244,28 @@ def make_mask(c):
                         s[i] = ti.bit_cast(ti.select(sees, ti.bit_cast(s[i], ti.u32), ti.u32(MINUS_INFINITY)), ti.f32)
 
     return mask
+
+
+def make_see_in_bounds(c):
+    """see_in_bounds(first, bounds): a bit for each key from index `first` on that is seen by `query_bounds`."""
+    bits_from = instructions().bits_from
+
+    @ti.func
+    def see_in_bounds(first, bounds):
+        low, high = bounds[0] + 1 - first, bounds[1] + 1 - first
+        from_low, from_high = ti.u32(0), ti.u32(0)
+        bits_from(from_low, low)
+        bits_from(from_high, high)
+        sees = from_low & ~from_high
+        if ti.static(c.sinks):
+            sinks, last_sink = bounds[2] - first, ti.min(bounds[2], bounds[3] + 1) - first
+            from_sinks, from_last = ti.u32(0), ti.u32(0)
+            bits_from(from_sinks, sinks)
+            bits_from(from_last, last_sink)
+            sees = (sees & from_sinks) | ~from_last
+        return sees
+
+    return see_in_bounds
 
 
 def make_store_rows(paired, parts, c):
@@ -282,6 +311,7 @@ def make_add_spoiled(parts, c):
     """
     ext = instructions()
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
+    place_of, index_of = make_place_of(c), make_index_of(c)
     _, v_offset, _ = make_slot_offsets(c)
     output_offsets = make_output_offsets(parts, c)
     keys, tile_at, is_whole = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c)
@@ -290,8 +320,8 @@ def make_add_spoiled(parts, c):
     word = WORD[SIZE[c.out] * 8]
 
     @ti.func
-    def add_spoiled(row, lane, barriers, seen, visible, task, v: ti.template(), table: ti.template(),
-                    out: ti.template(), strides, params):  # fmt: skip
+    def add_spoiled(row, lane, barriers, seen, visible, task, terms: ti.template(), v: ti.template(),
+                    table: ti.template(), out: ti.template(), strides, params):  # fmt: skip
         note, spoiled = barriers + ti.u32(B.spoiled), ti.u32(0)
         ext.read_4(spoiled, note)
         tiles = ti.select(spoiled != ti.u32(0), seen[R.tiles], 0)
@@ -300,8 +330,9 @@ def make_add_spoiled(parts, c):
             at = tile_at(key // keys, seen)
             index, slot = at + key % keys, -1
             if is_whole(at, seen) == 0 and index < seen[R.end] and own < params[P.queries] * c.group:
-                bounds = query_bounds(own // c.group, visible, params)
-                if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
+                bounds = query_bounds(place_of(task[T.sequence], own // c.group, terms, params), visible, params)
+                counts_as = index_of(task[T.sequence], own // c.group, index, bounds, visible, terms, params)
+                if in_bounds(counts_as, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
             if slot >= 0:
                 first = task[T.v_first] + v_offset(slot, strides)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.parameters import P
 from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tree import first_new
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.runtime import engine_in_use, ti
 
@@ -101,11 +102,15 @@ def make_range(c):
         resume = begin
         if ti.static(c.masked):
             rows = params[P.queries] * c.group
-            first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
-            last = query_bounds((ti.min(row + ROWS, rows) - 1) // c.group, visible, params)
+            first_place, last_place = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
+            if ti.static(c.tree):  # depths that a query may have
+                first_place, last_place = 0, params[P.queries] - 1
+            first, last = query_bounds(first_place, visible, params), query_bounds(last_place, visible, params)
             low, high, newest = last[0], first[1], last[1]
+            if ti.static(c.tree):
+                high = first_new(visible, params) - 1
             if ti.static(c.sinks):
-                low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
+                low, newest = ti.max(low, first[2] - 1), ti.max(newest, ti.min(last[3], last[2] - 1))
             end = ti.min(end, newest + 1)
             if ti.static(c.sinks):
                 fixed = ti.max(ti.min(visible[V.sinks], end) - begin + (keys - 1), 0) // keys

@@ -106,6 +106,12 @@ def make_place_of(c):
 
 
 @ti.func
+def first_new(visible, params):
+    """The index of the first new token, behind all older keys."""
+    return visible[V.count] - params[P.queries] + params[P.ahead]
+
+
+@ti.func
 def index_in_tree(index, tree: ti.template(), row, first, words, tokens, new, high, sinks, last_sink):
     """The index by which a key counts for the query whose words begin at `row`, without a branch.
 
@@ -131,9 +137,8 @@ def make_index_of(c):
             _sinks, _slopes, tree, numbers = ti.static(terms)
             words, tokens = numbers[N.tree_words], params[P.queries]
             first = numbers[N.tree_first] + b * tokens * words
-            new = visible[V.count] - tokens + params[P.ahead]
-            found = index_in_tree(index, tree, first + t * words, first, words, tokens, new, bounds[1], bounds[2],
-                                  bounds[3])  # fmt: skip
+            found = index_in_tree(index, tree, first + t * words, first, words, tokens, first_new(visible, params),
+                                  bounds[1], bounds[2], bounds[3])  # fmt: skip
         return found
 
     return index_of

@@ -8,7 +8,8 @@ from typing import Any
 from tikv import launch, runtime
 from tikv.arrays import ArrayView
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
-from tikv.ops.attention.tensor_cores import why_not_tensor_cores
+from tikv.ops.attention.tensor_cores import why_no_products
+from tikv.ops.attention.terms import tree_of
 
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
 
@@ -21,7 +22,7 @@ def why_not_warpgroups(
     options: AttentionOptions,
 ) -> str:
     """Why warpgroups cannot attend over arrays of this form; empty if they can."""
-    if reason := launch.why_no_warpgroups(live) or why_not_tensor_cores(live, arrays, cache):
+    if reason := launch.why_no_warpgroups(live) or why_no_products(live, arrays, cache):
         return reason
     if cache.chosen:
         return "each query chooses its own tokens"
@@ -40,6 +41,10 @@ def why_not_warpgroups(
         return f"not every row of q begins at a multiple of {hopper.PIECE} bytes"
     if options.scale is not None and not 0 < options.scale < math.inf:
         return f"scores are scaled by {options.scale}"
+    if "alibi_slopes" in arrays and options.sharded[0]:
+        return "alibi_slopes count tokens of other ranks"
+    if "alibi_slopes" in arrays and (tree := tree_of(arrays)) and options.softcap is not None:
+        return f"alibi_slopes and {tree} follow a soft cap"  # LLVM makes two functions of this kernel
     return ""
 
 

@@ -13,6 +13,15 @@ from tikv.ops.attention.terms import TREES, Terms
 
 def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
     """Why tensor cores cannot attend over arrays of this form; empty if they can."""
+    if reason := why_no_products(live, arrays, cache):
+        return reason
+    if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]:
+        return f"{' and '.join(terms)} are given"
+    return ""
+
+
+def why_no_products(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
+    """Why tensor cores cannot multiply q, K and V as they are stored; empty if they can."""
     if reason := launch.why_no_tensor_cores(live):
         return reason
     from tikv.kernels.attention import tensor_cores
@@ -30,8 +39,6 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
         return "rows are stored in several pieces"
     if row_bytes(k, v, cache, tensor_cores.ROW_BYTES) != tensor_cores.ROW_BYTES:
         return f"not every row begins at a multiple of {tensor_cores.ROW_BYTES} bytes"
-    if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]:
-        return f"{' and '.join(terms)} are given"
     return ""
 
 
