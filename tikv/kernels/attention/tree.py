@@ -37,20 +37,19 @@ def make_tree(style, form):
 
     @ti.func
     def row_of_parents(b, t, at, source: ti.template(), words: ti.template(), params):
-        # A walk to the root for each word, whose bits are written once.
-        for w in range(params[R.words] - 1):
-            bits, depth, p = ti.u32(0), -1, t
-            for _ in range(t + 1):
-                if p >= 0:
-                    if p // 32 == w:
-                        bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
-                    depth += 1
-                    found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
-                    # A parent that does not precede its token counts as no parent; on the device, nobody could check.
-                    # Unsigned: Vulkan takes a negative number, widened to 64 bits, for a positive one.
-                    p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
+        depth, p = -1, t
+        for n in range(params[R.words] - 1):
+            w = params[R.words] - 2 - n  # in the order in which a walk to the root passes them
+            bits = ti.u32(0)
+            while p >= w * 32:
+                bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
+                depth += 1
+                found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
+                # A parent that does not precede its token counts as no parent; on the device, nobody could check.
+                # Unsigned: Vulkan takes a negative number, widened to 64 bits, for a positive one.
+                p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
             words[at + 1 + w] = bits
-            words[at] = ti.cast(depth, ti.u32)
+        words[at] = ti.cast(depth, ti.u32)
 
     @ti.func
     def row_of_mask(b, t, at, source: ti.template(), words: ti.template(), params):
