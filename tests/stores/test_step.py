@@ -110,9 +110,9 @@ def test_what_a_step_refuses(arch, rng):
     step = tikv.compile_step(store)
     row = oracle.place(oracle.numbers(rng, (2, 1, 1, 1, 4), np.float32), arch)
     q = row.reshape(2, 1, 1, 4)
-    with pytest.raises(tikv.OptionError, match="needs q"):
+    with pytest.raises(tikv.OptionError, match="q is missing"):
         step.run(row, row)
-    with pytest.raises(tikv.OptionError, match="takes no q"):
+    with pytest.raises(tikv.OptionError, match="q is given"):
         tikv.compile_step(store, attend=False).run(row, row, q)
     with pytest.raises(tikv.ShapeError):
         step.run(row[:1], row, q)
