@@ -325,7 +325,7 @@ class ShardedKVCacheStore:
                 folder. The files that an older index at this path named are removed.
 
         Raises:
-            CacheFileError: the path has another ending, or the system refuses to write, on any rank; all ranks raise
+            CacheFileError: the path has the wrong ending, or the system refuses to write, on any rank; all ranks raise
                 it. An older save stays.
             GroupError: a process is gone.
 

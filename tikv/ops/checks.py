@@ -248,7 +248,7 @@ def indices(array: ArrayView, name: str, operation: str) -> None:
     """Check that an index array is int32 or int64 with a contiguous last axis.
 
     Raises:
-        DTypeError: it has another dtype.
+        DTypeError: it has the wrong dtype.
     """
     if array.dtype not in dtypes.INDICES:
         raise DTypeError(f"{operation}: {name} is {describe(array)}; indices must be int32 or int64.")

@@ -28,7 +28,7 @@ def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: st
     A mask becomes int32 indices on the host; -1 pads the heads that keep fewer rows than others.
 
     Raises:
-        ShapeError, DTypeError: an array of another shape or dtype; more rows than there are.
+        ShapeError, DTypeError: an array of the wrong shape or dtype; more rows than there are.
         PositionError: indices known to the host do not ascend, or are outside; a mask keeps a row that is not in use.
     """
     mask = _mask(keep, operation)

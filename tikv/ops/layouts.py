@@ -181,8 +181,8 @@ def pool_scale(
     groups, an int8 pool may have n as well, of which only the first is used.
 
     Raises:
-        DTypeError: they have another dtype.
-        ShapeError: they have another shape, or gaps between blocks.
+        DTypeError: they have the wrong dtype.
+        ShapeError: they have the wrong shape, or gaps between blocks.
     """
     checks.scales(scale, name, format or FORMATS["int8"], operation)
     wanted = (shape.blocks, shape.page, shape.heads)

@@ -89,7 +89,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
         For int8, ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of new arrays.
 
     Raises:
-        DTypeError: x, or the scale, has another dtype.
+        DTypeError: x, or the scale, has the wrong dtype.
         ShapeError: x has no axis, or its rows have no elements or do not divide into whole groups.
         OptionError: an unknown format.
 
@@ -310,7 +310,7 @@ def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:
     """Check that rows that become codes are float32, float16 or bfloat16.
 
     Raises:
-        DTypeError: they have another dtype.
+        DTypeError: they have the wrong dtype.
     """
     if rows.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(

@@ -51,7 +51,7 @@ class NormRope:
 
     Raises:
         OptionError: an unknown mode; an array that the mode does not use, or a missing one that it needs.
-        ShapeError, DTypeError: arrays of another shape or dtype; an odd ``rope_dim``.
+        ShapeError, DTypeError: arrays of the wrong shape or dtype; an odd ``rope_dim``.
         PositionError: a negative ``eps``.
 
     Source: ``qk_mode`` 0 to 3 of ``split_qkv_norm_rope_into_paged_cache``, and 3 of its partial-rotary form.

@@ -40,7 +40,7 @@ def write_pages(
         starts: (B + 1,) where each request's pages start.
 
     Raises:
-        ShapeError, DTypeError, ArchError: an array has other axes, another dtype, or lies elsewhere.
+        ShapeError, DTypeError, ArchError: an array has the wrong axes, dtype or device.
     """
     live = runtime_of(k_pool, k)
     given = (k, k_pool, v, v_pool, requests, positions, pages, starts)

@@ -1,4 +1,4 @@
-"""PagedKVCacheStore: sequences of any length over one pool of blocks, sharing what they have in common.
+"""PagedKVCacheStore: sequences of any length over one pool of blocks, which share common prefixes.
 
 This module has the public calls, the store's lock, and what a store reports about itself. `pools` has the rest: memory
 and who holds which block of it (`Pages`), appends, attention, and dropping tokens.
@@ -312,9 +312,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Make a new sequence. With token ids, it begins with the full blocks that it shares with other sequences.
 
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
-        That sequence may have been freed, as long as its blocks were not reused. `length` says how many tokens are in
-        the pool already; append only the others of ``token_ids``. Pass all ids but the last to keep one token for the
-        model.
+        That sequence may have been freed, as long as its blocks were not reused. Tokens whose ids were not passed to
+        `add`, such as generated text, are not found. `length` says how many tokens are in the pool already; append only
+        the others of ``token_ids``. Pass all ids but the last to keep one token for the model.
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
@@ -795,11 +795,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
-                link, the file that it links to is replaced. What killed saves left in that folder is removed.
+                link, the file that it links to is replaced. Leftovers of killed saves in that folder are removed.
             seqs: the sequences, each once; None for all sequences of the pool.
 
         Raises:
-            CacheFileError: the path has another ending, or the system refuses to write. An old file is unchanged.
+            CacheFileError: the path has the wrong ending, or the system refuses to write. An old file is unchanged.
             PositionError: a sequence does not exist, or is named twice.
 
         Exactness: every bit is kept. Cost: their blocks are copied once to the host and once to the disk.
@@ -895,7 +895,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             The SVG text. It follows the reader's light or dark setting; its size does not grow with the memory.
 
         Raises:
-            OptionError, CacheFileError: the path has another ending, or the system refuses to write.
+            OptionError, CacheFileError: the path has the wrong ending, or the system refuses to write.
 
         Cost: none on the device.
 

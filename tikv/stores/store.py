@@ -203,7 +203,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def divisors(self) -> tuple[Divisor, Divisor]:
-        """What rows of K and of V are divided by: (1,) or (num_kv_heads,) numbers each, or None."""
+        """The divisors of rows of K and of V: (1,) or (num_kv_heads,) numbers each, or None."""
         return self._storage.rows.divisors
 
     @property
@@ -612,7 +612,7 @@ class KVCacheStore(runtime.DeepCopied):
             layer is as before; or, if new tokens have overwritten older ones, the error says how many.
 
         Exactness: attention reads the tokens as they are stored: rounded to the store's dtype, or int8. Arithmetic is
-            in float32, with one rounding at the end. What is appended has the bits that `append` writes.
+            in float32, with one rounding at the end. Appended rows have the bits that `append` writes.
         Cost: as `append` and then `attend`, 256 queries at a time. Where a prompt overwrites a sliding layer's tokens,
             the layer and the new tokens are read by one launch each and a third one merges; new tokens that the store
             converts are written twice. The cache is never copied.
@@ -767,15 +767,15 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def reorder(self, index: Any) -> None:
-        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, in place, as beam search does.
+        """Replace each sequence ``b`` by sequence ``index[b]``, in place, as beam search does.
 
         Args:
             index: (batch_size,) integers in [0, batch_size).
 
         Raises:
-            ShapeError, PositionError: the index has another length, or an entry is outside the batch.
+            ShapeError, PositionError: the index has the wrong length, or an entry is outside the batch.
 
-        Cost: the filled slots of the sequences that change, read and written twice.
+        Cost: the filled slots of the sequences that change are read and written twice.
         """
         operation = "KVCacheStore.reorder"
         runtime.require_alive(self.runtime, operation)
@@ -818,7 +818,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def snapshot(self) -> Snapshot:
-        """Copy what the store holds, to return to it with `restore`: the filled slots, in the device's memory."""
+        """Copy the filled slots, in the device's memory, so that `restore` can return to them."""
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
 
@@ -830,7 +830,7 @@ class KVCacheStore(runtime.DeepCopied):
         and dtypes. Its capacity may differ: this store keeps its own, which must have room for the snapshot's tokens.
 
         Raises:
-            OptionError, ShapeError: it is not a snapshot, or its store had another form.
+            OptionError, ShapeError: it is not a snapshot, or its store had a different form.
             CapacityError: a layer has too little room for the snapshot's tokens, or would be larger than a launch can
                 address with the snapshot's batch. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.
@@ -848,10 +848,10 @@ class KVCacheStore(runtime.DeepCopied):
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
-                link, the file that it links to is replaced. What killed saves left in that folder is removed.
+                link, the file that it links to is replaced. Leftovers of killed saves in that folder are removed.
 
         Raises:
-            CacheFileError: the path has another ending, or the system refuses to write. An old file is unchanged.
+            CacheFileError: the path has the wrong ending, or the system refuses to write. An old file is unchanged.
 
         Exactness: every bit is kept. Cost: the filled slots are copied once to the host and once to the disk.
 
@@ -923,8 +923,8 @@ class KVCacheStore(runtime.DeepCopied):
             The SVG text, as `tikv.PagedKVCacheStore.draw` gives it.
 
         Raises:
-            OptionError, CacheFileError: the path has another ending, or the system refuses to write.
-            ShapeError: the mass has another number of tokens than the layer holds.
+            OptionError, CacheFileError: the path has the wrong ending, or the system refuses to write.
+            ShapeError: the mass does not have as many tokens as the layer holds.
 
         Cost: none on the device, except to read the mass.
         """

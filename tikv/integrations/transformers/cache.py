@@ -470,7 +470,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             path: ends in ``.safetensors``. A file of that name is replaced in one step, or is unchanged.
 
         Raises:
-            CacheFileError: the path has another ending, or the system refuses to write.
+            CacheFileError: the path has the wrong ending, or the system refuses to write.
             OptionError: a layer keeps a state, or keys of an indexer, which are not saved; or groups along tokens.
 
         Exactness: every bit is kept. The text itself is not saved: keep its tokens.

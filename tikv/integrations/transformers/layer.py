@@ -495,7 +495,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Let each sequence b continue from what sequence ``beam_idx[b]`` holds."""
+        """Replace each sequence b by sequence ``beam_idx[b]``."""
         if self.get_seq_length():
             assert self.store is not None
             self._recall()

@@ -65,7 +65,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         """Keep these sequences, in this order.
 
         Raises:
-            ShapeError, PositionError: a mask has another length, or an index has no sequence. Nothing is changed.
+            ShapeError, PositionError: a mask has the wrong length, or an index has no sequence. Nothing is changed.
         """
         chosen = torch.as_tensor(indices)
         operation = f"{OPERATION}.batch_select_indices"

@@ -53,7 +53,7 @@ def write_tensors(
 ) -> None:
     """Save named arrays and strings; an old file of that name is replaced in one step or is unchanged.
 
-    CacheFileError: the path has another ending, the description is too long to be read again, or the system refuses.
+    CacheFileError: the path has the wrong ending, the description is too long to be read again, or the system refuses.
     """
     save = extras.need("safetensors.numpy", operation).save
     target_of(path, operation)

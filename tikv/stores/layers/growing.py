@@ -269,7 +269,7 @@ class GrowingLayer(runtime.NotCopied):
         self._layer.length = self._layer.valid_from = self.origin = self.whole_from = 0
 
     def reorder(self, index: Any) -> None:
-        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, as `KVCacheStore.reorder`."""
+        """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
         require_alive(self.runtime, "TikvCache.reorder_cache")
         self._memory.reorder("TikvCache.reorder_cache", index)
 

@@ -173,7 +173,7 @@ class GrowingGroups(runtime.NotCopied):
         counts.slots, self._before = slots, 0
 
     def reorder(self, index: Any) -> None:
-        """Let each sequence ``b`` continue from what sequence ``index[b]`` holds, as `KVCacheStore.reorder`."""
+        """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
         self._move("TikvCache.reorder_cache", index, self._layers.reorder)
 
     def select(self, index: Any) -> None:

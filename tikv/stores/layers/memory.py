@@ -298,7 +298,7 @@ class LayerMemory:
         bind_in_place(self.runtime, operation, rows, widths, shape, index).bound.launch()
 
     def reorder(self, operation: str, index: Any) -> None:
-        """Let each sequence b continue from what sequence index[b] holds, in place; raises as `sequences_of`."""
+        """Replace each sequence b by sequence index[b], in place; raises as `sequences_of`."""
         chosen = self.sequences_of(operation, index)
         if len(chosen) != self.batch_size:
             raise ShapeError(
