@@ -12,6 +12,8 @@ from tikv.kernels.attention.hopper_tiles import (
     B,
     R,
     instructions,
+    make_gap_of,
+    make_index_in_tile,
     make_is_whole,
     make_tile_at,
     memory_of,
@@ -157,6 +159,7 @@ def make_weigh(c):
     keys = KEYS_OF[c.width]
     NS = keys // 2
     mask, tile_at, is_whole, add_slopes = make_mask(c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
+    gap_of = make_gap_of(c)
 
     @ti.func
     def weigh(n, row, lane, exists: ti.template(), seen, visible, task, terms: ti.template(), params, scalars,
@@ -173,13 +176,13 @@ def make_weigh(c):
                 s[i] = cap - ti.f32(2.0) * cap * part
             scale = ti.f32(1.0)
         if ti.static(c.alibi):
-            add_slopes(at, scale, lane, slope, stand, visible, task, terms, params, s)
+            add_slopes(at, gap_of(n, seen), scale, lane, slope, stand, visible, task, terms, params, s)
             scale = ti.f32(1.0)
         whole = ti.cast((exists[0] & exists[1] & exists[2] & exists[3]) == ti.u32((1 << keys // 4) - 1), ti.i32)
         if ti.static(c.masked):
             whole = whole * is_whole(at, seen)
         if whole == 0:
-            mask(at, row, lane, exists, visible, task, terms, params, s)
+            mask(at, gap_of(n, seen), row, lane, exists, visible, task, terms, params, s)
         grown, higher = 0, [ti.f32(0.0) for _ in range(2)]
         tops = [s[i] for i in range(8)]  # several of each row: shorter chains
         for i in ti.static(range(8, NS)):
@@ -219,7 +222,8 @@ def make_mask(c):
     NS, PART = keys // 2, keys // 4
 
     @ti.func
-    def mask(at, row, lane, exists: ti.template(), visible, task, terms: ti.template(), params, s: ti.template()):
+    def mask(at, gap, row, lane, exists: ti.template(), visible, task, terms: ti.template(), params,
+             s: ti.template()):  # fmt: skip
         for r in ti.static(range(2)):
             bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
             if ti.static(c.masked):
@@ -227,7 +231,7 @@ def make_mask(c):
                 bounds = query_bounds(place_of(task[T.sequence], t, terms, params), visible, params)
                 if ti.static(c.tree):  # of the four lanes of a row each looks up a part
                     first = at + (lane & 3) * PART
-                    old = see_in_bounds(first, bounds)
+                    old = see_in_bounds(first, gap, bounds)
                     of_part = ti.cast(see_in_tree(old, first, t, bounds, visible, task, terms, params), ti.i32)
             for part in ti.static(range(4)):
                 found = exists[part]
@@ -235,7 +239,7 @@ def make_mask(c):
                     of_row = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), of_part, (lane & ~3) + part)
                     found = found & ti.cast(of_row, ti.u32)
                 elif ti.static(c.masked):
-                    found = found & see_in_bounds(at + ti.static(part * PART), bounds)
+                    found = found & see_in_bounds(at + ti.static(part * PART), gap, bounds)
                 found = found >> ti.cast((lane & 3) * 2, ti.u32)
                 for i in ti.static(range(NS)):
                     key = ti.static(i // 4 * 8 + i % 2)
@@ -247,18 +251,21 @@ def make_mask(c):
 
 
 def make_see_in_bounds(c):
-    """see_in_bounds(first, bounds): a bit for each key from index `first` on that is seen by `query_bounds`."""
+    """see_in_bounds(first, gap, bounds): a bit for each key from index `first` on that is seen by `query_bounds`.
+
+    Those of sinks are of keys that many further back.
+    """
     bits_from = instructions().bits_from
 
     @ti.func
-    def see_in_bounds(first, bounds):
+    def see_in_bounds(first, gap, bounds):
         low, high = bounds[0] + 1 - first, bounds[1] + 1 - first
         from_low, from_high = ti.u32(0), ti.u32(0)
         bits_from(from_low, low)
         bits_from(from_high, high)
         sees = from_low & ~from_high
         if ti.static(c.sinks):
-            sinks, last_sink = bounds[2] - first, ti.min(bounds[2], bounds[3] + 1) - first
+            sinks, last_sink = bounds[2] + gap - first, ti.min(bounds[2], bounds[3] + 1) + gap - first
             from_sinks, from_last = ti.u32(0), ti.u32(0)
             bits_from(from_sinks, sinks)
             bits_from(from_last, last_sink)
@@ -314,7 +321,7 @@ def make_add_spoiled(parts, c):
     place_of, index_of = make_place_of(c), make_index_of(c)
     _, v_offset, _ = make_slot_offsets(c)
     output_offsets = make_output_offsets(parts, c)
-    keys, tile_at, is_whole = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c)
+    keys, tile_at, is_whole, index_in_tile = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c), make_index_in_tile(c)
     infinite, out_infinite = INFINITE[c.cache], {**INFINITE, "f32": 0x7F800000}[c.out]
     sign, nan = SIZE[c.out] * 8 - 16, {"f16": 0x7E00, "bf16": 0x7FC0, "f32": 0x7FC00000}[c.out]
     word = WORD[SIZE[c.out] * 8]
@@ -327,8 +334,7 @@ def make_add_spoiled(parts, c):
         tiles = ti.select(spoiled != ti.u32(0), seen[R.tiles], 0)
         for n in range(tiles * keys * 2):
             key, own = n >> 1, row + (n & 1) * 8
-            at = tile_at(key // keys, seen)
-            index, slot = at + key % keys, -1
+            at, index, slot = tile_at(key // keys, seen), index_in_tile(key % keys, key // keys, seen, visible), -1
             if is_whole(at, seen) == 0 and index < seen[R.end] and own < params[P.queries] * c.group:
                 bounds = query_bounds(place_of(task[T.sequence], own // c.group, terms, params), visible, params)
                 counts_as = index_of(task[T.sequence], own // c.group, index, bounds, visible, terms, params)

@@ -9,6 +9,7 @@ from tikv.kernels.attention.hopper_tiles import (
     B,
     R,
     instructions,
+    make_index_in_tile,
     make_is_whole,
     make_tile_at,
     memory_of,
@@ -30,6 +31,7 @@ def make_produce(c):
     keys, memory = KEYS_OF[c.width], memory_of(c.width)
     OWN = keys // 4  # keys of a warp
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
+    index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
     copy_rows, clean = make_copy_rows(c), make_clean(c)
     STAGES = memory.stages
@@ -78,7 +80,7 @@ def make_produce(c):
                 else:
                     ext.copies_arrive(barrier)
             if of_v == 0:  # behind the copies, whose time is that of looking up
-                index, coming = tile_at(round, seen) + warp * OWN + lane, -1
+                index, coming = index_in_tile(warp * OWN + lane, round, seen, visible), -1
                 if ti.static(OWN < 32):
                     index = ti.select(lane < OWN, index, FAR)
                 if index < seen[R.end] and round < tiles:

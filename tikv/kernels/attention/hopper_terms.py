@@ -39,7 +39,7 @@ def make_start_rows(c):
 
 
 def make_add_slopes(c):
-    """add_slopes(at, scale, lane, slope, stand, ..., s): scores become logits in base 2, with the bias of `make_bias`.
+    """add_slopes(at, gap, scale, lane, slope, stand, ..., s): scores become logits in base 2, with `make_bias`'s bias.
 
     How far a key is from a query is a whole number, which float32 has.
     """
@@ -47,15 +47,15 @@ def make_add_slopes(c):
     find_places, origin = make_find_places(c), make_origin(c)
 
     @ti.func
-    def add_slopes(at, scale, lane, slope: ti.template(), stand: ti.template(), visible, task, terms: ti.template(),
-                   params, s: ti.template()):  # fmt: skip
+    def add_slopes(at, gap, scale, lane, slope: ti.template(), stand: ti.template(), visible, task,
+                   terms: ti.template(), params, s: ti.template()):  # fmt: skip
         first = at + (lane & 3) * 2
-        of_sinks, further = visible[V.sinks] - first, ti.cast(behind_sinks(visible), ti.f32)
+        of_sinks, further = visible[V.sinks] + gap - first, ti.cast(behind_sinks(visible) - gap, ti.f32)
         places = [ti.f32(0.0) for _ in range(keys // 32)]
         of_rows = [ti.cast(first - stand[r], ti.f32) for r in range(2)]
         newer = ti.cast(origin(0, terms)[0], ti.f32)
         if ti.static(c.tree):
-            find_places(at, lane, places, visible, task, terms, params)
+            find_places(at, gap, lane, places, visible, task, terms, params)
             for r in ti.static(range(2)):
                 of_rows[r] = ti.cast(-stand[r], ti.f32)
         for e in ti.static(range(keys // 4)):
@@ -78,14 +78,14 @@ def make_add_slopes(c):
 
 
 def make_find_places(c):
-    """find_places(at, lane, places, ...): how far a lane's keys of a tile, one of 32, stand behind a tree's prefix.
+    """find_places(at, gap, lane, places, ...): how far a lane's keys, one of 32 of a tile, stand behind a prefix.
 
     A query stands as far as its depth, and sees no key that stands further.
     """
     keys, query_bounds = KEYS_OF[c.width], make_query_bounds()
 
     @ti.func
-    def find_places(at, lane, places: ti.template(), visible, task, terms: ti.template(), params):
+    def find_places(at, gap, lane, places: ti.template(), visible, task, terms: ti.template(), params):
         _sinks, _slopes, tree, numbers = ti.static(terms)
         row = numbers[N.tree_first] + task[T.sequence] * params[P.queries] * numbers[N.tree_words]
         for i in ti.static(range(keys // 32)):
@@ -93,7 +93,7 @@ def make_find_places(c):
             new = ti.min(index - first_new(visible, params), params[P.queries] - 1)
             found = index - query_bounds(0, visible, params)[1]
             if ti.static(c.sinks):
-                found += ti.select(index < visible[V.sinks], behind_sinks(visible), 0)
+                found += ti.select(index - gap < visible[V.sinks], behind_sinks(visible) - gap, 0)
             if new >= 0:
                 found = ti.cast(tree[row + new * numbers[N.tree_words]], ti.i32)
             places[i] = ti.cast(found, ti.f32)

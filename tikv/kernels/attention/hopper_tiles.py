@@ -38,9 +38,10 @@ class Range(NamedTuple):
     end: int = 1  # behind the last key, by index
     low: int = 2  # every row sees the task's keys above it
     high: int = 3  # up to this one
-    fixed: int = 4  # tiles that begin at sinks; one follows the other from the task's first key on
+    fixed: int = 4  # tiles that have sinks alone; one follows the other from the task's first key on
     first: int = 5  # key of the first of them
-    resume: int = 6  # first key of the tile behind them
+    resume: int = 6  # first key of the tile behind them, in which the last sinks take the place of as many keys
+    gap: int = 7  # how much further back than the keys that they replace these sinks are
 
 
 R = Range()
@@ -99,7 +100,7 @@ def make_range(c):
     @ti.func
     def find_range(row, visible, task, params):
         begin, end, low, high, fixed = task[T.begin], task[T.end], -FAR, FAR, 0
-        resume = begin
+        resume, gap = begin, 0
         if ti.static(c.masked):
             rows = params[P.queries] * c.group
             first_place, last_place = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
@@ -111,19 +112,21 @@ def make_range(c):
                 high = first_new(visible, params) - 1
             if ti.static(c.sinks):
                 low, newest = ti.max(low, first[2] - 1), ti.max(newest, ti.min(last[3], last[2] - 1))
-            end = ti.min(end, newest + 1)
+            end, resume = ti.min(end, newest + 1), ti.max(begin, first[0] + 1)
             if ti.static(c.sinks):
-                fixed = ti.max(ti.min(visible[V.sinks], end) - begin + (keys - 1), 0) // keys
-                resume = begin + fixed * keys
-            resume = ti.max(resume, first[0] + 1)
+                sinks = ti.max(ti.min(visible[V.sinks], end) - begin, 0)
+                fixed, left = sinks // keys, sinks % keys
+                resume = ti.max(begin + sinks, ti.min(resume, end)) - left
+                if left > 0:
+                    gap = resume - begin - fixed * keys
         tiles = fixed + ti.max(end - resume + (keys - 1), 0) // keys
-        return ti.Vector([tiles, end, low, high, fixed, begin, resume])
+        return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap])
 
     return find_range
 
 
 def make_tile_at(c):
-    """tile_at(n, seen) -> the index of the first key of a task's tile n."""
+    """tile_at(n, seen) -> the index of the first key of a task's tile n, or of the one that a sink replaces."""
     keys = KEYS_OF[c.width]
 
     @ti.func
@@ -134,6 +137,34 @@ def make_tile_at(c):
         return at
 
     return tile_at
+
+
+def make_gap_of(c):
+    """gap_of(n, seen) -> how much further back the sinks of tile n are than the keys that they replace."""
+
+    @ti.func
+    def gap_of(n, seen):
+        found = 0
+        if ti.static(c.sinks and c.masked):
+            found = ti.select(n == seen[R.fixed], seen[R.gap], 0)
+        return found
+
+    return gap_of
+
+
+def make_index_in_tile(c):
+    """index_in_tile(key, n, seen, visible) -> the index of a key of tile n."""
+    tile_at, gap_of = make_tile_at(c), make_gap_of(c)
+
+    @ti.func
+    def index_in_tile(key, n, seen, visible):
+        index = tile_at(n, seen) + key
+        if ti.static(c.sinks and c.masked):
+            of_sink = index - gap_of(n, seen)
+            index = ti.select(of_sink < visible[V.sinks], of_sink, index)
+        return index
+
+    return index_in_tile
 
 
 def make_is_whole(c):
