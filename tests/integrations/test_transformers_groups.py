@@ -206,6 +206,58 @@ def test_a_file_that_lies_is_refused(arch, rng, tmp_path, change):
         TikvCache.load(path, config())
 
 
+@pytest.mark.parametrize("values", [None, "float16"], ids=str)
+def test_a_full_layer_keeps_whole_groups_of_each_head(arch, rng, tmp_path, values):
+    """As a store does: then it goes on, also from a file and as a copy, and drops no token that it lacks."""
+    cache = TikvCache(config(), dtype=QUANT, v_dtype=values)
+    form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH, "capacity": 400, "batch_size": 2}
+    store = tikv.KVCacheStore(**form, dtype=QUANT, v_dtype=values)
+
+    def append(tokens, *caches):
+        k, v = rows(rng, tokens, torch.float16, 2)
+        store.append(0, k, v, layout="head_major")
+        for each in caches:
+            for layer in range(2):
+                each.update(k, v, layer)
+
+    def check(found):
+        layer = found.layers[1]
+        assert (layer.get_seq_length(), layer.store.length) == (store.length, store.held(0))
+        for got, held in zip((layer.keys, layer.values), store.tokens(0), strict=True):
+            assert torch.equal(got, held.torch().to(torch.float16))
+
+    append(150, cache)
+    groups = {number: [*range(32 * number, 32 * number + 32)] for number in range(3)}
+    keep = np.array([[[*groups[0], *groups[2], *range(97, 150, 2)], [*groups[1], *groups[2], *range(123, 150)]]] * 2)
+    store.compact(0, keep)
+    cache.layers[1].compact(torch.from_numpy(keep))
+    check(cache)
+    with pytest.raises(tikv.PositionError, match=r"a compaction dropped position 148.*Drop at most 1"):
+        cache.crop(-2)
+    check(cache)
+    append(50, cache)
+    check(cache)
+    cache.save(tmp_path / "cache.safetensors")
+    both = [TikvCache.load(tmp_path / "cache.safetensors", config()), copy.deepcopy(cache)]
+    for found in both:
+        check(found)
+        with pytest.raises(tikv.PositionError, match="a compaction dropped position 148"):
+            found.layers[1].crop(-60)
+    append(40, cache, *both)
+    for found in (cache, *both):
+        check(found)
+    held = np.arange(store.held(0))
+    few = np.broadcast_to(held[-5:], (2, 2, 5))
+    store.compact(0, few)
+    before = cache.layers[1].store.nbytes
+    cache.layers[1].compact(few)
+    assert cache.layers[1].store.nbytes <= before
+    check(cache)
+    cache.reset()
+    append_none = cache.layers[1].store
+    assert (append_none.length, append_none.end, append_none.whole_from) == (0, 0, 0)
+
+
 def test_what_is_refused(arch, tmp_path):
     for more, match in (
         ({"window": 40}, "overwrites single tokens"),
@@ -222,8 +274,10 @@ def test_what_is_refused(arch, tmp_path):
     k, v = rows(np.random.default_rng(0), 100, torch.float32)
     for layer in range(2):
         cache.update(k, v, layer)
-    with pytest.raises(tikv.OptionError, match="separate keys that share scales"):
+    with pytest.raises(tikv.PositionError, match="cannot keep 1 of its tokens 0 to 31, which share scales"):
         cache.layers[1].compact([[0]])
+    with pytest.raises(tikv.OptionError, match="only on layers with full attention"):
+        cache.layers[0].compact([[0]])
     with pytest.raises(tikv.PositionError, match="for whole groups"):
         cache.crop(-50)
     assert cache.get_seq_length() == 100

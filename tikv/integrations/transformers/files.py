@@ -234,8 +234,8 @@ def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any,
     place, layer.dtype = torch.device(said["device"] if device is None else device), dtypes.to_torch(said["dtype"])
     with share_memory_with(place):
         layer.store = layer._new_store(capacity=said["capacity"], **said["form"])
-    counts = "coded" if isinstance(layer, GroupsLayer) else "whole_from"
-    layer.store.from_host(arrays, **{key: said[key] for key in ("length", "origin", counts)})
+    counts = ("length", "origin", "whole_from", *(["coded"] if isinstance(layer, GroupsLayer) else []))
+    layer.store.from_host(arrays, **{key: said[key] for key in counts})
     layer.device = layer._device_of(layer.store)
     layer.is_initialized = True
     layer._attach()

@@ -6,7 +6,6 @@ from typing import Any
 
 from tikv import dtypes
 from tikv.arrays import runtime_of
-from tikv.errors import OptionError
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.slots import CacheSlots
 from tikv.ops.attention.request import AttendRequest
@@ -80,14 +79,3 @@ class GroupsLayer(TikvLayer):
         if store is not None:
             store.refuse_trim(self.get_seq_length() - target)
         return target
-
-    def compact(self, keep: Any) -> None:
-        """Raise OptionError, since keys of a group share scales.
-
-        Raises:
-            OptionError: always.
-        """
-        raise OptionError(
-            f"{self._name}: compact() would separate keys that share scales. Use Quant(axis='head_dim'), or set keys "
-            f"and values."
-        )

@@ -438,7 +438,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._recount_on_device()
 
     def compact(self, keep: Any) -> None:
-        """`GrowingLayer.compact` of a full layer, whose memory then shrinks to what its tokens need."""
+        """Keep some tokens of a full layer, whose memory then shrinks to what they need.
+
+        `GrowingLayer.compact` says what can be kept, and `GrowingGroups.compact` for groups along tokens.
+        """
         if self.store is None or self.is_sliding:
             raise OptionError(
                 f"{self._name}: compact() works only on layers with full attention and tokens. Set keys and values "

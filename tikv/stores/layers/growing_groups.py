@@ -40,14 +40,15 @@ class GrowingGroups(runtime.NotCopied):
     Attributes:
         rows: how keys and values are stored.
         capacity: how many tokens `make_room` was asked to have room for; there may be room for a few more.
-        origin: the position of the oldest token that is held; `end` is that of the next token.
+        origin: the position of the oldest token that is held, if none after it was dropped by `compact`; `end` is that
+            of the next token.
+        whole_from: the position from which on no compaction dropped a token.
 
     Arguments, errors and exactness are those of `KVCacheStore`; making room keeps every bit.
     """
 
     instead = "Use copy.deepcopy()."
     on_host = plain = False  # as in `GrowingLayer`
-    whole_from = 0
     append_alike: AppendAlike = staticmethod(takes_nothing)  # an append may have to quantise a group first
 
     def __init__(self, *, quant: Quant, row_dtype: Any, capacity: int, **form: Any) -> None:
@@ -56,6 +57,7 @@ class GrowingGroups(runtime.NotCopied):
         self.row_dtype, self.capacity = row_dtype, capacity
         self._layers = TokenGroupLayers(self.runtime, config, row_dtype)
         self._before = 0  # tokens before the first that was ever appended here
+        self.whole_from = 0
         self.rows = self._layers.rows
         self.dtype, self.v_dtype = self.rows.k.dtype, self.rows.v.dtype
 
@@ -153,6 +155,11 @@ class GrowingGroups(runtime.NotCopied):
         operation = "TikvCache.crop"
         if checks.integer(n, "n", operation) > self.length:
             raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
+        if n and self.end - n < self.whole_from:
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens: a compaction dropped position {self.whole_from - 1}, which "
+                f"would have to stay. Drop at most {self.end - self.whole_from}, or reset()."
+            )
         self._layers.refuse_trim(operation, n, self._layers.counts[0].length)
 
     def trim(self, n: int) -> None:
@@ -170,7 +177,19 @@ class GrowingGroups(runtime.NotCopied):
         require_alive(self.runtime, "GrowingGroups.reset")
         slots, counts = self._layers.counts[0].slots - self._codes.dropped, self._layers.counts[0]
         self._layers.reset()
-        counts.slots, self._before = slots, 0
+        counts.slots, self._before, self.whole_from = slots, 0, 0
+
+    def compact(self, keep: Any) -> None:
+        """Keep whole groups and any of the newest tokens, as `KVCacheStore.compact`; `end` stays."""
+        operation = "TikvLayer.compact"
+        require_alive(self.runtime, operation)
+        layers, counts, end = self._layers, self._layers.counts[0], self.end
+        with layers.lock:
+            layers.compact(operation, {0: keep}, None)
+            left: Any = counts.history
+            self.whole_from = max(self.whole_from, self._before + left.first_whole)
+            self._before = end - left.tokens
+            layers.memory.recount(counts, left.tokens, None)
 
     def reorder(self, index: Any) -> None:
         """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
@@ -207,7 +226,7 @@ class GrowingGroups(runtime.NotCopied):
         found = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
         return dict(zip(layers.form.names_of_arrays, found, strict=True))
 
-    def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, coded: int) -> None:
+    def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, whole_from: int, coded: int) -> None:
         """Take over what `to_host` of a layer of this form returned, with its counts."""
         layers, codes, counts = self._layers, self._codes, self._layers.counts[0]
         found = [arrays[name] for name in layers.form.names_of_arrays]
@@ -218,7 +237,7 @@ class GrowingGroups(runtime.NotCopied):
         put_newest("TikvCache.load", layers.newest, 0, coded, rows)
         layers.memory.recount(counts, length, None)
         counts.slots = max(counts.slots, length)
-        codes.dropped, self._before = 0, origin
+        codes.dropped, self._before, self.whole_from = 0, origin, whole_from
 
     def twin(self, make: Any = None) -> GrowingGroups:
         """An independent copy of this layer in its own memory."""
@@ -233,6 +252,7 @@ class GrowingGroups(runtime.NotCopied):
         if own.room < codes.room:
             own.hold(own.like(self.batch_size, codes.room))
         to.slots, own.dropped, found.capacity, found._before = counts.slots, codes.dropped, self.capacity, self._before
+        found.whole_from = self.whole_from
         found._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(found)))
         return found
 
