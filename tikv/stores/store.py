@@ -792,8 +792,8 @@ class KVCacheStore(runtime.DeepCopied):
             ShapeError, PositionError: the index is empty, or an entry is outside the batch.
             CapacityError: a layer would be larger than a launch can address. Nothing is changed.
 
-        Cost: the filled slots kept, read and written twice. New memory is allocated; arrays that were handed out before
-        still refer to the old.
+        Cost: the filled slots that are kept are read and written twice. New memory is allocated; arrays that were
+        handed out before still refer to the old memory.
         """
         operation = "KVCacheStore.select"
         runtime.require_alive(self.runtime, operation)
