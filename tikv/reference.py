@@ -672,7 +672,7 @@ def visible_positions(
         window: tokens a query sees, itself and the sinks included.
         sinks: first tokens that the window leaves visible.
         held: slots of a ring, sinks included, which holds no older tokens; None for a linear cache.
-        first_valid: oldest position after the sinks that is still there.
+        first_valid: oldest position after the sinks that is still stored.
 
     Examples:
         >>> visible_positions(7, 1, 2, window=3, sinks=1), visible_positions(7, 0, 2, window=3, sinks=1)

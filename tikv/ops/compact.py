@@ -22,8 +22,8 @@ _PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # the names of the arrays of 
 def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> Any:
     """Keep some rows of each head, packed in their order, and drop the others, in one launch.
 
-    Row ``j`` of head ``h`` of sequence ``b`` becomes what was row ``keep[b, h, j]``. In place, the rows after those
-    kept stay as they were.
+    Row ``j`` of head ``h`` of sequence ``b`` gets the content of row ``keep[b, h, j]``. If this happens in place, the
+    rows after the kept ones stay unchanged.
 
     Args:
         cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. int8 codes are moved unchanged:
@@ -37,7 +37,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
             within the cache. Its other rows stay as they are.
 
     Returns:
-        What was written: ``out``, or ``cache``.
+        The array that was written: ``out``, or ``cache``.
 
     Raises:
         PositionError: indices do not ascend, or one is outside; or the mask keeps a row that is not in use. The host

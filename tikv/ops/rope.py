@@ -30,7 +30,7 @@ class Transform(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NormRope:
-    """What happens to Q and K before they are stored: an RMS norm over the head width, and a rotation (RoPE).
+    """The transform of Q and K before they are stored: an RMS norm over the head width, and a rotation (RoPE).
 
     In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
     ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are

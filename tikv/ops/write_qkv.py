@@ -277,7 +277,7 @@ def write_qkv(
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
             ``qkv``, or of one that `copy` converts it to, or int8; or each a `Quantized`, its pools in "NHD".
         num_q_heads: Hq; H is taken from the destinations.
-        norm_rope: the transform of Q and K; None for none.
+        norm_rope: the transform of Q and K; None leaves them unchanged.
         position: absolute position of row 0 in a contiguous cache; row ``t`` goes to ``position + t``.
         window: slots of a sliding cache; None for a linear cache.
         slot_mapping: (T,) int32 or int64 slots of a pool; a negative slot skips K and V of its row, but not Q.

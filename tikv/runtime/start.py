@@ -317,7 +317,7 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
             too new, or the process uses another one.
         OptionError: the engine, or an option of it, is unknown; or the running engine has another value of
-            ``invariant``. What was running goes on running.
+            ``invariant``. The running engine continues.
         StaleRuntimeError: this process was forked after the engine had started.
 
     Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. It ends the engine's previous program, with all its memory.

@@ -80,7 +80,7 @@ class IndexedLayer(TikvLayer):
         index, window, max_cache_len, dtype, config: as in `TikvLayer`.
 
     Attributes:
-        indexer_position_ids: positions that some models keep for their indexer, (axes, batch, tokens); None for none.
+        indexer_position_ids: positions that some models keep for their indexer, (axes, batch, tokens), or None.
     """
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:

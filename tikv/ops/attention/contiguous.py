@@ -86,8 +86,8 @@ def decode_attention(
             the KV head and over the queries. Eviction methods rank tokens by it. Slots that no query sees have 0. With
             ``indices`` it is (B, H, T, K), in the order of each query's tokens.
         lse_base2: return the log-sum-exp in base 2 instead of e.
-        first_valid: oldest position after the sinks that is still there, for a ring that was trimmed. It cannot be used
-            with a length for each head.
+        first_valid: oldest position after the sinks that is still stored, for a ring that was trimmed. It cannot be
+            used with a length for each head.
         impl: "taichi"; "torch" for torch's attention over the same memory, for plain contiguous caches; or "auto",
             which chooses. If torch is imported, "auto" uses it on CPU for float32 and float16 prompts of at least 64
             queries, for which it converts float16 caches to float32, and on CUDA where tensor cores cannot be used; or
@@ -131,9 +131,9 @@ def decode_attention(
         before they multiply V, and divide by the sum of the rounded weights, so the result is within 2**-10 or 2**-7
         of its largest number. They are also used for int8 and groups of 8 or 4 bits, with float16 scales, q of float16
         or bfloat16, and heads of 64, 96 or 128; weights and the numbers of V are then rounded to float16, within the
-        same bounds. So they are for 8-bit floats, which as float16 are exact; float8_e4m3fn needs compute capability
-        9.0 and the native launcher. ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them,
-        and with sink logits, slopes, masks or trees, all is float32.
+        same bounds. They are used for 8-bit floats too, which float16 holds exactly; float8_e4m3fn needs compute
+        capability 9.0 and the native launcher. ``tikv.info()["tensor_cores"]`` says whether there are tensor cores.
+        Without them, and with sink logits, slopes, masks or trees, all is float32.
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
         splits. Heads of different lengths take the time of equally many keys in heads of one length.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once

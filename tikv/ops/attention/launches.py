@@ -70,7 +70,7 @@ class AttendedTokens(NamedTuple):
     """The tokens that a call attends over, if there is no array of lengths, and the positions of its queries."""
 
     length: int = 0  # the length of all sequences
-    first_valid: int = 0  # oldest position after the sinks that is still there
+    first_valid: int = 0  # oldest position after the sinks that is still stored
     ahead: int = 0  # tokens between the newest key and the newest query, whose position is length - 1 + ahead
     first_query: int = 0  # for keys that are sharded over ranks, as in `AttentionTerms`
 

@@ -304,7 +304,7 @@ class AttentionPlan(Plan):
         return ReadyAttention((), start, launches, arrays)
 
     def _first_valid(self, value: Any, high: int) -> int:
-        """The oldest position that is still there, checked."""
+        """The oldest position that is still stored, checked."""
         if self.by_head and value:
             raise OptionError(
                 f"{self.operation}: first_valid={value} is one position, and KV heads of different lengths each "
