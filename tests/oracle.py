@@ -76,7 +76,7 @@ def said(text: str) -> str:
 def to_torch(array, arch):
     """A NumPy array as a torch tensor: over the same memory, or a copy on the GPU for "cuda"; without torch, skip."""
     torch = pytest.importorskip("torch")
-    if array.dtype in (ml_dtypes.bfloat16, *FLOAT8):
+    if array.dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu, *FLOAT8):
         bits = array.view(np.int16 if array.dtype.itemsize == 2 else np.int8)
         tensor = torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     else:

@@ -400,7 +400,7 @@ def test_tensor_cores_over_floats_of_8_bits(arch, rng, tiles, name, place, queri
 
 
 @pytest.mark.archs("cuda")
-@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("queries", [None, 3, 40])
 def test_tensor_cores_over_codes(arch, rng, tiles, name, queries):
     """Of a group's numbers a scale or a bias is NaN."""

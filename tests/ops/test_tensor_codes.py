@@ -15,9 +15,11 @@ from tikv.formats import FORMATS
 from tikv.launch.cuda import driver
 from tikv.ops.attention import tensor_cores
 from tikv.ops.layouts import Scale
+from tikv.ops.quantize import Quantized
 
 GROUPS = ["quant8_64", "quant4_64", "q8_0", "q4_0", "quant8_32", "quant4_32", "quant8_128", "quant4_128"]
 FLOATS = ["float8_e4m3fn", "float8_e5m2"]
+FLOAT_GROUPS = ["mxfp8", "mxfp4", "nvfp4"]
 PLAIN = ["int8", *FLOATS]  # which arrays of NumPy hold
 LENS = (300, 1, 0, 64, 17)
 
@@ -39,7 +41,11 @@ class Coded:
 
                 kept = [coded.scales] + ([] if coded.biases is None else [coded.biases])
                 for array in map(torch.from_dlpack, kept):
-                    array[torch.from_numpy(unseen).to(array.device)] = np.nan
+                    at = torch.from_numpy(unseen).to(array.device)
+                    if array.dtype.itemsize == 1:
+                        array.view(torch.uint8)[at] = 0xFF  # NaN of both floats
+                    else:
+                        array[at] = np.nan
             setattr(self.cache, side, coded)
             rows = getattr(self.case, f"{side}_real").astype(np.float16)
             real = oracle.to_numpy(tikv.dequantize(tikv.quantize(oracle.place(rows, arch), name)))
@@ -60,20 +66,20 @@ def attend(rng, arch, monkeypatch, name, place="linear", seen=None, asked=None, 
 
 @on_cuda
 @pytest.mark.parametrize("query", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", [*PLAIN, *GROUPS])
+@pytest.mark.parametrize("name", [*PLAIN, *GROUPS, *FLOAT_GROUPS])
 def test_formats(arch, rng, tiles, monkeypatch, name, query):
     attend(rng, arch, monkeypatch, name, query=query, capacity=300, lens=LENS)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("group", [1, 5, 8, 12, 20])
 def test_groups_of_heads(arch, rng, tiles, monkeypatch, name, group):
     attend(rng, arch, monkeypatch, name, group=group, capacity=300, lens=LENS)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q8_0", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
 @pytest.mark.parametrize("queries", [None, 3, 40])
 def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, queries):
@@ -89,7 +95,7 @@ def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, querie
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
     coded = Coded(rng, arch, name, place, queries=2, group=4, lens=(300, 0, 64), capacity=300)
@@ -106,6 +112,7 @@ def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
         ("int8", 64, 64), ("int8", 64, 128), ("int8", 96, 96), ("quant8_64", 64, 64), ("quant4_64", 64, 64),
         ("q4_0", 64, 64), ("q8_0", 96, 96), ("quant8_32", 96, 96), ("float8_e4m3fn", 64, 64),
         ("float8_e4m3fn", 128, 64), ("float8_e4m3fn", 96, 96), ("float8_e5m2", 64, 128), ("float8_e5m2", 96, 64),
+        ("mxfp8", 64, 64), ("mxfp8", 96, 96), ("mxfp4", 64, 64), ("nvfp4", 64, 64),
     ],
 )  # fmt: skip
 def test_widths(arch, rng, tiles, monkeypatch, name, width, width_v):
@@ -113,7 +120,7 @@ def test_widths(arch, rng, tiles, monkeypatch, name, width, width_v):
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("page", [3, 16, 48])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_pages_and_splits(arch, rng, tiles, monkeypatch, name, page, splits):
@@ -122,7 +129,7 @@ def test_pages_and_splits(arch, rng, tiles, monkeypatch, name, page, splits):
 
 
 @on_cuda
-@pytest.mark.parametrize("name", ["quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["quant8_64", "quant4_64", "q8_0", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("queries", [None, 2])
 @pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_what_nobody_sees_may_be_nan(arch, rng, tiles, monkeypatch, name, queries, place):
@@ -174,6 +181,57 @@ def test_every_finite_float_of_8_bits(arch, rng, tiles, monkeypatch, name, query
     check(case, coded.run(arch, monkeypatch), case.expected())
 
 
+def random_codes(rng, arch, name, shape, bytes_of_scales, tensor_scale=None):
+    """(rows of any codes but NaN with scales of these bytes, their numbers in float64)."""
+    row = FORMATS[name] if tensor_scale is None else FORMATS[name].scaled(tensor_scale)
+    words = rng.integers(0, 256, (*shape[:-1], shape[-1] * row.bits // 8), np.uint8)
+    if row.bits == 8:
+        words[(words & 0x7F) == 0x7F] = 0x80  # -0
+    scales = rng.choice(np.asarray(bytes_of_scales, np.uint8), (*shape[:-1], shape[-1] // row.group))
+    scales = scales.view(row.scale_dtypes[0].numpy)
+    words = words.view(np.uint32)
+    coded = Quantized(oracle.place(words, arch), oracle.place(scales, arch), None, row, shape)
+    return coded, oracle.to_numpy(tikv.dequantize(coded)).astype(np.float64)
+
+
+SCALES = {"mxfp8": (range(67, 187), range(112, 121)), "mxfp4": (range(67, 187), range(120, 130)),
+          "nvfp4": ([*range(127), *range(128, 255)], range(0x38, 0x50))}  # fmt: skip
+
+
+@on_cuda
+@pytest.mark.parametrize("name", FLOAT_GROUPS)
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("far", [False, True])
+def test_any_codes_and_scales(arch, rng, tiles, monkeypatch, name, group, queries, far):
+    """Scales of V in one tile are up to 2 ** 120 apart, and all columns are right by their own numbers.
+
+    If not `far`, what has the largest has no weight, and the others are what is left.
+    """
+    form = {"query": "bfloat16", "group": group, "queries": queries, "lens": (150, 40), "capacity": 150}
+    coded = Coded(rng, arch, name, **form)
+    case, cache = coded.case, coded.cache
+    of_v, of_k = SCALES[name]
+    if not far:
+        of_v = range(118, 126) if name != "nvfp4" else range(0x30, 0x40)
+    tensor = 0.37 if name == "nvfp4" else None
+    cache.k, case.k_real = random_codes(rng, arch, name, (2, 2, 150, 128), of_k, tensor)
+    cache.v, case.v_real = random_codes(rng, arch, name, (2, 2, 150, 128), of_v, tensor)
+    case.q[:] = case.q * np.float32(0.25 / np.sqrt((case.k_real**2).mean()))
+    if not far:
+        case.q[:] = np.abs(case.q)
+        k, v = (np.zeros((2, 2, 150, 128), np.float32) for _ in "kv")
+        k[...], v[...] = case.k_real, case.v_real
+        k[:, :, 17], v[:, :, 17] = -40 * np.abs(k).max(), v[:, :, 17] * 2.0 ** (40 if name != "nvfp4" else 5)
+        cache.k, cache.v = (tikv.quantize(oracle.place(a, arch), FORMATS[name]) for a in (k, v))
+        case.k_real, case.v_real = (oracle.to_numpy(tikv.dequantize(a)).astype(np.float64) for a in (cache.k, cache.v))
+    (out, lse), (want, want_lse) = coded.run(arch, monkeypatch), case.expected()
+    case.v_real = np.abs(case.v_real)
+    size = case.expected()[0]
+    assert (np.abs(out - want) <= 2.0**-7 * size).all()
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-5)
+
+
 @on_cuda
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("place", ["linear", "NHD"])
@@ -222,7 +280,7 @@ def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*PLAIN, "quant8_32", "quant4_32"])
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_32", "quant4_32", *FLOAT_GROUPS])
 def test_the_longest_kernels_are_one_function(arch, rng, tiles, monkeypatch, name):
     seen = {"window": 60, "softcap": 5.0}
     attend(rng, arch, monkeypatch, name, "NHD", seen, query="bfloat16", lens=(150, 9), queries=8, tolerance=2)
@@ -255,13 +313,18 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
         ({"name": "q4_0", "width": 64}, ""),
         ({"name": "quant4_64", "q_dtype": "float32"}, "q is float32, over codes"),
         ({"name": "quant3_64"}, "K and V are quant3_64"),
+        ({"name": "mxfp4", "scale": "float8_e8m0fnu"}, ""),
+        ({"name": "mxfp4", "scale": "float8_e8m0fnu", "at": 2}, "a row do not begin at a multiple of 4 bytes"),
+        ({"name": "mxfp4", "scale": "float8_e8m0fnu", "at": 2, "width": 64}, ""),
+        ({"name": "mxfp4", "scale": "float8_e8m0fnu", "width": 96}, "cannot share whole words of mxfp4"),
+        ({"name": "nvfp4", "scale": "float8_e4m3fn"}, "nvfp4, and the GPU is of compute capability 8, and they need 9"),
         ({"name": "int8", "scale": "float32"}, "scales are float32"),
         ({"name": "float8_e5m2", "scale": "float32", "width": 96}, ""),
         ({"name": "float8_e5m2", "q_dtype": "float32"}, "q is float32, over codes"),
         ({"name": "float8_e4m3fn"}, "float8_e4m3fn, and the GPU is of compute capability 8, and they need 9"),
         ({"name": "int8", "width": 256}, "256 and 256 wide"),
         ({"name": "q4_0", "width": 96}, "cannot share whole words of q4_0"),
-        ({"name": "quant8_64", "at": 2}, "not every scale and its bias begin at a multiple of 4 bytes"),
+        ({"name": "quant8_64", "at": 2}, "scales of a row do not begin at a multiple of 4 bytes"),
     ],
 )
 def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tikv.formats import OF_CODE, GroupFormat
+from tikv.formats import FLOAT_RULES, OF_CODE, GroupFormat
 from tikv.kernels.attention.addresses import make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import P, S, X
 from tikv.kernels.attention.softmax import make_logit
@@ -39,6 +39,7 @@ QUERIES = ("f16", "bf16")
 WIDTHS = range(64, 129, 32)  # of K and V: of wider ones LLVM makes no single function
 # By a format's rule: what is taken from a code without a sign, and the bits of a word of 32 that are turned to get one.
 ZEROS = {"int8": (128, 0x80808080), "affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0), "float8": (0, 0)}
+ZEROS |= dict.fromkeys(FLOAT_RULES, (0, 0))
 WIDEST_READ = 16  # bytes
 LEAST = 16  # the exponent field of the smallest number that counts as a row's largest: its inverse is a float32 too
 LARGE = 9  # where some number would leave float16's range, all are 2 ** -`LARGE` of what they are
@@ -60,6 +61,11 @@ class Pieces(NamedTuple):
     count: int
     words: int
     codes: int  # of a piece
+
+    @property
+    def bits(self) -> int:
+        """Bits of the words in which a lane reads a piece; 0 if it is not a whole word of 32 bits."""
+        return 64 if self.words >= 2 else 32 * self.words
 
 
 def codes_of(cache: str, width: int) -> Codes | None:
@@ -83,15 +89,15 @@ def pieces(cache: str, width: int, width_v: int) -> tuple[Pieces, Pieces]:
     return pieces_of(of_k, width, 4, of_k.group), pieces_of(of_v, width_v, 8, width_v)
 
 
-def word_bits(cache: str, width: int, width_v: int) -> int:
-    """Bits of the words that K and V are read in; 0 where pieces are not words of 32."""
-    least = min(piece.words for piece in pieces(cache, width, width_v))
-    return 64 if least >= 2 else 32 * least
+def word_bits(cache: str, width: int, width_v: int) -> tuple[int, int]:
+    """Bits of the words in which K and V are read; 0 if a lane's piece is not a whole word of 32 bits."""
+    of_k, of_v = pieces(cache, width, width_v)
+    return of_k.bits, of_v.bits
 
 
-def numbers_array(c):
-    """The type of an array of scales: a scale and its bias are read together."""
-    return word_array(32) if codes_of(c.cache, c.width).numbers == 2 else scale_array(c.scale)
+def numbers_arrays(c):
+    """The types of the arrays of K's scales and V's: a scale and its bias are read together."""
+    return (word_array(32) if codes_of(c.cache, c.width).numbers == 2 else scale_array(c.scale),) * 2
 
 
 def halves(x: float) -> int:
@@ -215,7 +221,7 @@ def make_load_queries(x, codes, piece, c):
 
 
 def make_scales_at(codes, first, c):
-    """scales_at(slot, task, strides): where the numbers of a row's groups begin, as `numbers_array` counts them."""
+    """scales_at(slot, task, strides): where the numbers of a row's groups begin, as `numbers_arrays` count them."""
     _, _, scale_offset = make_slot_offsets(c)
 
     @ti.func
@@ -228,12 +234,12 @@ def make_scales_at(codes, first, c):
     return scales_at
 
 
-def make_read(piece, word_bits):
+def make_read(piece):
     """read(array, first, at, to): a piece's words of 32 bits, of which the first is word `first` of the array."""
 
     @ti.func
     def read(array: ti.template(), first, to: ti.template(), at: ti.template()):
-        if ti.static(word_bits == 32):
+        if ti.static(piece.bits == 32):
             for w in ti.static(range(piece.words)):
                 to[ti.static(at + w)] = array[first + w]
         else:
@@ -250,10 +256,10 @@ def make_load_keys(codes, piece, c):
 
     Behind those of both come their groups' numbers, if they have any.
     """
-    read, scales_at = make_read(piece, c.bits), make_scales_at(codes, S.k_scale_first, c)
+    read, scales_at = make_read(piece), make_scales_at(codes, S.k_scale_first, c)
     k_offset, _, _ = make_slot_offsets(c)
     WORDS, GROUPS = piece.count * piece.words, c.width // codes.group
-    EACH = piece.words * 32 // c.bits  # words of the array
+    EACH = piece.words * 32 // piece.bits  # words of the array
 
     @ti.func
     def load_keys(lane, slots: ti.template(), task, k: ti.template(), k_scale: ti.template(), kf: ti.template(),
@@ -272,9 +278,9 @@ def make_load_keys(codes, piece, c):
 
 def make_load_values(codes, piece, c):
     """load_values(lane, slots, task, v, v_scale, vf, strides): the same of four rows of V; numbers by piece."""
-    read, scales_at = make_read(piece, c.bits), make_scales_at(codes, S.v_scale_first, c)
+    read, scales_at = make_read(piece), make_scales_at(codes, S.v_scale_first, c)
     _, v_offset, _ = make_slot_offsets(c)
-    WORDS, EACH = piece.count * piece.words, piece.words * 32 // c.bits
+    WORDS, EACH = piece.count * piece.words, piece.words * 32 // piece.bits
 
     @ti.func
     def load_values(lane, slots: ti.template(), task, v: ti.template(), v_scale: ti.template(), vf: ti.template(),
@@ -298,15 +304,16 @@ def make_value_at(c):
     codes, place, to_f32 = codes_of(c.cache, c.width_v), make_place(c.cache), make_bits_to_f32(c.scale)
     scales_at, (_, v_offset, _) = make_scales_at(codes, S.v_scale_first, c), make_slot_offsets(c)
     mask = (1 << codes.bits) - 1
-    WORD_TYPE = WORD[c.bits]
+    bits = pieces(c.cache, c.width, c.width_v)[1].bits
+    WORD_TYPE = WORD[bits]
 
     @ti.func
     def value_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
         group = ti.cast(ti.cast(column, ti.u32) // ti.u32(codes.group), ti.i32)
         numbers = ti.cast(v_scale[scales_at(slot, task, strides) + group], ti.u32)
         bit = place(column) * codes.bits
-        word = v[task[T.v_first] + v_offset(slot, strides) + bit // c.bits]
-        code = ti.cast(word >> ti.cast(bit % c.bits, WORD_TYPE), ti.u32) & ti.u32(mask)
+        word = v[task[T.v_first] + v_offset(slot, strides) + bit // bits]
+        code = ti.cast(word >> ti.cast(bit % bits, WORD_TYPE), ti.u32) & ti.u32(mask)
         number = ti.cast(ti.cast(code ^ ti.u32(codes.flip & mask), ti.i32) - codes.zero, ti.f32)
         found = number * to_f32(numbers & ti.u32(0xFFFF))
         if ti.static(codes.numbers == 2):
@@ -482,7 +489,7 @@ def make_settle(x, c):
     LAST = 4 * (c.width_v // KEYS) * x.row_tiles
 
     @ti.func
-    def settle(acc: ti.template(), task, v_scale: ti.template(), strides):
+    def settle(acc: ti.template(), task, v_scale: ti.template(), strides, scalars):
         if acc[LAST] != ti.f32(0.0):
             for i in ti.static(range(LAST)):
                 acc[i] *= ti.f32(2.0**LARGE)

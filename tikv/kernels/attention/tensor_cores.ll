@@ -196,6 +196,28 @@ define void @halves_e5m2(i32* %p0, i32* %p1, i32* %px) alwaysinline {
   ret void
 }
 
+; The same of 4 bits, each half 2 ** -14 of its number: codes 0 and 2, 4 and 6, 1 and 3, 5 and 7. As e2m1 has two bits of
+; e5m2's exponent and one of its fraction, codes first become such bytes
+define void @halves_e2m1(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %px) alwaysinline {
+  %x = load i32, i32* %px
+  %even = shl i32 %x, 4
+  %even_low = shl i32 %x, 1
+  %odd_low = lshr i32 %x, 3
+  %even_number = and i32 %even_low, 235802126
+  %odd_number = and i32 %odd_low, 235802126
+  %a = call i32 asm "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;", "=r,r,r"(i32 %even, i32 %even_number)
+  %b = call i32 asm "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;", "=r,r,r"(i32 %x, i32 %odd_number)
+  %y0 = call i32 asm "prmt.b32 $0, $1, 0, 0x1404;", "=r,r"(i32 %a)
+  %y1 = call i32 asm "prmt.b32 $0, $1, 0, 0x3424;", "=r,r"(i32 %a)
+  %y2 = call i32 asm "prmt.b32 $0, $1, 0, 0x1404;", "=r,r"(i32 %b)
+  %y3 = call i32 asm "prmt.b32 $0, $1, 0, 0x3424;", "=r,r"(i32 %b)
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  store i32 %y2, i32* %p2
+  store i32 %y3, i32* %p3
+  ret void
+}
+
 ; two halves: x s + b, each rounded once
 define void @scale_halves(i32* %r, i32* %px, i32* %ps, i32* %pb) alwaysinline {
   %x = load i32, i32* %px

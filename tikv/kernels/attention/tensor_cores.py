@@ -8,14 +8,15 @@ in `cuda`, results are rescaled only when a maximum grows.
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
 the rows, and read the same keys from shared memory (`staged`) or from the cache of their multiprocessor. For wide
 heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile.
-`tensor_halves` turns K and V into fragments, and `tensor_codes` does so for quantised formats. `tensor_infinities`
-handles infinities and NaNs that only some rows see. `tensor_cores.ll` has the instructions that Taichi does not know.
+`tensor_halves` turns K and V into fragments; `tensor_codes` does so for codes that are integers, and `tensor_floats`
+for codes that are floats. `tensor_infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
+has the instructions that Taichi does not know.
 """
 
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import staged, tensor_codes, tensor_floats, tensor_halves, tensor_infinities
+from tikv.kernels.attention import staged, tensor_floats, tensor_halves, tensor_infinities
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -48,13 +49,14 @@ from tikv.kernels.attention.tensor_tiles import (
     make_tile_at,
 )
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
-from tikv.kernels.codec import SIZE, make_store
+from tikv.kernels.codec import SIZE, make_store, word_array
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
 ROW_BYTES = 16  # every row begins at a multiple of this: its words are read in pairs
 WIDTHS = range(64, 257, 32)  # of K and V
 WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # for wider heads, whose columns the warps divide
+FEW_REGISTERS = ("e4m3", "e5m2")  # codes whose tiles fit four times, if a tile is not read ahead
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
 KEY_DISTANCES = [16, 8, 4]  # between lanes that have different keys of the same rows
 
@@ -66,6 +68,7 @@ class Tile(NamedTuple):
     shared_out: str  # what the warps divide: "keys", "rows", or "columns" of the heads
     resident: int  # blocks that a multiprocessor holds at once, which limits the registers of a thread
     filling: int = 2  # blocks that are enough to keep the memory busy
+    ahead: bool = False  # whether the next tile's K and V are read while this one's are used
 
     @property
     def rows(self) -> int:
@@ -73,14 +76,16 @@ class Tile(NamedTuple):
         return ROWS * self.row_tiles * (WARPS if self.shared_out == "rows" else 1)
 
 
-def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> Tile:
-    """The tile for a head width and a number of query rows of a KV head; `codes` says that K and V are quantised.
+def tile_of(width: int, rows: int, codes: str = "", long: bool = False) -> Tile:
+    """The tile for a head width and a number of query rows of a KV head; `codes` is the code of K and V, if quantised.
 
     A kernel is `long` if queries see different keys and there are sinks, pages or a soft cap, or if keys are chosen. It
     has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
+    if codes in FEW_REGISTERS and rows <= 2 * ROWS:
+        return Tile(1, "keys", 4, 4)
     if codes:
-        return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3)
+        return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3, True)
     if width > WIDTHS[-1]:
         return Tile(1 if rows <= ROWS or long else 2, "columns", 2)
     if rows <= ROWS:
@@ -103,18 +108,21 @@ def share_of(x, c):
 def make_attend_tensor(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
-    K and V are in words of 64 bits: four halves, of the same of `HALVES` as q, or codes that `tensor_codes` knows. Rows
-    are in one piece and begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices are as in
+    K and V are in words of 64 bits: four halves, of the same of `HALVES` as q, or codes of a kind in `tensor_kinds`.
+    Rows are in one piece and begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices are as in
     `cpu.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     CHOSEN = index_array(c.chosen)
-    if kind_of(c.cache) is tensor_codes:
-        SC = tensor_codes.numbers_array(c)
+    V, KSC, VSC = KV, SC, SC
+    if c.cache not in HALVES:
+        kind = kind_of(c.cache)
+        V = word_array(kind.word_bits(c.cache, c.width, c.width_v)[1])
+        KSC, VSC = kind.numbers_arrays(c)
     attend_task = make_attend_task(tile, parts, c)
 
     @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend(q: Q, k: KV, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         for i in range(q.shape[0]):
@@ -122,7 +130,7 @@ def make_attend_tensor(tile, parts, c):
             attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
 
     @ti.kernel
-    def attend_chosen(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend_chosen(q: Q, k: KV, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                       sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
                       params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
@@ -144,11 +152,11 @@ def make_attend_task(x, parts, c):
     decode_task = make_decode_task("cuda", step_of(x), c)
     limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
-    add_tile = make_add_tile(x, f, c)
+    tile_at, add_tile = make_tile_at(c), make_add_tile(x, f, c)
     STAGED, COLUMNS = is_staged(x, c), x.shared_out == "columns"
     attend_staged = make_attend_staged(x, f, c) if STAGED else None
     attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
-    attend_ahead = None if c.cache in HALVES else make_attend_ahead(x, f, c)
+    attend_ahead = make_attend_ahead(x, f, c) if x.ahead else None
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
     restore = tensor_infinities.make_restore(x, parts, c) if c.masked else None
     G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
@@ -180,7 +188,7 @@ def make_attend_task(x, parts, c):
         elif ti.static(COLUMNS):
             attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                            scalars)  # fmt: skip
-        elif ti.static(c.cache not in HALVES):
+        elif ti.static(x.ahead):
             attend_ahead(thread, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                          scalars)  # fmt: skip
         else:
@@ -192,26 +200,28 @@ def make_attend_task(x, parts, c):
             at = seen[L.begin] + ahead
             block = look_up(at, seen, visible, task, table, strides, params)
             coming = look_up(at + STEP, seen, visible, task, table, strides, params)
+            tile = tile_at(block, task, strides)
             if ti.static(EARLY):
                 if seen[L.begin] < seen[L.end]:
                     find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
-                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
+                    f.load_keys(lane, k_slots, tile, k, k_scale, kf, strides)
             for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
                 # The next load is always in flight: V during the first product, the next keys during the second.
                 if ti.static(not EARLY):
                     find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
-                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
+                    f.load_keys(lane, k_slots, tile, k, k_scale, kf, strides)
                 whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
-                f.load_values(lane, v_slots, task, v, v_scale, vf, strides)
+                f.load_values(lane, v_slots, tile, v, v_scale, vf, strides)
                 p = [ti.f32(0.0) for _ in range(4 * G)]
                 f.scores(kf, qf, p, scalars)
+                tile = tile_at(coming, task, strides)
                 if ti.static(EARLY):
                     find_keys(at + STEP, coming, lane, seen, visible, task, table, k_slots, strides, params)
-                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
+                    f.load_keys(lane, k_slots, tile, k, k_scale, kf, strides)
                 block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
                 add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
                 at = at + STEP
-        f.settle(acc, task, v_scale, strides)
+        f.settle(acc, task, v_scale, strides, scalars)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)

@@ -33,7 +33,7 @@ def make_fragments(x, c):
 
 
 @ti.func
-def settle(acc: ti.template(), task, v_scale: ti.template(), strides):
+def settle(acc: ti.template(), task, v_scale: ti.template(), strides, scalars):
     """Nothing: results are kept as they are."""
 
 

@@ -558,13 +558,14 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
         return found[0], found[1]
     if cache.tile is not None:
-        from tikv.kernels.attention import tensor_codes, tensor_halves
+        from tikv.kernels.attention import tensor_halves
         from tikv.kernels.attention.tensor_instructions import HALVES
+        from tikv.kernels.attention.tensor_kinds import kind_of
 
-        bits = tensor_halves.WORD_BITS
-        if cache.k.storage not in HALVES:
-            bits = tensor_codes.word_bits(cache.k.storage, cache.width, cache.width_v)
-        return bits, bits
+        if cache.k.storage in HALVES:
+            return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+        of_codes: tuple[int, int] = kind_of(cache.k.storage).word_bits(cache.k.storage, cache.width, cache.width_v)
+        return of_codes
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
     widest = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv import dtypes, launch, runtime
+from tikv import launch, runtime
 from tikv.arrays import ArrayView
 from tikv.ops.attention.launches import row_bytes
 from tikv.ops.attention.options import CacheLayout, QueryShape
@@ -44,32 +44,32 @@ def why_no_products(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: 
 
 def _why_not_codes(live: runtime.Runtime, q: ArrayView, cache: CacheLayout) -> str:
     """The part of `why_not_tensor_cores` for K and V that are codes."""
-    from tikv.kernels.attention import tensor_codes
+    from tikv.kernels.attention import tensor_codes, tensor_floats
+    from tikv.kernels.attention.tensor_kinds import kind_of
 
     storage = cache.k.storage
     if needs_native(cache) and (reason := launch.why_no_hopper(live)):
-        return f"K and V are {cache.k.array.dtype.name}, and {reason}"
+        return f"K and V are {cache.k.format or cache.k.array.dtype.name}, and {reason}"
     if tensor_codes.codes_of(storage, cache.width) is None or not cache.alike:
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if q.dtype.short not in tensor_codes.QUERIES:
         return f"q is {q.dtype.name}, over codes"
     if cache.width not in tensor_codes.WIDTHS or cache.width_v not in tensor_codes.WIDTHS:
         return f"heads are {cache.width} and {cache.width_v} wide"
-    if not tensor_codes.word_bits(storage, cache.width, cache.width_v):
+    if 0 in kind_of(storage).word_bits(storage, cache.width, cache.width_v):
         return f"threads cannot share whole words of {storage} in heads {cache.width} and {cache.width_v} wide"
     scales = [scale.array for scale in cache.scales]
-    if cache.k.array.dtype in dtypes.FLOATS8:
-        return ""  # scales of heads may be of any dtype
-    if [a.dtype.short for a in scales] != ["f16", "f16"]:
+    together = 2 if cache.k.format and cache.k.format.numbers == 2 else 1
+    if storage in tensor_floats.KINDS:
+        together = tensor_floats.scales_per_word(storage, cache.width, cache.width_v)
+    elif [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"
-    both = 2 * scales[0].dtype.itemsize
+    if together == 1:
+        return ""
+    nbytes = together * scales[0].dtype.itemsize
     places = (*(a.ptr or 0 for a in scales), *(a.offset for a in scales))
-    if (
-        cache.k.format
-        and cache.k.format.numbers == 2
-        and (any(at % both for at in places) or any(n % 2 for n in cache.scale_strides))
-    ):
-        return f"not every scale and its bias begin at a multiple of {both} bytes"
+    if any(at % nbytes for at in places) or any(n % together for n in cache.scale_strides):
+        return f"the scales of a row do not begin at a multiple of {nbytes} bytes"
     return ""
 
 
@@ -89,7 +89,7 @@ def choose_tile(
     from tikv.kernels.attention import tensor_cores
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    group, codes = query.heads // cache.heads, cache.k.storage not in HALVES
+    group, codes = query.heads // cache.heads, "" if cache.k.storage in HALVES else cache.k.storage
     rows, long = group * query.queries, softcap or cache.sinks > 0
     if cache.chosen:
         rows = group  # a task has the rows of one query
