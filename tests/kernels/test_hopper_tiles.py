@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tikv import reference
+from tikv import reference, runtime
 from tikv.kernels.attention import hopper_consumer, hopper_terms, hopper_tiles, task, tree, visible
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -154,6 +154,8 @@ def check(look, c, mask, length, splits, window, sinks):
 @pytest.mark.parametrize("form", ["causal", "tree"])
 def test_each_key_is_seen_once(arch, rng, monkeypatch, width, sinks, form):
     """Of short and long windows, of trees and of any masks, by one task and by several."""
+    if not runtime.current().engine.has_bitcode:
+        pytest.skip(f"{runtime.current().engine.title} cannot link bitcode, which warpgroups need")
     monkeypatch.setattr(hopper_consumer, "instructions", Instructions)
     monkeypatch.setattr(hopper_terms, "instructions", Instructions)
     c = PLAIN._replace(sinks=sinks != (0,), width=width, width_v=width, tree=form == "tree", alibi=True)
