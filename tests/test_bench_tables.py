@@ -335,7 +335,7 @@ def figures_of(found):
     [
         ("README.md", "## What a model gains", "## Try it"),
         ("docs/performance.md", "### On a GPU", "### On a CPU"),
-        ("docs/index.md", "A whole `generate`", "![A ring"),
+        ("docs/index.md", "whole `generate` calls", "![A ring"),
     ],
 )
 def test_no_figure_of_whole_models_is_without_a_file(page, start, end):

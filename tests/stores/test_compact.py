@@ -257,7 +257,7 @@ def test_refused_calls_change_nothing(arch, rng):
     for layer, keep, error, match in (
         (0, [[[1, 0]] * HEADS] * 2, tikv.PositionError, "sequence 0, head 0 has 0 after 1"),
         (0, [[[1, 6]] * HEADS] * 2, tikv.PositionError, "has 6, and 6 rows are held"),
-        (1, np.ones((2, HEADS, 8), bool), tikv.ShapeError, r"a mask of shape \(2, 2, 8\) for 9 rows"),
+        (1, np.ones((2, HEADS, 8), bool), tikv.ShapeError, r"a mask of shape \(2, 2, 8\), but each head has 9 rows"),
         (0, [0, 1], tikv.ShapeError, "indices of shape"),
         (2, good, tikv.PositionError, "layer=2"),
     ):
