@@ -360,7 +360,7 @@ def hopper_gpu(ampere):
         ({"dtype": "bfloat16", "width": 256}, ""),
         ({"width": 128, "width_v": 64}, "128 and 64 wide"),
         ({"width": 160}, "160 and 160 wide"),
-        ({"dtype": "int8", "q_dtype": "float16"}, "K and V are int8"),
+        ({"dtype": "int8", "q_dtype": "float32"}, "q is float32"),
         ({"queries": 1, "group": 128}, "128 query rows"),
         ({"queries": 31}, "124 query rows"),
         ({"terms": ["sink_logits", "alibi_slopes", "parents"]}, ""),

@@ -11,14 +11,17 @@ Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and
 says; what no row of the task sees is zero there.
 """
 
+from tikv.kernels.attention import hopper_ir
+from tikv.kernels.attention.hopper_codes import make_produce_codes
 from tikv.kernels.attention.hopper_consumer import make_consume
 from tikv.kernels.attention.hopper_producer import make_produce
 from tikv.kernels.attention.hopper_tiles import BITCODE as BITCODE
-from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_of
+from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_of, registers_of
 from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
 from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
 from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
@@ -29,8 +32,8 @@ def make_attend_hopper(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on compute capability 9.0.
 
     K and V in words of 64 bits, of one of `HALVES`, and q of the same; rows in one piece that begin at multiples of
-    `PIECE` bytes, those of q too. The extent of q is tasks * `THREADS`. Choices as in `cpu.make_attend_cpu`.
-    Terms as in `subgroup.make_attend_block`.
+    `PIECE` bytes, those of q too. Or K and V are codes, as `hopper_codes` takes them, and q is of one of `HALVES`. The
+    extent of q is tasks * `THREADS`. Choices as in `cpu.make_attend_cpu`. Terms as in `subgroup.make_attend_block`.
     """
     attend_task = make_attend_task(tile, parts, c)
 
@@ -54,15 +57,16 @@ def make_attend_task(x, parts, c):
     ext = instructions()
     keys, memory = KEYS_OF[c.width], memory_of(c.width)
     decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c)
-    produce, consume = make_produce(c), make_consume(x, parts, c)
-    give_away, get_many = (getattr(ext, f"registers_{name}") for name in ("of_producer", "of_consumer"))
-    get_back, give_back = (getattr(ext, f"registers_{name}") for name in ("taken_back", "given_back"))
+    produce, consume = (make_produce if c.cache in HALVES else make_produce_codes)(c), make_consume(x, parts, c)
+    producer, consumer = registers_of(c.cache not in HALVES, c.width)
+    give_away, get_many = getattr(ext, f"registers_dec_{producer}"), getattr(ext, f"registers_inc_{consumer}")
+    get_back, give_back = (getattr(ext, f"registers_{way}_{hopper_ir.ALL}") for way in ("inc", "dec"))
     # Each thread that copies arrives, and four that note; of those that consume, one of each of 8 warps.
     MAKE = ((B.k_there, GROUP + 4), (B.v_there, GROUP), (B.k_done, 8), (B.v_done, 8))
 
     @ti.func
     def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
-        lens, table = ti.static((arrays[3], arrays[4]))
+        lens = ti.static(arrays[3])
         # Of a KV head's rows the last come first: those of a prompt see most, and what comes last shall take least.
         split, others = number % params[P.splits], number // params[P.splits]
         block = params[P.row_blocks] - 1 - others % params[P.row_blocks]
@@ -85,7 +89,7 @@ def make_attend_task(x, parts, c):
         all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
         if warpgroup == 0:
             give_away()
-            produce(thread, shared, barriers, seen, visible, task, table, strides, params)
+            produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
             ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
             get_back()
         else:

@@ -1,7 +1,8 @@
 """A consumer of `hopper`: the products of 64 query rows, and the weights between them."""
 
 from tikv.kernels.attention import hopper_ir
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row
+from tikv.kernels.attention.hopper_codes import make_half_at
 from tikv.kernels.attention.hopper_terms import make_add_slopes, make_see_in_tree, make_start_rows
 from tikv.kernels.attention.hopper_tiles import (
     GROUP,
@@ -36,8 +37,8 @@ LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weig
 def make_consume(x, parts, c):
     """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
-    scores, values = (getattr(ext, f"{name}_{c.cache}_{c.width}") for name in ("scores", "values"))
-    pack = getattr(ext, f"pack_{c.cache}")
+    scores, values = (getattr(ext, f"{name}_{c.query}_{c.width}") for name in ("scores", "values"))
+    pack = getattr(ext, f"pack_{c.query}")
     keys, memory = KEYS_OF[c.width], memory_of(c.width)
     NS, NO = keys // 2, c.width // 2
     wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
@@ -49,7 +50,7 @@ def make_consume(x, parts, c):
     @ti.func
     def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), terms: ti.template(),
                 strides, params, scalars):  # fmt: skip
-        v, table, out, lse = ti.static((arrays[2], arrays[4], arrays[7], arrays[8]))
+        v, table, v_scale, out, lse = ti.static((arrays[2], arrays[4], arrays[6], arrays[7], arrays[8]))
         lane = thread % 32
         row = task[T.row] + half * hopper_ir.ROWS  # first of the warpgroup
         load_queries(thread % GROUP, half, row, shared, task, strides, params)
@@ -120,7 +121,7 @@ def make_consume(x, parts, c):
             wait_values(*acc)
         store_rows(own, lane, task, m, l, acc, lse, strides, params, scalars)
         if ti.static(c.masked):
-            add_spoiled(own, lane, barriers, seen, visible, task, terms, v, table, out, strides, params)
+            add_spoiled(own, lane, barriers, seen, visible, task, terms, v, table, v_scale, out, strides, params)
 
     return consume
 
@@ -319,16 +320,15 @@ def make_add_spoiled(parts, c):
     ext = instructions()
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
     place_of, index_of = make_place_of(c), make_index_of(c)
-    _, v_offset, _ = make_slot_offsets(c)
-    output_offsets = make_output_offsets(parts, c)
+    half_at, output_offsets = make_half_at(c), make_output_offsets(parts, c)
     keys, tile_at, is_whole, index_in_tile = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c), make_index_in_tile(c)
-    infinite, out_infinite = INFINITE[c.cache], {**INFINITE, "f32": 0x7F800000}[c.out]
+    infinite, out_infinite = INFINITE[c.query], {**INFINITE, "f32": 0x7F800000}[c.out]
     sign, nan = SIZE[c.out] * 8 - 16, {"f16": 0x7E00, "bf16": 0x7FC0, "f32": 0x7FC00000}[c.out]
     word = WORD[SIZE[c.out] * 8]
 
     @ti.func
     def add_spoiled(row, lane, barriers, seen, visible, task, terms: ti.template(), v: ti.template(),
-                    table: ti.template(), out: ti.template(), strides, params):  # fmt: skip
+                    table: ti.template(), v_scale: ti.template(), out: ti.template(), strides, params):  # fmt: skip
         note, spoiled = barriers + ti.u32(B.spoiled), ti.u32(0)
         ext.read_4(spoiled, note)
         tiles = ti.select(spoiled != ti.u32(0), seen[R.tiles], 0)
@@ -341,12 +341,10 @@ def make_add_spoiled(parts, c):
                 if in_bounds(counts_as, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
             if slot >= 0:
-                first = task[T.v_first] + v_offset(slot, strides)
                 to = output_offsets(task[T.kv_head], own, task[T.split], strides, params)[0]
                 for j in range(ti.static(c.width // 4)):
                     column = (j >> 1) * 8 + (lane & 3) * 2 + (j & 1)
-                    half = ti.cast(v[first + (column >> 2)] >> ti.cast((column & 3) * 16, ti.u64), ti.u32)
-                    half = half & ti.u32(0xFFFF)
+                    half = half_at(slot, column, task, v, v_scale, strides)
                     if (half & ti.u32(infinite)) == ti.u32(infinite):
                         is_nan = (half & ti.u32(0x7FFF)) != ti.u32(infinite)
                         new = ti.select(is_nan, ti.u32(nan), ti.u32(out_infinite))

@@ -19,7 +19,9 @@ DESCRIPTOR = 1 << 30 | 8 * PANEL >> 4  # its upper half: 128 bytes are exchanged
 STEP = 16  # columns, or keys, of one product
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
-PRODUCER, CONSUMER, ALL = 72, 216, 168  # registers of a thread of each; together they have those of a multiprocessor
+ALL = 168  # registers of a thread
+SHARES = ((72, 216), (104, 200), (88, 208))  # of one that produces, and that consumes, when they are shared out
+READS = ((2, 64), (1, 32), (2, 32))  # of codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
 LETTER = {"float": "f", "i32": "r", "i64": "l"}  # of a register, in the constraints of inline assembly
@@ -184,11 +186,15 @@ def others() -> list[str]:
     found = [
         function(f"address_{name}", f"where {name} lies", uncovered(f"ld.param.u64 $0, [arguments+{at}];"),
                  made=["i64"], pure=True)
-        for name, at in (("q", 8), ("k", 24), ("v", 40), ("out", 120))
+        for name, at in (("q", 8), ("k", 24), ("v", 40), ("k_scale", 88), ("v_scale", 104), ("out", 120))
     ]  # fmt: skip
     found += [
         function("copy_16", "16 bytes to shared memory are under way; `size` of them are read, the others are 0",
                  ["cp.async.cg.shared.global [$0], [$1], 16, $2;"], given=["i32", "i64", "i32"]),
+        function("read_number_2", "a number of 2 bytes is under way",
+                 ["{", ".reg .b16 h;", "ld.global.u16 h, [$1];", "cvt.u32.u16 $0, h;", "}"], made=["i32"],
+                 given=["i64"]),
+        function("read_number_4", "one of 4", ["ld.global.u32 $0, [$1];"], made=["i32"], given=["i64"]),
         function("copies_wait", "all copies are done", ["cp.async.wait_all;"]),
         function("copies_arrive", "an arrival, when the copies before are done",
                  uncovered("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"), given=["i32"]),
@@ -201,11 +207,12 @@ def others() -> list[str]:
         function("barrier_wait", "all arrivals of the phase of this parity are there", uncovered(*wait),
                  given=["i32", "i32"]),
         function("meet", "so many threads come to barrier n of the block", ["bar.sync $0, $1;"], given=["i32", "i32"]),
+        function("warp_meets", "all lanes of a warp see what each of them has written", ["bar.warp.sync -1;"]),
         function("let_pass", "the same, of which this one does not wait", ["bar.arrive $0, $1;"], given=["i32", "i32"]),
-        *(function(f"registers_{name}", f"a thread of this warpgroup has {count} registers",
+        *(function(f"registers_{more}_{count}", f"a thread of this warpgroup has {count} registers",
                    uncovered(f"setmaxnreg.{more}.sync.aligned.u32 {count};"))
-          for name, more, count in (("of_producer", "dec", PRODUCER), ("taken_back", "inc", ALL),
-                                    ("of_consumer", "inc", CONSUMER), ("given_back", "dec", ALL))),
+          for producer, consumer in (*SHARES, (ALL, ALL))
+          for more, count in (("dec", producer), ("inc", consumer))),
         function("read_16", "16 bytes of shared memory", ["ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"],
                  made=["i32"] * 4, given=["i32"]),
         function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],
@@ -237,6 +244,86 @@ def copies(width: int, keys: int) -> str:
     ]
     comment = "pieces of 4 rows to shared memory are under way: places of the first two of them, where the rows' lie"
     return function(f"copy_rows_{width}", comment, lines, given=[*["i32"] * 2, *["i64"] * 4])
+
+
+def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
+    """How eight codes become h0 to h3, pairs of halves of float16 in the order of their columns, exactly.
+
+    By the kind of codes: words that hold them, from $1 on; constants behind those; how many numbers a group may have;
+    lines. A code without a sign becomes the lowest bits of 1,024, or one of its 16s, which is then taken away.
+    """
+    magic, all_four = "0x64006400", range(4)  # 1,024, twice
+
+    def bytes_of(other: str, *selections: str) -> list[str]:
+        return [f"prmt.b32 h{n}, ${1 + n // 2}, {other}, {selections[n % 2]};" for n in all_four]
+
+    def of_nibbles(mask: str) -> list[str]:
+        return [f"lop3.b32 h{n}, h{n}, {mask}, {magic}, 0xEA;" for n in all_four]
+
+    def plus(less: str) -> list[str]:
+        return [f"add.rn.f16x2 h{n}, h{n}, {less};" for n in all_four]
+
+    def times(factor: str, less: str) -> list[str]:
+        return [f"fma.rn.f16x2 h{n}, h{n}, {factor}, {less};" for n in all_four]
+
+    e4m3 = []
+    for n in range(2):
+        e4m3 += [f"mov.b32 {{l, h}}, ${1 + n};", f"cvt.rn.f16x2.e4m3x2 h{2 * n}, l;"]
+        e4m3.append(f"cvt.rn.f16x2.e4m3x2 h{2 * n + 1}, h;")
+    spread = [f"prmt.b32 h{n}, $1, 0, 0x{n}{n}{n}{n};" for n in all_four]
+    of_pairs = bytes_of("0", "0x1100", "0x3322")
+    return {
+        "bytes": (2, 1, (1, 2), [*bytes_of(magic, "0x5150", "0x5352"), *plus("$3")]),
+        "e4m3": (2, 0, (0, 1), e4m3),
+        "e5m2": (2, 0, (0, 1), bytes_of("0", "0x1404", "0x3424")),  # the upper halves of halves
+        "nibbles": (1, 2, (2,), [*spread, *of_nibbles("0x00F0000F"), *times("$2", "$3")]),
+        "low_nibbles": (2, 1, (1,), [*of_pairs, *of_nibbles("0x000F000F"), *plus("$3")]),
+        "high_nibbles": (2, 2, (1,), [*of_pairs, *of_nibbles("0x00F000F0"), *times("$3", "$4")]),
+    }
+
+
+def multiplied(by: str, count: int, first: int) -> list[str]:
+    """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias behind it, as far as there are any.
+
+    By halves, or as floats of which halves of a kind are made; rounded once.
+    """
+    scale, bias, lines = f"${first}", f"${first + 1}", []
+    for n in range(4):
+        if by == "halves":
+            lines += ([], [f"mul.rn.f16x2 h{n}, h{n}, {scale};"], [f"fma.rn.f16x2 h{n}, h{n}, {scale}, {bias};"])[count]
+            continue
+        lines += [f"mov.b32 {{l, h}}, h{n};", "cvt.f32.f16 x, l;", "cvt.f32.f16 y, h;"]
+        for f in "xy":
+            lines += ([], [f"mul.f32 {f}, {f}, {scale};"], [f"fma.rn.f32 {f}, {f}, {scale}, {bias};"])[count]
+        lines.append(f"cvt.rn.{by}x2.f32 h{n}, y, x;")
+    return lines
+
+
+def writes() -> list[str]:
+    """Eight codes become numbers of a row in shared memory; see `conversions` and `multiplied`."""
+    found = []
+    for kind, (words, constants, counts, lines) in conversions().items():
+        for by, count in [(by, count) for by in ("halves", *HALVES) for count in counts if (by, count) != ("f16", 0)]:
+            behind = 1 + words + constants
+            head = ["{", ".reg .b32 h0, h1, h2, h3;", ".reg .b16 l, h;", ".reg .f32 x, y;"]
+            tail = ["st.shared.v4.u32 [$0], {h0, h1, h2, h3};", "}"]
+            text = [*head, *lines, *multiplied(by, count, behind), *tail]
+            given = ["i32"] * behind + ["i32" if by == "halves" else "float"] * count
+            found.append(function(f"write_{kind}_{by}_{count}", f"eight numbers of {kind}, multiplied as {by}",
+                                  uncovered(*text), given=given))  # fmt: skip
+    return found
+
+
+def reads(words: int, step: int, panels: int) -> str:
+    """A lane's codes of a row: so many words of each panel, which lie `step` bytes apart."""
+    lines = []
+    for n in range(panels):
+        to = f"${n}" if words == 1 else f"{{${2 * n}, ${2 * n + 1}}}"
+        kind = "" if words == 1 else "v2."
+        lines.append(f"ld.global.L1::no_allocate.{kind}u32 {to}, [${words * panels}+{n * step}];")
+    comment = f"{words} words of each of {panels} panels are under way"
+    made = ["i32"] * (words * panels)
+    return function(f"read_{words}_{step}_{panels}", comment, uncovered(*lines), made=made, given=["i64"])
 
 
 def stores(width: int) -> list[str]:
@@ -272,7 +359,8 @@ def text() -> str:
     products = [make(half, *shape) for half in HALVES for shape in SHAPES for make in (scores, values)]
     results = [each for width, _ in SHAPES for each in stores(width)]
     batches = [copies(width, keys) for width, keys in SHAPES if width % 64 == 0]
-    return "\n".join([HEAD, *others(), *waits(), *batches, *products, *results])
+    of_codes = [reads(*each, width // 64) for each in READS for width, _ in SHAPES if width % 64 == 0]
+    return "\n".join([HEAD, *others(), *waits(), *batches, *writes(), *of_codes, *products, *results])
 
 
 if __name__ == "__main__":

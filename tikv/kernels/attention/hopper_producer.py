@@ -37,7 +37,8 @@ def make_produce(c):
     STAGES = memory.stages
 
     @ti.func
-    def produce(thread, shared, barriers, seen, visible, task, table: ti.template(), strides, params):
+    def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
+        table = ti.static(arrays[4])
         lane, warp = thread % 32, thread // 32
         k, v = ti.u64(0), ti.u64(0)
         ext.address_k(k)
@@ -138,7 +139,7 @@ def make_clean(c):
     ext = instructions()
     keys, last = KEYS_OF[c.width], c.width % 64 * 2 // PIECE  # pieces of a row in a last panel that is not full
     ROUNDS = keys // 64
-    infinite = INFINITE[c.cache]
+    infinite = INFINITE[c.query]
     exponents, carries = infinite << 16 | infinite, 0x00010001 * (0x8000 - infinite)
 
     @ti.func

@@ -47,6 +47,14 @@ class Range(NamedTuple):
 R = Range()
 
 
+def registers_of(of_codes: bool, width: int) -> tuple[int, int]:
+    """Registers of a thread of the producer, which needs more for codes, and of the consumers.
+
+    Results of 256 columns take so many that products would wait for each other with less than 208.
+    """
+    return hopper_ir.SHARES[0 if not of_codes else 1 if width < 256 else 2]
+
+
 @functools.cache
 def instructions():
     """The functions of `hopper_ir`, to be called in kernels."""

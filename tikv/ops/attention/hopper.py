@@ -7,8 +7,9 @@ from typing import Any
 
 from tikv import launch, runtime
 from tikv.arrays import ArrayView
+from tikv.ops.attention.launches import row_bytes
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
-from tikv.ops.attention.tensor_cores import why_no_products
+from tikv.ops.attention.tensor_cores import why_no_products, why_not_terms
 from tikv.ops.attention.terms import tree_of
 
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
@@ -22,15 +23,16 @@ def why_not_warpgroups(
     options: AttentionOptions,
 ) -> str:
     """Why warpgroups cannot attend over arrays of this form; empty if they can."""
-    if reason := launch.why_no_warpgroups(live) or why_no_products(live, arrays, cache):
+    if reason := launch.why_no_warpgroups(live):
         return reason
-    if cache.chosen:
-        return "each query chooses its own tokens"
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    if cache.k.storage not in HALVES:
-        return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
+    halves = cache.k.storage in HALVES
+    if reason := why_no_products(live, arrays, cache) if halves else _why_not_codes(arrays, cache):
+        return reason
+    if cache.chosen:
+        return "each query chooses its own tokens"
     if cache.width != cache.width_v or cache.width not in hopper.KEYS_OF:
         return f"heads are {cache.width} and {cache.width_v} wide"
     rows = query.queries * (query.heads // cache.heads)
@@ -46,6 +48,26 @@ def why_not_warpgroups(
     if "alibi_slopes" in arrays and (tree := tree_of(arrays)) and options.softcap is not None:
         return f"alibi_slopes and {tree} follow a soft cap"  # LLVM makes two functions of this kernel
     return ""
+
+
+def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
+    """The part of `why_not_warpgroups` for K and V of other types than float16 and bfloat16."""
+    from tikv.kernels.attention import hopper_codes
+    from tikv.kernels.attention.tensor_instructions import HALVES
+
+    q, storage = arrays["q"], cache.k.storage
+    if not cache.alike or hopper_codes.codes_of(storage, cache.width, True) is None:
+        return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
+    if q.dtype.short not in HALVES:
+        return f"q is {q.dtype.name}, over codes"
+    if not hopper_codes.serves_width(storage, cache.width):
+        return f"heads are {cache.width} wide, of codes"
+    if cache.k.inner[0] or cache.v.inner[0]:
+        return "rows are stored in several pieces"
+    least = hopper_codes.piece_bytes(storage, cache.width)
+    if row_bytes(arrays["k"], arrays["v"], cache, least) != least:
+        return f"not every row begins at a multiple of {least} bytes"
+    return why_not_terms(arrays)
 
 
 def choose_warpgroups(

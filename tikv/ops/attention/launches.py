@@ -558,12 +558,14 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
         return found[0], found[1]
     if cache.tile is not None:
-        from tikv.kernels.attention import tensor_halves
+        from tikv.kernels.attention import hopper, hopper_codes, tensor_halves
         from tikv.kernels.attention.tensor_instructions import HALVES
         from tikv.kernels.attention.tensor_kinds import kind_of
 
         if cache.k.storage in HALVES:
             return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+        if isinstance(cache.tile, hopper.Warpgroups):
+            return hopper_codes.word_bits(cache.k.storage), hopper_codes.word_bits(cache.k.storage)
         of_codes: tuple[int, int] = kind_of(cache.k.storage).word_bits(cache.k.storage, cache.width, cache.width_v)
         return of_codes
     if style == "cpu" or cache.k.format is not None:

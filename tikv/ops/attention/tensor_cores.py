@@ -15,9 +15,13 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     """Why tensor cores cannot attend over arrays of this form; empty if they can."""
     if reason := why_no_products(live, arrays, cache):
         return reason
-    if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]:
-        return f"{' and '.join(terms)} are given"
-    return ""
+    return why_not_terms(arrays)
+
+
+def why_not_terms(arrays: dict[str, ArrayView]) -> str:
+    """Which terms are given that kernels do not have; empty if no term is given."""
+    terms = [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]
+    return f"{' and '.join(terms)} are given" if terms else ""
 
 
 def why_no_products(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:

@@ -1,0 +1,370 @@
+"""The producer of `hopper` where K and V are codes: it makes halves of them, the numbers that they stand for.
+
+A warp has the rows of its keys in two steps: its lanes start to read their codes, and later write the numbers to where
+`hopper_producer` would copy them. As soon as those of a row are written, the same registers start to get a row of the
+next tile, so that no lane waits for memory.
+
+Codes become halves of float16 by their bits, without rounding. These are multiplied by their scales as halves, where
+both are float16, else as floats; so the number that meets the queries is rounded once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tikv.formats import OF_CODE, GroupFormat
+from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
+from tikv.kernels.attention.hopper_producer import make_clean
+from tikv.kernels.attention.hopper_tiles import (
+    FAR,
+    KEYS_OF,
+    PANEL_ROW,
+    B,
+    R,
+    instructions,
+    make_index_in_tile,
+    make_is_whole,
+    make_tile_at,
+    memory_of,
+    panels,
+    place_of,
+)
+from tikv.kernels.attention.parameters import S
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import lane_bits
+from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_f32_to_bits
+from tikv.kernels.groups import has_halves, make_place
+from tikv.kernels.lanes import ALL
+from tikv.runtime import ti
+
+COLUMNS = 64  # of a panel
+RULES = {"int8": 128, "q8_0": 128, "affine": 0, "q4_0": 8, "float8": 0}  # what is taken from a code without a sign
+
+
+class Codes(NamedTuple):
+    """How the codes of a format lie, and how the lanes of a warp share them out."""
+
+    rule: str
+    bits: int  # of a code
+    group: int  # codes of a row that share a scale
+    numbers: int  # of a group: none, a scale, or a scale and a bias
+    lanes: int  # that read a panel of a row
+    words: int  # of 32 bits that each of them reads of it
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warp reads at a time."""
+        return 32 // self.lanes
+
+
+def codes_of(cache: str, width: int, scaled: bool) -> Codes | None:
+    """The `Codes` of a cache of this width; None for what is not codes that the producer takes."""
+    row = OF_CODE.get(cache)
+    if row is None or row.rule not in RULES or row.bits not in (8, 4):
+        return None
+    group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, int(scaled))
+    lanes = 4 if has_halves(cache) else 8
+    return Codes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
+
+
+def serves_width(cache: str, width: int) -> bool:
+    """Whether the producer takes codes of heads of this width."""
+    return width % COLUMNS == 0 and width in KEYS_OF and codes_of(cache, width, True) is not None
+
+
+def piece_bytes(cache: str, width: int) -> int:
+    """Bytes that a lane reads at a time, at a multiple of which every row begins."""
+    return codes_of(cache, width, True).words * 4
+
+
+def word_bits(cache: str) -> int:
+    """Bits of the words in which rows are counted: those of groups are packed in words of 32."""
+    return 32 if isinstance(OF_CODE[cache], GroupFormat) else 64
+
+
+def both_halves(x: float) -> int:
+    """Two equal halves of float16."""
+    return int(np.float16(x).view(np.uint16)) * 0x10001
+
+
+def make_produce_codes(c):
+    """`hopper_producer.make_produce` for codes; `arrays` are those of the task."""
+    ext = instructions()
+    codes = codes_of(c.cache, c.width, c.scale != "")
+    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    OWN, WORDS, NUMBERS = keys // 4, codes.words * panels(c.width), c.width // codes.group * codes.numbers
+    COUNT, STAGES = OWN // codes.rows, memory.stages
+    tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
+    index_in_tile = make_index_in_tile(c)
+    k_offset, v_offset, scale_offset = make_slot_offsets(c)
+    read_row, write_row, clear = make_read_row(codes, c), make_write_row(codes, c), make_clear(codes, c)
+    prepare, clean = make_prepare(c), make_clean(c)
+    read_number = getattr(ext, f"read_number_{SIZE[c.scale]}") if c.scale else None
+
+    @ti.func
+    def read_scales(slot, base, to: ti.template(), strides):
+        """Start to read the numbers of the groups of a lane's row."""
+        address = base + ti.cast(scale_offset(ti.max(slot, 0), strides), ti.u64) * ti.u64(SIZE[c.scale])
+        for j in ti.static(range(NUMBERS)):
+            at = address + ti.u64(j * SIZE[c.scale])
+            read_number(to[j], at)
+
+    @ti.func
+    def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
+        """The slot of a lane's key of tile n; -1 where it does not exist."""
+        index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
+        if ti.static(OWN < 32):
+            index = ti.select(lane < OWN, index, FAR)
+        if index < seen[R.end] and n < seen[R.tiles]:
+            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        return slot
+
+    @ti.func
+    def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
+        table = ti.static(arrays[4])
+        lane, warp = thread % 32, thread // 32
+        k, v, k_scale, v_scale = ti.u64(0), ti.u64(0), ti.u64(0), ti.u64(0)
+        ext.address_k(k)
+        ext.address_v(v)
+        k += ti.cast(task[T.k_first], ti.u64) * ti.u64(c.bits // 8)
+        v += ti.cast(task[T.v_first], ti.u64) * ti.u64(c.bits // 8)
+        if ti.static(NUMBERS > 0):
+            ext.address_k_scale(k_scale)
+            ext.address_v_scale(v_scale)
+            k_scale += ti.cast(strides[S.k_scale_first] + task[T.scale_first], ti.u64) * ti.u64(SIZE[c.scale])
+            v_scale += ti.cast(strides[S.v_scale_first] + task[T.scale_first], ti.u64) * ti.u64(SIZE[c.scale])
+        words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
+        scales = [ti.u32(0) for _ in range(NUMBERS)]
+        # Slots of a lane's key of three tiles: one more is looked up ahead.
+        before, slot, coming = -1, -1, -1
+        for n in range(2):
+            slot, coming = coming, find(n, lane, warp, seen, visible, task, table, strides, params)
+        tiles, stage, other, phase, other_phase = seen[R.tiles], 0, STAGES - 1, ti.u32(1), ti.u32(0)
+        if tiles > 0:
+            offset = k_offset(ti.max(slot, 0), strides)
+            for i in ti.static(range(COUNT)):
+                read_row(i, lane, k, offset, words)
+            if ti.static(NUMBERS > 0):
+                read_scales(slot, k_scale, scales, strides)
+        # Keys of a tile, then values of the tile before, as they are asked for: those of the first come after the keys
+        # of the second, and those of the last after those of the one before.
+        tile, of_v = 0, 0
+        for _ in range(2 * tiles):
+            to_values = of_v == 0 and tile > 0
+            next_tile = ti.select(to_values, tile, tile + 1)
+            next_of_v = ti.select(to_values or next_tile == tiles, 1, 0)
+            next_slot = ti.select(next_of_v == 0, coming, ti.select(to_values, before, slot))
+            own, ready = ti.select(of_v != 0, before, slot), [ti.u32(0) for _ in range(NUMBERS)]
+            there = ti.cast(ti.simt.warp.ballot(ti.cast(own >= 0, ti.i32)), ti.u32)
+            if there != ti.u32((1 << OWN) - 1):
+                clear(lane, words, scales, there)
+            for j in ti.static(range(NUMBERS)):
+                ready[j] = prepare(scales[j])
+            if ti.static(NUMBERS > 0):
+                read_scales(next_slot, ti.select(next_of_v != 0, v_scale, k_scale), scales, strides)
+            next_slot = ti.max(next_slot, 0)
+            offset = ti.select(next_of_v != 0, v_offset(next_slot, strides), k_offset(next_slot, strides))
+            base = ti.select(next_of_v != 0, v, k)
+            at, parity = ti.select(of_v != 0, other, stage), ti.select(of_v != 0, other_phase, phase)
+            barrier = barriers + ti.cast(of_v * B.v_there + at * 8, ti.u32)
+            done = barrier + ti.u32(B.k_done)
+            ext.barrier_wait(done, parity)
+            to = shared + ti.cast(memory.k + (of_v * STAGES + at) * memory.tile, ti.u32)
+            for i in ti.static(range(COUNT)):
+                write_row(i, lane, warp, to, words, ready)
+                read_row(i, lane, base, offset, words)
+                if ti.static(i % 2 == 1):
+                    ext.warp_meets()  # else the assembler would put off what is read
+            if of_v == 0 and lane == 0:
+                note = barriers + ti.cast(B.exists + at * 16 + warp * 4, ti.u32)
+                ext.write_4(note, there)
+                ext.barrier_arrive(barrier)
+            if ti.static(c.masked):
+                if of_v * (1 - is_whole(tile_at(tile - 1, seen), seen)) != 0:
+                    ext.warp_meets()
+                    clean(lane, warp, to, barriers)
+            ext.for_products()
+            ext.barrier_arrive(barrier)
+            if next_tile != tile:
+                other, other_phase = stage, phase
+                stage += 1
+                if stage == STAGES:
+                    stage, phase = 0, phase ^ ti.u32(1)
+                before, slot = slot, coming
+                coming = find(next_tile + 1, lane, warp, seen, visible, task, table, strides, params)
+            tile, of_v = next_tile, next_of_v
+
+    return produce
+
+
+@ti.func
+def row_of(lane, lanes: ti.template()):
+    """Which of a warp's rows a lane reads of those that are read at a time.
+
+    Where four lanes read a row, those of two rows that lie in other banks are neighbours.
+    """
+    row = lane // lanes
+    if ti.static(lanes == 4):
+        row = (row & 4) | (row & 1) << 1 | (row & 2) >> 1
+    return row
+
+
+def make_read_row(codes, c):
+    """read_row(i, lane, base, row, words): a lane's codes of the i-th row that it has of a tile are under way.
+
+    A lane knows where the row of one key begins, in words from `base` on.
+    """
+    step = COLUMNS * codes.bits // 8
+    read = getattr(instructions(), f"read_{codes.words}_{step}_{panels(c.width)}")
+
+    @ti.func
+    def read_row(i: ti.template(), lane, base, row, words: ti.template()):
+        source = row_of(lane, codes.lanes) + ti.static(i * codes.rows)
+        first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
+        address = base + ti.cast(lane % codes.lanes * (codes.words * 4), ti.u64)
+        address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
+        read(*words[i], address)
+
+    return read_row
+
+
+def make_clear(codes, c):
+    """clear(lane, words, scales, there): zeros for rows that have no bit in `there`.
+
+    Whole numbers times a scale of 0 are 0; 8-bit floats may be NaN.
+    """
+    WORDS, NUMBERS = codes.words * panels(c.width), c.width // codes.group * codes.numbers
+    COUNT = KEYS_OF[c.width] // 4 // codes.rows
+
+    @ti.func
+    def clear(lane, words: ti.template(), scales: ti.template(), there):
+        if ti.static(codes.rule == "float8"):
+            for i in ti.static(range(COUNT)):
+                bit = ti.cast(row_of(lane, codes.lanes) + ti.static(i * codes.rows), ti.u32)
+                for w in ti.static(range(WORDS)):
+                    words[i][w] = words[i][w] & (ti.u32(0) - ((there >> bit) & ti.u32(1)))
+        for j in ti.static(range(NUMBERS)):
+            scales[j] = scales[j] & (ti.u32(0) - ((there >> ti.cast(lane, ti.u32)) & ti.u32(1)))
+
+    return clear
+
+
+def make_write_row(codes, c):
+    """write_row(i, lane, warp, to, words, scales): what a lane has read of its i-th row becomes halves of the tile.
+
+    A lane knows the scales of one key, as `make_prepare` leaves them.
+    """
+    write_piece = make_write_piece(codes, c)
+    keys, N = KEYS_OF[c.width], codes.numbers
+    NUMBERS = c.width // codes.group * N
+
+    @ti.func
+    def write_row(i: ti.template(), lane, warp, to, words: ti.template(), scales: ti.template()):
+        row, piece = row_of(lane, codes.lanes), lane % codes.lanes
+        if ti.static(codes.lanes == 4):
+            piece = (piece & 2) << 1 | piece & 1
+        # Rows of which the first is a multiple of 8 lie alike.
+        eight, behind = ti.static(i * codes.rows // 8 * 8, i * codes.rows % 8)
+        place = to + place_of(warp * (keys // 4), row + behind, piece, keys)
+        of_row = [ti.u32(0) for _ in range(NUMBERS)]
+        for j in ti.static(range(NUMBERS)):
+            of_row[j] = lane_bits(scales[j], row + ti.static(i * codes.rows))
+        for p in ti.static(range(panels(c.width))):
+            own = [ti.u32(0) for _ in range(N)]
+            for j in ti.static(range(N)):
+                own[j] = of_row[ti.static(p * COLUMNS // codes.group * N + j)]
+                if ti.static(codes.group < COLUMNS):  # a panel has two groups
+                    own[j] = ti.select(piece < 4, own[j], of_row[ti.static((p * 2 + 1) * N + j)])
+            at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
+            write_piece(at, words[i], p, own)
+
+    return write_row
+
+
+def make_write_piece(codes, c):
+    """write_piece(at, words, p, scales): a lane's codes of panel p, multiplied, as a piece of a row or as two."""
+    ext = instructions()
+    by = "halves" if by_halves(c) else c.query
+    kinds = {"float8": [c.cache], "q4_0": ["low_nibbles", "high_nibbles"]}.get(
+        codes.rule, ["bytes" if codes.bits == 8 else "nibbles"]
+    )
+    writes = [getattr(ext, f"write_{kind}_{by}_{codes.numbers}") for kind in kinds]
+    zero = RULES[codes.rule]
+    LESS, FLIP = both_halves(-(1024 + zero)), 0x80808080 if zero == 128 else 0
+    LESS_16, BY_16 = both_halves(-(64 + zero)), both_halves(1 / 16)
+    BY_TURNS = both_halves(1) & 0xFFFF | BY_16 & 0xFFFF0000
+    LESS_BY_TURNS = LESS & 0xFFFF | LESS_16 & 0xFFFF0000
+
+    @ti.func
+    def write_piece(at, words: ti.template(), p: ti.template(), scales: ti.template()):
+        word, other = words[ti.static(p * codes.words)], words[ti.static((p + 1) * codes.words - 1)]
+        own = [ti.bit_cast(scales[j], ti.u32 if by == "halves" else ti.f32) for j in ti.static(range(codes.numbers))]
+        less = ti.u32(LESS)
+        if ti.static(codes.rule == "float8"):
+            writes[0](at, word, other, *own)
+        elif ti.static(codes.bits == 8):
+            word, other = word ^ ti.u32(FLIP), other ^ ti.u32(FLIP)
+            writes[0](at, word, other, less, *own)
+        elif ti.static(codes.rule != "q4_0"):
+            factors, less = ti.u32(BY_TURNS), ti.u32(LESS_BY_TURNS)
+            writes[0](at, word, factors, less, *own)
+        else:
+            writes[0](at, word, other, less, *own)
+            at = at ^ ti.u32(32)  # columns 16 further on, two pieces
+            factor, less = ti.u32(BY_16), ti.u32(LESS_16)
+            writes[1](at, word, other, factor, less, *own)
+
+    return write_piece
+
+
+def by_halves(c) -> bool:
+    """Whether numbers are multiplied by their scales as halves."""
+    return c.query == "f16" and c.scale in ("", "f16")
+
+
+def make_prepare(c):
+    """prepare(bits): a scale as what numbers are multiplied by: two equal halves, or a float."""
+    to_f32 = make_bits_to_f32(c.scale) if c.scale else None
+
+    @ti.func
+    def prepare(bits):
+        found = bits | (bits << ti.u32(16))
+        if ti.static(not by_halves(c)):
+            found = ti.bit_cast(to_f32(bits), ti.u32)
+        return found
+
+    return prepare
+
+
+def make_half_at(c):
+    """half_at(slot, column, task, v, v_scale, strides) -> the bits of a number of V, as products have it."""
+    _, v_offset, scale_offset = make_slot_offsets(c)
+    codes = codes_of(c.cache, c.width, c.scale != "")
+    BITS = codes.bits if codes else 16
+    zero, N = (RULES[codes.rule], codes.numbers) if codes else (0, 0)
+    flip = 0x80 if zero == 128 else 0
+    place, word_type = make_place(c.cache), WORD[c.bits]
+    to_f32, of_scale = make_bits_to_f32(c.cache), make_bits_to_f32(c.scale or "f32")
+    to_half = make_f32_to_bits(c.query, "cuda")
+
+    @ti.func
+    def half_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
+        at = place(column) * BITS
+        word = v[task[T.v_first] + v_offset(slot, strides) + at // c.bits]
+        found = ti.cast(word >> ti.cast(at % c.bits, word_type), ti.u32) & ti.u32((1 << BITS) - 1)
+        if ti.static(BITS < 16):
+            number = ti.f32(0.0)
+            if ti.static(codes.rule == "float8"):
+                number = to_f32(found)
+            else:
+                number = ti.cast(ti.cast(found ^ ti.u32(flip), ti.i32) - zero, ti.f32)
+            if ti.static(N > 0):
+                scale_at = strides[S.v_scale_first] + task[T.scale_first] + scale_offset(slot, strides)
+                scale_at += column // codes.group * N
+                number *= of_scale(v_scale[scale_at])
+                if ti.static(N == 2):
+                    number += of_scale(v_scale[scale_at + 1])
+            found = ti.cast(to_half(number), ti.u32)
+        return found
+
+    return half_at
