@@ -11,7 +11,6 @@ Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and
 says; what no row of the task sees is zero there.
 """
 
-from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.hopper_codes import make_produce_codes
 from tikv.kernels.attention.hopper_consumer import make_consume
 from tikv.kernels.attention.hopper_producer import make_produce
@@ -21,11 +20,8 @@ from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
 from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
 from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
-
-THREADS = 384  # of a block
 
 
 def make_attend_hopper(tile, parts, c):
@@ -33,9 +29,10 @@ def make_attend_hopper(tile, parts, c):
 
     K and V in words of 64 bits, of one of `HALVES`, and q of the same; rows in one piece that begin at multiples of
     `PIECE` bytes, those of q too. Or K and V are codes, as `hopper_codes` takes them, and q is of one of `HALVES`. The
-    extent of q is tasks * `THREADS`. Choices as in `cpu.make_attend_cpu`. Terms as in `subgroup.make_attend_block`.
+    extent of q is tasks * `tile.threads`. Choices as in `cpu.make_attend_cpu`, terms as in
+    `subgroup.make_attend_block`.
     """
-    attend_task = make_attend_task(tile, parts, c)
+    attend_task, THREADS = make_attend_task(tile, parts, c), tile.threads
 
     @ti.func
     def attend_all(arrays: ti.template(), terms: ti.template(), strides: ti.template(), params: ti.template(),
@@ -57,10 +54,12 @@ def make_attend_task(x, parts, c):
     ext = instructions()
     keys, memory = KEYS_OF[c.width], memory_of(c.width)
     decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c)
-    produce, consume = (make_produce if c.cache in HALVES else make_produce_codes)(c), make_consume(x, parts, c)
-    producer, consumer = registers_of(c.cache not in HALVES, c.width)
-    give_away, get_many = getattr(ext, f"registers_dec_{producer}"), getattr(ext, f"registers_inc_{consumer}")
-    get_back, give_back = (getattr(ext, f"registers_{way}_{hopper_ir.ALL}") for way in ("inc", "dec"))
+    PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
+    produce = make_produce(c) if PRODUCERS == 1 else make_produce_codes(c)
+    registers = registers_of(PRODUCERS, c.width)
+    give_away = getattr(ext, f"registers_dec_{registers.producer}")
+    get_many = getattr(ext, f"registers_inc_{registers.consumer}")
+    get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
     # Each thread that copies arrives, and four that note; of those that consume, one of each of 8 warps.
     MAKE = ((B.k_there, GROUP + 4), (B.v_there, GROUP), (B.k_done, 8), (B.v_done, 8))
 
@@ -87,16 +86,19 @@ def make_attend_task(x, parts, c):
         ti.simt.block.sync()
         warpgroup = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // GROUP, 0)  # the same for all lanes, also to LLVM
         all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
-        if warpgroup == 0:
+        if warpgroup < PRODUCERS:
             give_away()
-            produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
+            if ti.static(PRODUCERS == 1):
+                produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
+            else:
+                produce(thread % GROUP, warpgroup, shared, barriers, seen, visible, task, arrays, strides, params)
             ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
             get_back()
         else:
             get_many()
             ext.let_pass(all_have_theirs, threads)
-            consume(thread - GROUP, warpgroup - 1, shared, barriers, seen, visible, task, arrays, terms, strides,
-                    params, scalars)  # fmt: skip
+            consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task, arrays,
+                    terms, strides, params, scalars)  # fmt: skip
             give_back()
         ti.simt.block.sync()
         if thread == 0:

@@ -1,8 +1,8 @@
 """The producer of `hopper` where K and V are codes: it makes halves of them, the numbers that they stand for.
 
 A warp has the rows of its keys in two steps: its lanes start to read their codes, and later write the numbers to where
-`hopper_producer` would copy them. As soon as those of a row are written, the same registers start to get a row of the
-next tile, so that no lane waits for memory.
+`hopper_producer` would copy them. As soon as those of a row are written, the same registers start to get the row that
+comes half a tile later, so that no lane waits for memory.
 
 Codes become halves of float16 by their bits, without rounding. These are multiplied by their scales as halves, where
 both are float16, else as floats; so the number that meets the queries is rounded once.
@@ -19,6 +19,7 @@ from tikv.kernels.attention.hopper_tiles import (
     FAR,
     KEYS_OF,
     PANEL_ROW,
+    PIECE,
     B,
     R,
     instructions,
@@ -38,6 +39,7 @@ from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
 COLUMNS = 64  # of a panel
+MOST_WORDS = 16  # of 32 bits that a lane holds
 RULES = {"int8": 128, "q8_0": 128, "affine": 0, "q4_0": 8, "float8": 0}  # what is taken from a code without a sign
 
 
@@ -68,8 +70,8 @@ def codes_of(cache: str, width: int, scaled: bool) -> Codes | None:
 
 
 def serves_width(cache: str, width: int) -> bool:
-    """Whether the producer takes codes of heads of this width."""
-    return width % COLUMNS == 0 and width in KEYS_OF and codes_of(cache, width, True) is not None
+    """Whether codes of heads of this width are taken: consumers of wider ones need the registers of two producers."""
+    return width in (64, 128) and codes_of(cache, width, True) is not None
 
 
 def piece_bytes(cache: str, width: int) -> int:
@@ -88,16 +90,20 @@ def both_halves(x: float) -> int:
 
 
 def make_produce_codes(c):
-    """`hopper_producer.make_produce` for codes; `arrays` are those of the task."""
+    """produce(thread, of_v, shared, barriers, seen, ...): write the tiles of K, or of V; by all threads of a warpgroup.
+
+    A lane of a warp looks up the row of one key, as in `hopper_producer`.
+    """
     ext = instructions()
     codes = codes_of(c.cache, c.width, c.scale != "")
     keys, memory = KEYS_OF[c.width], memory_of(c.width)
     OWN, WORDS, NUMBERS = keys // 4, codes.words * panels(c.width), c.width // codes.group * codes.numbers
     COUNT, STAGES = OWN // codes.rows, memory.stages
+    HELD = min(COUNT, MOST_WORDS // WORDS)
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, scale_offset = make_slot_offsets(c)
-    read_row, write_row, clear = make_read_row(codes, c), make_write_row(codes, c), make_clear(codes, c)
+    read_row, write_row, clear = make_read_row(codes, c), make_write_row(codes, c), make_clear(c)
     prepare, clean = make_prepare(c), make_clean(c)
     read_number = getattr(ext, f"read_number_{SIZE[c.scale]}") if c.scale else None
 
@@ -110,6 +116,12 @@ def make_produce_codes(c):
             read_number(to[j], at)
 
     @ti.func
+    def offset_of(of_v, slot, strides):
+        """Where a slot's row begins."""
+        row = ti.max(slot, 0)
+        return ti.select(of_v != 0, v_offset(row, strides), k_offset(row, strides))
+
+    @ti.func
     def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
         """The slot of a lane's key of tile n; -1 where it does not exist."""
         index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
@@ -120,79 +132,67 @@ def make_produce_codes(c):
         return slot
 
     @ti.func
-    def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
+    def produce(thread, of_v, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
         lane, warp = thread % 32, thread // 32
-        k, v, k_scale, v_scale = ti.u64(0), ti.u64(0), ti.u64(0), ti.u64(0)
-        ext.address_k(k)
-        ext.address_v(v)
-        k += ti.cast(task[T.k_first], ti.u64) * ti.u64(c.bits // 8)
-        v += ti.cast(task[T.v_first], ti.u64) * ti.u64(c.bits // 8)
+        base, other, scales_at, other_scales = ti.u64(0), ti.u64(0), ti.u64(0), ti.u64(0)
+        ext.address_k(base)
+        ext.address_v(other)
+        base = ti.select(of_v != 0, other, base)
+        base += ti.cast(ti.select(of_v != 0, task[T.v_first], task[T.k_first]), ti.u64) * ti.u64(c.bits // 8)
         if ti.static(NUMBERS > 0):
-            ext.address_k_scale(k_scale)
-            ext.address_v_scale(v_scale)
-            k_scale += ti.cast(strides[S.k_scale_first] + task[T.scale_first], ti.u64) * ti.u64(SIZE[c.scale])
-            v_scale += ti.cast(strides[S.v_scale_first] + task[T.scale_first], ti.u64) * ti.u64(SIZE[c.scale])
+            ext.address_k_scale(scales_at)
+            ext.address_v_scale(other_scales)
+            scales_at = ti.select(of_v != 0, other_scales, scales_at)
+            first = ti.select(of_v != 0, strides[S.v_scale_first], strides[S.k_scale_first]) + task[T.scale_first]
+            scales_at += ti.cast(first, ti.u64) * ti.u64(SIZE[c.scale])
         words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
         scales = [ti.u32(0) for _ in range(NUMBERS)]
-        # Slots of a lane's key of three tiles: one more is looked up ahead.
-        before, slot, coming = -1, -1, -1
+        slot, coming = -1, -1  # of a lane's key of two tiles: the next is looked up ahead
         for n in range(2):
             slot, coming = coming, find(n, lane, warp, seen, visible, task, table, strides, params)
-        tiles, stage, other, phase, other_phase = seen[R.tiles], 0, STAGES - 1, ti.u32(1), ti.u32(0)
+        tiles, stage, phase = seen[R.tiles], 0, ti.u32(1)
+        offset = offset_of(of_v, slot, strides)
         if tiles > 0:
-            offset = k_offset(ti.max(slot, 0), strides)
-            for i in ti.static(range(COUNT)):
-                read_row(i, lane, k, offset, words)
+            for i in ti.static(range(HELD)):
+                read_row(i, lane, base, offset, words[i])
             if ti.static(NUMBERS > 0):
-                read_scales(slot, k_scale, scales, strides)
-        # Keys of a tile, then values of the tile before, as they are asked for: those of the first come after the keys
-        # of the second, and those of the last after those of the one before.
-        tile, of_v = 0, 0
-        for _ in range(2 * tiles):
-            to_values = of_v == 0 and tile > 0
-            next_tile = ti.select(to_values, tile, tile + 1)
-            next_of_v = ti.select(to_values or next_tile == tiles, 1, 0)
-            next_slot = ti.select(next_of_v == 0, coming, ti.select(to_values, before, slot))
-            own, ready = ti.select(of_v != 0, before, slot), [ti.u32(0) for _ in range(NUMBERS)]
-            there = ti.cast(ti.simt.warp.ballot(ti.cast(own >= 0, ti.i32)), ti.u32)
-            if there != ti.u32((1 << OWN) - 1):
-                clear(lane, words, scales, there)
+                read_scales(slot, scales_at, scales, strides)
+        for tile in range(tiles):
+            there = ti.cast(ti.simt.warp.ballot(ti.cast(slot >= 0, ti.i32)), ti.u32)
+            ready = [ti.u32(0) for _ in range(NUMBERS)]
             for j in ti.static(range(NUMBERS)):
                 ready[j] = prepare(scales[j])
             if ti.static(NUMBERS > 0):
-                read_scales(next_slot, ti.select(next_of_v != 0, v_scale, k_scale), scales, strides)
-            next_slot = ti.max(next_slot, 0)
-            offset = ti.select(next_of_v != 0, v_offset(next_slot, strides), k_offset(next_slot, strides))
-            base = ti.select(next_of_v != 0, v, k)
-            at, parity = ti.select(of_v != 0, other, stage), ti.select(of_v != 0, other_phase, phase)
-            barrier = barriers + ti.cast(of_v * B.v_there + at * 8, ti.u32)
+                read_scales(coming, scales_at, scales, strides)
+            barrier = barriers + ti.cast(of_v * B.v_there + stage * 8, ti.u32)
             done = barrier + ti.u32(B.k_done)
-            ext.barrier_wait(done, parity)
-            to = shared + ti.cast(memory.k + (of_v * STAGES + at) * memory.tile, ti.u32)
+            ext.barrier_wait(done, phase)
+            to = shared + ti.cast(memory.k + (of_v * STAGES + stage) * memory.tile, ti.u32)
             for i in ti.static(range(COUNT)):
-                write_row(i, lane, warp, to, words, ready)
-                read_row(i, lane, base, offset, words)
+                if ti.static(i + HELD == COUNT):  # from here on rows of the next tile are read
+                    offset = offset_of(of_v, coming, strides)
+                write_row(i, lane, warp, to, words[i], ready)
+                read_row(ti.static((i + HELD) % COUNT), lane, base, offset, words[ti.static((i + HELD) % COUNT)])
                 if ti.static(i % 2 == 1):
                     ext.warp_meets()  # else the assembler would put off what is read
             if of_v == 0 and lane == 0:
-                note = barriers + ti.cast(B.exists + at * 16 + warp * 4, ti.u32)
+                note = barriers + ti.cast(B.exists + stage * 16 + warp * 4, ti.u32)
                 ext.write_4(note, there)
                 ext.barrier_arrive(barrier)
+            if of_v != 0 and there != ti.u32((1 << OWN) - 1):
+                ext.warp_meets()
+                clear(lane, warp, to, there)
             if ti.static(c.masked):
-                if of_v * (1 - is_whole(tile_at(tile - 1, seen), seen)) != 0:
+                if of_v * (1 - is_whole(tile_at(tile, seen), seen)) != 0:
                     ext.warp_meets()
                     clean(lane, warp, to, barriers)
             ext.for_products()
             ext.barrier_arrive(barrier)
-            if next_tile != tile:
-                other, other_phase = stage, phase
-                stage += 1
-                if stage == STAGES:
-                    stage, phase = 0, phase ^ ti.u32(1)
-                before, slot = slot, coming
-                coming = find(next_tile + 1, lane, warp, seen, visible, task, table, strides, params)
-            tile, of_v = next_tile, next_of_v
+            stage += 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ ti.u32(1)
+            slot, coming = coming, find(tile + 2, lane, warp, seen, visible, task, table, strides, params)
 
     return produce
 
@@ -210,7 +210,7 @@ def row_of(lane, lanes: ti.template()):
 
 
 def make_read_row(codes, c):
-    """read_row(i, lane, base, row, words): a lane's codes of the i-th row that it has of a tile are under way.
+    """read_row(i, lane, base, row, words): a lane's codes of the i-th row that it has of a tile are on their way.
 
     A lane knows where the row of one key begins, in words from `base` on.
     """
@@ -223,28 +223,25 @@ def make_read_row(codes, c):
         first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
         address = base + ti.cast(lane % codes.lanes * (codes.words * 4), ti.u64)
         address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
-        read(*words[i], address)
+        read(*words, address)
 
     return read_row
 
 
-def make_clear(codes, c):
-    """clear(lane, words, scales, there): zeros for rows that have no bit in `there`.
-
-    Whole numbers times a scale of 0 are 0; 8-bit floats may be NaN.
-    """
-    WORDS, NUMBERS = codes.words * panels(c.width), c.width // codes.group * codes.numbers
-    COUNT = KEYS_OF[c.width] // 4 // codes.rows
+def make_clear(c):
+    """clear(lane, warp, to, there): zeros in a warp's rows of V that have no bit in `there`: their weight is 0."""
+    ext = instructions()
+    keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
+    OWN = keys // 4
 
     @ti.func
-    def clear(lane, words: ti.template(), scales: ti.template(), there):
-        if ti.static(codes.rule == "float8"):
-            for i in ti.static(range(COUNT)):
-                bit = ti.cast(row_of(lane, codes.lanes) + ti.static(i * codes.rows), ti.u32)
-                for w in ti.static(range(WORDS)):
-                    words[i][w] = words[i][w] & (ti.u32(0) - ((there >> bit) & ti.u32(1)))
-        for j in ti.static(range(NUMBERS)):
-            scales[j] = scales[j] & (ti.u32(0) - ((there >> ti.cast(lane, ti.u32)) & ti.u32(1)))
+    def clear(lane, warp, to, there):
+        for j in range(OWN * pieces // 32):
+            number, nothing = j * 32 + lane, ti.u32(0)
+            row = number // pieces
+            if (there >> ti.cast(row, ti.u32)) & ti.u32(1) == ti.u32(0):
+                place = to + place_of(warp * OWN, row, number % pieces, keys)
+                ext.write_16(place, nothing, nothing, nothing, nothing)
 
     return clear
 
@@ -276,7 +273,7 @@ def make_write_row(codes, c):
                 if ti.static(codes.group < COLUMNS):  # a panel has two groups
                     own[j] = ti.select(piece < 4, own[j], of_row[ti.static((p * 2 + 1) * N + j)])
             at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
-            write_piece(at, words[i], p, own)
+            write_piece(at, words, p, own)
 
     return write_row
 

@@ -19,8 +19,8 @@ DESCRIPTOR = 1 << 30 | 8 * PANEL >> 4  # its upper half: 128 bytes are exchanged
 STEP = 16  # columns, or keys, of one product
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
-ALL = 168  # registers of a thread
-SHARES = ((72, 216), (104, 200), (88, 208))  # of one that produces, and that consumes, when they are shared out
+# Warpgroups that produce, the widest heads; registers of a thread at first, of one that produces, and that consumes.
+REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 64, 192))
 READS = ((2, 64), (1, 32), (2, 32))  # of codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
@@ -211,8 +211,10 @@ def others() -> list[str]:
         function("let_pass", "the same, of which this one does not wait", ["bar.arrive $0, $1;"], given=["i32", "i32"]),
         *(function(f"registers_{more}_{count}", f"a thread of this warpgroup has {count} registers",
                    uncovered(f"setmaxnreg.{more}.sync.aligned.u32 {count};"))
-          for producer, consumer in (*SHARES, (ALL, ALL))
-          for more, count in (("dec", producer), ("inc", consumer))),
+          for more, count in dict.fromkeys(
+              pair for _, _, first, producer, consumer in REGISTERS
+              for pair in (("dec", producer), ("inc", consumer), ("inc", first), ("dec", first))
+          )),
         function("read_16", "16 bytes of shared memory", ["ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"],
                  made=["i32"] * 4, given=["i32"]),
         function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],

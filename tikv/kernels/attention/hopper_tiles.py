@@ -23,12 +23,18 @@ MOST_STAGES = max(STAGES_OF.values())
 
 
 class Warpgroups(NamedTuple):
-    """How the work is shared out; the same for all, so far."""
+    """How the work is shared out."""
 
     rows: int = ROWS
     resident: int = 1  # blocks that a multiprocessor holds at once
     filling: int = 1
     paired: bool = True  # whether two columns of the result begin at a multiple of their size
+    producers: int = 1  # warpgroups that produce: two for codes, of K and of V
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.producers + 2) * GROUP
 
 
 class Range(NamedTuple):
@@ -47,12 +53,17 @@ class Range(NamedTuple):
 R = Range()
 
 
-def registers_of(of_codes: bool, width: int) -> tuple[int, int]:
-    """Registers of a thread of the producer, which needs more for codes, and of the consumers.
+class Registers(NamedTuple):
+    """Registers of a thread: at first, and when those that produce have given some to those that consume."""
 
-    Results of 256 columns take so many that products would wait for each other with less than 208.
-    """
-    return hopper_ir.SHARES[0 if not of_codes else 1 if width < 256 else 2]
+    all: int
+    producer: int
+    consumer: int
+
+
+def registers_of(producers: int, width: int) -> Registers:
+    """The `Registers` of a block with so many warpgroups that produce."""
+    return Registers(*next(row for row in hopper_ir.REGISTERS if row[0] == producers and width <= row[1])[2:])
 
 
 @functools.cache

@@ -81,5 +81,6 @@ def choose_warpgroups(
     if why_not_warpgroups(live, arrays, query, cache, options):
         return None
     from tikv.kernels.attention import hopper
+    from tikv.kernels.attention.tensor_instructions import HALVES
 
-    return hopper.Warpgroups()
+    return hopper.Warpgroups(producers=1 if cache.k.storage in HALVES else 2)

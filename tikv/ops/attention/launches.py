@@ -630,7 +630,7 @@ def _threads_of_task(style: str, tile: Any = None) -> int:
         from tikv.kernels.attention import hopper
 
         if isinstance(tile, hopper.Warpgroups):
-            return int(hopper.THREADS)
+            return int(tile.threads)
     from tikv.kernels.lanes import BLOCK
 
     return 1 if style == "cpu" else BLOCK
