@@ -270,7 +270,7 @@ def main() -> None:
         sys.exit(not found["tables"])
     found = json.loads(given.file.read_text(encoding="utf-8"))
     if found["form"] != FORM or found.get("small"):
-        raise SystemExit(f"tables: {given.file} is of small sizes or of another form; run it anew")
+        raise SystemExit(f"tables: {given.file} has small sizes or a different form; run it again")
     for page in given.pages:
         name = pathlib.Path(os.path.relpath(given.file, page.parent)).as_posix()
         page.write_text(filled(page.read_text(encoding="utf-8"), name, found), encoding="utf-8")

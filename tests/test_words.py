@@ -35,7 +35,7 @@ HABITS = {
     r"\bcomputing time\b": "say: CPU time",
     r"\bcalls? in a row\b": "say: consecutive calls, or calls that follow each other",
     r"\b[Hh]ow (?:time|it) is (?:taken|said)\b": "say: ... says how time is measured",
-    r"\bcalled? (?:anew|afresh)\b|\bbound anew\b|\bcompiled anew\b": "say: again",
+    r"\banew\b|\bcalled? afresh\b": "say: again",
     r"\b(?:stands?|goes) by itself\b": "say: alone",
     r"\b(?:one behind (?:the other|another)|behind one another)\b": "say: one after the other, or concatenated",
     r"\bby the name that errors give\b": "say: under the name that errors give",
@@ -43,8 +43,13 @@ HABITS = {
     r"\bNot offered\b": "say what raises, or: is not supported",
     r"\bas (?:JSON|files) ha(?:s|ve) them\b": "say: in JSON's types, or: by their names in files",
     r"\bas (?:it|they) came\b": "say: unchanged, or: unquantised",
-    r"\bmade anew\b": "say: made again",
     r"\bWhatever is raised\b": "say: after any error",
+    r"\bbehind (?:the (?:sinks|window|end|keys|prompt|first))\b": "say: after",
+    r"\b(?:which|that) (?:is|are) there\b": "say: exists",
+    r"\bfades? to\b": "say: is rescaled to",
+    r"\bturned (?:back|into numbers)\b|\bmade numbers\b": "say: rotated back, dequantised or converted",
+    r"\b(?:is|are) no matter\b|\bto be had\b|\bgoes? on running\b": "say: does not matter, available, continues",
+    r"\bhas another (?:ending|dtype|shape|length)\b": "say: has the wrong ..., or a different ...",
 }
 LONGEST_HEADING = 80
 
@@ -108,6 +113,8 @@ def test_a_heading_is_one_short_line():
         "Not offered: see `save`.", "the arguments, as JSON has them", "sinks stay as they came",
         "copies are made anew", "Whatever is raised, the pool stays.",
         "rows that lie one behind the other", "a call, by the name that errors give",
+        "tokens behind the sinks", "every key which is there", "sums fade to the new maxima",
+        "keys are made numbers first", "what was running goes on running", "the path has another ending",
     ],
 )  # fmt: skip
 def test_a_habit_is_found(text):

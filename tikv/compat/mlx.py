@@ -58,7 +58,7 @@ def save_prompt_cache(
             format.
 
     Raises:
-        OptionError: ``since`` is unknown; the store has another dtype, or two dtypes, which mlx-lm's caches cannot
+        OptionError: ``since`` is unknown; the store has a dtype, or two dtypes, that mlx-lm's caches cannot
             hold; it has a window and a `tikv.Quant`, which they do not support together; or its ring was trimmed after
             it wrapped, which they cannot describe.
         CacheFileError: the system refuses to write.

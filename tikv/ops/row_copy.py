@@ -49,9 +49,9 @@ def choose_codec(
 ) -> tuple[int, Any]:
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
-    On CPU, words have at most 32 bits, and when casting a unit is one element, which LLVM vectorises; codes of groups
-    are stored by bytes; when codes become numbers a unit is a group, on a GPU a few codes. With `by_element` a word on
-    CPU is an element.
+    On CPU, words have at most 32 bits, and when casting, a unit is one element, which LLVM vectorises. Codes of groups
+    are stored by bytes. When codes are dequantised, a unit is a group, or on a GPU a few codes. With `by_element`, a
+    word on CPU is an element.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.

@@ -193,7 +193,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         body = re.sub(rf"\tadd\.s64 \t{REGISTER}, {base}, \d+;\n", "", body)
 
     def copied(match: re.Match[str]) -> str:
-        """Nothing in place of a copy of the address, where a path through the entry does not read it anew."""
+        """Remove a copy of the address, which a path through the entry has instead of reading it again."""
         to, base = match.groups()
         return "" if to in bases and bases[to] == bases.get(base) else match.group(0)
 
