@@ -3,6 +3,7 @@
 Numbers of V are rounded to halves before they meet their weights, which are as well.
 """
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -345,3 +346,31 @@ def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
     found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
     assert ("they need the native launcher" in found) == (launcher == "direct")
     assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == (launcher == "direct")
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("name", FLOAT_GROUPS)
+def test_every_code_times_every_scale_of_a_window_is_a_half(arch, name):
+    """Neither end of a window can be moved: the next scale would overflow, or round some product."""
+    from tikv.kernels.attention.tensor_floats import FEWER, KINDS, WINDOWS
+
+    number, scale = KINDS[name]
+    kinds = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn}
+    codes, scales = (np.arange(1 << n, dtype=np.uint8) for n in (FORMATS[name].bits, 8))
+    codes = codes.view(kinds[number]).astype(np.float64)
+    codes = codes[np.isfinite(codes)] * 2.0 ** -FEWER[number]
+
+    def exact(scales):
+        products = codes[:, None] * scales
+        with np.errstate(over="ignore"):
+            return (products.astype(np.float16) == products).all(axis=0)
+
+    assert (codes.astype(np.float16) == codes).all()
+    if scale == "e4m3":
+        scales = scales.view(kinds[scale]).astype(np.float64)
+        assert exact(scales[np.isfinite(scales)]).all()
+        return
+    distances = np.arange(1, 31)  # of scales that are normal halves
+    window = WINDOWS[name]
+    inside = (distances >= window.low) & (distances <= window.high)
+    np.testing.assert_array_equal(exact(2.0 ** (distances - 15.0)), inside)
