@@ -29,7 +29,7 @@ def why_not_warpgroups(
     from tikv.kernels.attention.tensor_instructions import HALVES
 
     halves = cache.k.storage in HALVES
-    if reason := why_no_products(live, arrays, cache) if halves else _why_not_codes(arrays, cache):
+    if reason := why_no_products(live, arrays, cache) if halves else _why_not_codes(arrays, cache, options):
         return reason
     if cache.chosen:
         return "each query chooses its own tokens"
@@ -50,7 +50,7 @@ def why_not_warpgroups(
     return ""
 
 
-def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
+def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout, options: AttentionOptions) -> str:
     """The part of `why_not_warpgroups` for K and V of other types than float16 and bfloat16."""
     from tikv.kernels.attention import hopper_codes
     from tikv.kernels.attention.tensor_instructions import HALVES
@@ -67,6 +67,8 @@ def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
     least = hopper_codes.piece_bytes(storage, cache.width)
     if row_bytes(arrays["k"], arrays["v"], cache, least) != least:
         return f"not every row begins at a multiple of {least} bytes"
+    if cache.sinks and options.softcap is not None and cache.k.format and cache.k.format.numbers_of(cache.width) > 4:
+        return f"sinks and a soft cap, over {cache.k.format}"  # LLVM makes two functions of this kernel
     return why_not_terms(arrays)
 
 
