@@ -221,7 +221,10 @@ def make_to_halves(number):
 
 
 def make_scores(x, found, c):
-    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
+    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows.
+
+    Sums of a group times a scale from 2 ** 98 on may leave float32's range, although the logit does not.
+    """
     ext, logit_of, to_halves = instructions(), make_logit(c), make_to_halves(found.number)
     WORDS, NK, G, COUNT = found.of_k.count * found.of_k.words, c.width // KEYS, x.row_tiles, len(found.pairs)
     POWERS = 2 * NK * G
