@@ -275,6 +275,18 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("name", "why"), [("quant4_32", "sinks and a soft cap"), ("quant4_64", ""), ("q8_0", "")])
+def test_a_kernel_that_would_be_too_long_is_left_to_others(arch, hopper_gpu, name, why):  # noqa: F811
+    arrays, query, cache = codes_given(name)
+    arrays["q"] = type(arrays["k"])(dtype=arrays["q"].dtype, ptr=0, offset=0)
+    form = arrays, query._replace(queries=40), cache._replace(sinks=4)
+    assert hopper.why_not_warpgroups(CUDA, *form, OPTIONS) == ""
+    found = hopper.why_not_warpgroups(CUDA, *form, OPTIONS._replace(softcap=5.0))
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+@pytest.mark.archs("cpu")
 @pytest.mark.parametrize("form", [{}, {"ptr": 4}, {"terms": ["alibi_slopes"]}])
 def test_8_bit_floats_without_scales(arch, hopper_gpu, form):  # noqa: F811
     arrays, query, cache = given("float8_e4m3fn", "bfloat16", queries=40, **form)
