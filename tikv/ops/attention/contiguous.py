@@ -134,7 +134,8 @@ def decode_attention(
         same bounds. They are used for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but
         float8_e5m2 and mxfp4 need compute capability 9.0 and the native launcher. There, prompts of at least 128 query
         rows per KV head over int8, 8-bit floats and groups of 8 or 4 bits, in heads of 64 or 128, round the numbers of
-        K and V to the dtype of q, within the same bounds; with float16, numbers beyond 65,504 become infinite.
+        K and V to the dtype of q, and their results are within these bounds of attention over the rounded numbers; with
+        float16, numbers beyond 65,504 become infinite.
         ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, and with sink logits, slopes,
         masks or trees, all is float32.
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
