@@ -21,15 +21,16 @@ import torch
 from gpu import COMPILED, Table, printed_by, ratio
 
 EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "whole_model.py"
-LONG = ["--batch", "8", "--prompt", "16384"]
+LONG = ["--batch", "8", "--prompt", "16384", "--rounds", "2"]
+SHORT = ["--prompt", "4096", "--rounds", "2"]
 MODEL = ["--formats", "model"]
 PROCESSES = {  # the arguments of each: what compiles has one of its own, in which nothing is compiled twice
     "short": [
-        ["--caches", "static"],
-        ["--caches", "tikv", *MODEL],
-        ["--caches", "window", "--window", "1024", *MODEL],
-        ["--caches", "tikv", "--formats", "int8"],
-        ["--caches", "tikv", "--formats", "4 bits"],
+        [*SHORT, "--caches", "static"],
+        [*SHORT, "--caches", "tikv", *MODEL],
+        [*SHORT, "--caches", "window", "--window", "1024", *MODEL],
+        [*SHORT, "--caches", "tikv", "--formats", "int8"],
+        [*SHORT, "--caches", "tikv", "--formats", "4 bits"],
     ],
     "long": [
         [*LONG, "--caches", "static"],

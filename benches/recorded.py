@@ -1,10 +1,13 @@
 """The H200's picture, from the figures that the manual's tables have: python benches/report.py --h200.
 
-Rows and columns are found by their names, so to change a figure, change it in its table and draw the picture again.
+Attention over float16 is in docs/figures_h200.json, which `benches/tables.py run cuda` writes; other figures are in
+tables of the manual. Rows and columns are found by their names, so to change a figure, change it there and draw the
+picture again.
 If a name is no longer in any table, the command stops and says so; then put the new name into the lists below.
 """
 
 import functools
+import json
 import pathlib
 import re
 from typing import NamedTuple
@@ -17,6 +20,7 @@ COLOURS = {
     "tikv": picture.COLOURS["tikv"],
     "torch": picture.COLOURS["torch"],
     "Triton": "#a371f7",
+    "FlashAttention-3": "#d29922",
     "tikv on one GPU": "#8c959f",
 }
 INSIDE = picture.INK["light"]  # of words in a bar, whose colour is that of both themes
@@ -195,34 +199,38 @@ def formats(kept_as: Table) -> Panel:
     return Panel("fewer bits: writes of 131,072 tokens, decode attention", axis, groups)
 
 
-def decodes(attention: Table, roof: float) -> Panel:
+def decodes(attention: Table) -> Panel:
     """Decode attention over pages beside Triton, over contiguous memory beside torch."""
-    column = attention.columns[0]
-    orders = {row[0].rpartition(", ")[0]: row[0].rpartition(", ")[2].split(" / ") for row in attention.rows}
     groups = []
     for shape, heads in DECODES:
-        cells = attention.row(shape)
-        part = orders[cells[column].rpartition(", ")[0]].index(str(heads))
-        pages, triton, contiguous, torch = (
-            needed(cells[name], part) for name in ("pages", "Triton", "contiguous", "torch")
-        )
-        bars = [Bar("tikv", pages, pages / triton, "pages"), Bar("Triton", triton, word="pages")]
-        bars += [Bar("tikv", contiguous, contiguous / torch, "contiguous"), Bar("torch", torch, word="contiguous")]
-        groups.append(Group(f"{shape},\n{heads} head{'s' * (heads > 1)}", bars, roof))
-    axis = "GB/s of K and V; line: torch.sum; heads: query heads per KV head"
+        rows = [
+            dict(zip(attention.columns, row, strict=True)) for row in attention.rows if row[0] == f"{shape}, {heads}"
+        ]
+        bars = []
+        for storage, peer in (("pages", "Triton"), ("contiguous", "torch")):
+            row = only([row for row in rows if row["storage"] == storage], f"{shape}, {heads}, {storage}")
+            ours, theirs, third = (needed(row[name]) for name in ("tikv, GB/s", peer, "FlashAttention-3"))
+            bars += [Bar("tikv", ours, ours / max(theirs, third), storage), Bar(peer, theirs, word=storage)]
+            bars.append(Bar("FlashAttention-3", third, word=storage))
+        groups.append(Group(f"{shape},\n{heads} head{'s' * (heads > 1)}", bars))
+    axis = "GB/s of K and V; ratio: to the faster peer; heads: query heads per KV head"
     return Panel("decode attention, float16: sequences x tokens", axis, groups, room=1.15)
 
 
 def prompts(new: Table) -> Panel:
-    """Attention of prompts beside torch's flash attention."""
+    """Attention of prompts beside FlashAttention-3 over the same storage, and torch's."""
     groups = []
-    for row in new.rows:
-        cells = dict(zip(new.columns, row, strict=True))
-        flash = needed(cells["torch, flash"])
-        ours = {name: needed(cells[name]) for name in ("pages", "contiguous")}
-        bars = [Bar("tikv", rate, rate / flash, name) for name, rate in ours.items()]
-        groups.append(Group(f"{row[0]} new tokens", [*bars, Bar("torch", flash, word="flash")]))
-    return Panel("attention of prompts over 8,192 tokens", "TFLOP/s", groups)
+    for count in dict.fromkeys(row[0] for row in new.rows):
+        rows = [dict(zip(new.columns, row, strict=True)) for row in new.rows if row[0] == count]
+        bars = []
+        for row in rows:
+            ours, theirs = needed(row["tikv, TFLOP/s"]), needed(row["FlashAttention-3"])
+            bars += [Bar("tikv", ours, ours / theirs, row["storage"])]
+            bars += [Bar("FlashAttention-3", theirs, word=row["storage"])]
+        bars.append(Bar("torch", needed(rows[0]["torch, flash"]), word="flash"))
+        bars.append(Bar("torch", needed(rows[0]["torch, cuDNN, no mask"]), word="cuDNN, no mask"))
+        groups.append(Group(f"{count} new tokens", bars))
+    return Panel("attention of prompts over 8,192 tokens", "TFLOP/s; ratio: to FlashAttention-3", groups)
 
 
 def shared(gpus: Table) -> Panel:
@@ -256,12 +264,17 @@ def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
 
     work = table(here, "work", "tikv", "peer", "ratio", "device memcpy")
     kept = only([each for each in here if each.columns == ["work", "tikv", "peer"]], "the table of compact")
-    decode = only([each for each in here if {"pages", "Triton"} <= set(each.columns)], "the table with Triton")
-    roof = only(re.findall(r"`torch\.sum` reaches ([\d,]+)", part), "what torch.sum has")
+    saved = json.loads((docs / "figures_h200.json").read_text(encoding="utf-8"))
+
+    def measured(program: str) -> Table:
+        of_program = [each for each in saved["tables"] if each["command"] == f"python benches/{program}"]
+        found = only(of_program, f"a table of {program}")
+        return Table(found["columns"], found["rows"])
+
     left = [copies(work, kept), calls(work), formats(table(here, "kept as", "write"))]
     right = [
-        decodes(decode, float(roof.replace(",", ""))),
-        prompts(table(here, "new tokens", "pages", "contiguous", "torch, flash")),
+        decodes(measured("attention_gpu.py decode")),
+        prompts(measured("attention_gpu.py prompts")),
         shared(table(there, "work", "one H200", "two")),
     ]
     return [left, right], about(part)
@@ -308,7 +321,7 @@ def figure_of(columns: list[list[Panel]], line: str, theme: str):
     """All panels, each as high as it has bars."""
     from matplotlib import patches, pyplot
 
-    whole = pyplot.figure(figsize=(10, 9), layout="constrained")
+    whole = pyplot.figure(figsize=(10, 12), layout="constrained")
     for part, column in zip(whole.subfigures(1, 2), columns, strict=True):
         part.set_facecolor("none")
         heights = [sum(len(group.bars) + 0.7 for group in panel.groups) for panel in column]
