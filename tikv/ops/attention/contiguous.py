@@ -136,8 +136,9 @@ def decode_attention(
         rows per KV head over int8, 8-bit floats and groups of 8 or 4 bits, in heads of 64 or 128, round the numbers of
         K and V to the dtype of q, and their results are within these bounds of attention over the rounded numbers; with
         float16, numbers beyond 65,504 become infinite.
-        ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, and with sink logits, slopes,
-        masks or trees, all is float32.
+        ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them all is float32, and so it is
+        with sink logits, slopes, masks or trees, unless the prompt has at least 128 query rows per KV head of float16
+        or bfloat16 on compute capability 9.0.
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
         splits. Heads of different lengths take the time of equally many keys in heads of one length.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
