@@ -198,7 +198,12 @@ class TokenGroupPool:
         tokens = self.chance.randint(1, max(1, min(3, *fresh, 3)))
         self.doing = f"attend(layer {layer}, sequences {seqs}, {tokens} queries)"
         q = self.rng.standard_normal((len(seqs), tokens, 2 * HEADS, WIDTH)).astype(np.float32)
-        got = oracle.to_numpy(self.store.attend(layer, oracle.place(q, self.arch), seqs))
+        placed = oracle.place(q, self.arch)
+        came = {seq: [held.came for held in self.model[seq]] for seq in seqs}
+        if any(each[layer] == 0 < max(each) for each in came.values()):
+            refuses(tikv.PositionError, lambda: self.store.attend(layer, placed, seqs))
+            return
+        got = oracle.to_numpy(self.store.attend(layer, placed, seqs))
         for b, seq in enumerate(seqs):
             held = self.model[seq][layer]
             for t in range(tokens):
