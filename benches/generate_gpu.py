@@ -14,6 +14,7 @@ greatest of its figures.
 import argparse
 import json
 import pathlib
+import sys
 import tempfile
 
 import environment
@@ -21,24 +22,20 @@ import torch
 from gpu import COMPILED, Table, printed_by, ratio
 
 EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "whole_model.py"
-LONG = ["--batch", "8", "--prompt", "16384", "--rounds", "2"]
-SHORT = ["--prompt", "4096", "--rounds", "2"]
+sys.path.append(str(EXAMPLE.parent))
+from whole_model import add  # noqa: E402
+
 MODEL = ["--formats", "model"]
-PROCESSES = {  # the arguments of each: what compiles has one of its own, in which nothing is compiled twice
-    "short": [
-        [*SHORT, "--caches", "static"],
-        [*SHORT, "--caches", "tikv", *MODEL],
-        [*SHORT, "--caches", "window", "--window", "1024", *MODEL],
-        [*SHORT, "--caches", "tikv", "--formats", "int8"],
-        [*SHORT, "--caches", "tikv", "--formats", "4 bits"],
-    ],
-    "long": [
-        [*LONG, "--caches", "static"],
-        [*LONG, "--caches", "tikv", *MODEL],
-        [*LONG, "--caches", "window", "--window", "1024", *MODEL],
-        [*LONG, "--caches", "tikv", "--formats", "int8"],
-        [*LONG, "--caches", "tikv", "--formats", "4 bits"],
-    ],
+CACHES = [  # what compiles has a process of its own, in which nothing is compiled twice
+    ["--caches", "static"],
+    ["--caches", "tikv", *MODEL],
+    ["--caches", "window", "--window", "1024", *MODEL],
+    ["--caches", "tikv", "--formats", "int8"],
+    ["--caches", "tikv", "--formats", "4 bits"],
+]
+PROCESSES = {  # the arguments of each
+    "short": [["--prompt", "4096", "--rounds", "2", *cache] for cache in CACHES],
+    "long": [["--batch", "8", "--prompt", "16384", "--rounds", "2", *cache] for cache in CACHES],
     "exact": [["--size", "small", "--dtype", "float32", "--prompt", "512", "--tokens", "64", "--rounds", "1"]],
 }
 SMALL = ["--device", "cpu", "--size", "small", "--batch", "1", "--prompt", "24", "--tokens", "3", "--rounds", "1"]
@@ -111,10 +108,7 @@ def main():
     print(environment.line(environment.environment(["cpu" if given.small else "cuda"])), flush=True)
     runs = generations(PROCESSES[given.what], given.small)
     if given.json and runs:
-        found = json.loads(given.json.read_text(encoding="utf-8")) if given.json.exists() else {"form": 1, "runs": []}
-        run = together(runs, f"python benches/generate_gpu.py {given.what}")
-        found["runs"] = [*(each for each in found["runs"] if each["command"] != run["command"]), run]
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        add(given.json, together(runs, f"python benches/generate_gpu.py {given.what}"))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,11 @@ class Table(NamedTuple):
     columns: list[str]
     rows: list[list[str]]
 
+    @property
+    def cells(self) -> list[dict[str, str]]:
+        """Each row by the names of its columns."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
     def row(self, name: str, *below: str) -> dict[str, str]:
         """The row whose first cell begins so, or that of the rows "the same ..." just below it."""
         at = only([i for i, row in enumerate(self.rows) if row[0].startswith(name)], f"a row {name!r}")
@@ -104,7 +109,7 @@ class Table(NamedTuple):
             end = next((i for i in range(at + 1, len(self.rows)) if not self.rows[i][0].startswith("the same")), None)
             found = [i for i in range(at + 1, end or len(self.rows)) if self.rows[i][0].startswith(other)]
             at = only(found, f"a row {other!r} below {name!r}")
-        return dict(zip(self.columns, self.rows[at], strict=True))
+        return self.cells[at]
 
 
 def only(found, what):
@@ -185,9 +190,8 @@ def formats(kept_as: Table) -> Panel:
     if not heads:
         raise SystemExit("report: the table of formats has no column of query heads")
     groups = []
-    for row in kept_as.rows:
-        cells = dict(zip(kept_as.columns, row, strict=True))
-        for part, name in enumerate(row[0].split(" / ")):
+    for cells in kept_as.cells:
+        for part, name in enumerate(cells[kept_as.columns[0]].split(" / ")):
             bars = []
             if (time := figure(cells["write"], part)) is not None:
                 bars.append(Bar("tikv", 1 / time, 1 / time, "write"))
@@ -203,9 +207,7 @@ def decodes(attention: Table) -> Panel:
     """Decode attention over pages beside Triton, over contiguous memory beside torch."""
     groups = []
     for shape, heads in DECODES:
-        rows = [
-            dict(zip(attention.columns, row, strict=True)) for row in attention.rows if row[0] == f"{shape}, {heads}"
-        ]
+        rows = [row for row in attention.cells if row[attention.columns[0]] == f"{shape}, {heads}"]
         bars = []
         for storage, peer in (("pages", "Triton"), ("contiguous", "torch")):
             row = only([row for row in rows if row["storage"] == storage], f"{shape}, {heads}, {storage}")
@@ -220,8 +222,8 @@ def decodes(attention: Table) -> Panel:
 def prompts(new: Table) -> Panel:
     """Attention of prompts beside FlashAttention-3 over the same storage, and torch's."""
     groups = []
-    for count in dict.fromkeys(row[0] for row in new.rows):
-        rows = [dict(zip(new.columns, row, strict=True)) for row in new.rows if row[0] == count]
+    for count in dict.fromkeys(row["new tokens"] for row in new.cells):
+        rows = [row for row in new.cells if row["new tokens"] == count]
         bars = []
         for row in rows:
             ours, theirs = needed(row["tikv, TFLOP/s"]), needed(row["FlashAttention-3"])
