@@ -23,6 +23,7 @@ LOSS = {"light": "#cf222e", "dark": "#ff7b72"}
 FIELDS = {
     "prompt_ms": ("prompt", False),
     "token_ms": ("each new token", True),
+    "later_ms": ("each after the second", False),
     "peak_mb": ("peak memory beyond the weights", True),
     "cache_mb": ("the cache alone", False),
     "first_call_s": ("first call", False),

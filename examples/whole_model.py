@@ -14,7 +14,9 @@ prompt, in alternation; the table has medians. The columns:
 
     first call     seconds of the first `generate`, compiling included
     prompt         milliseconds until the first token
-    a token        milliseconds of each token after the first
+    a token        milliseconds of each token after the first; on a GPU the second takes longer, since its step is
+                   captured again for each new cache
+    later          milliseconds of each token after the second, as in a long text
     peak           the most memory, without the model and what was in use before; on a CPU it is the memory of the
                    process, exact to a few megabytes, so small caches do not show
     cache          memory of keys, values and scales when the text is written
@@ -90,6 +92,7 @@ class Row:
     first_call_s: float | None = None
     prompt_ms: float | None = None
     token_ms: float | None = None
+    later_ms: float | None = None
     peak_mb: float | None = None
     cache_mb: float | None = None
     as_dynamic: int | None = None
@@ -180,17 +183,36 @@ def bytes_of(cache):
     return sum(a.untyped_storage().nbytes() for a in arrays)
 
 
+class SecondToken(transformers.StoppingCriteria):
+    """Notes when the second token is there."""
+
+    def __init__(self, wait):
+        self.wait, self.tokens, self.at = wait, 0, None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        """Never stop."""
+        self.tokens += 1
+        if self.tokens == 2:
+            self.wait()
+            self.at = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 def generate(model, ids, way, tokens):
-    """(the new tokens, seconds, the cache)."""
+    """(the new tokens, seconds in all and after the second token, the cache)."""
     model.set_attn_implementation(way.attention)
     cache = way.make()
     options = {"disable_compile": True} if way.eager else {}
     wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
     wait()
+    second = SecondToken(wait)
     start = time.perf_counter()
-    out = model.generate(ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False, **options)
+    out = model.generate(
+        ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False, stopping_criteria=[second], **options
+    )
     wait()
-    return out[:, ids.shape[1] :], time.perf_counter() - start, cache
+    end = time.perf_counter()
+    return out[:, ids.shape[1] :], (end - start, end - (second.at or end)), cache
 
 
 def same(text, other):
@@ -210,7 +232,7 @@ def measure(model, ids, ways, tokens, rounds, say):
         try:
             if ids.is_cuda:
                 torch._dynamo.reset()
-            _, row.first_call_s, _ = generate(model, ids, way, 4)
+            _, (row.first_call_s, _), _ = generate(model, ids, way, 4)
             memory.start()
             texts[way.name], _, cache = generate(model, ids, way, tokens)
             peak, row.cache_mb = memory.peak(), bytes_of(cache) / 1e6
@@ -219,20 +241,22 @@ def measure(model, ids, ways, tokens, rounds, say):
             row.as_dynamic = same(texts[way.name], texts.get(ways[0].name, texts[way.name]))
             own = dataclasses.replace(way, attention="sdpa", eager=True)
             row.as_eager = same(texts[way.name], generate(model, ids, own, tokens)[0])
-            times[way.name] = [], []
+            times[way.name] = [], [], []
         except (torch.OutOfMemoryError, tikv.CapacityError) as error:
             row.failed = f"does not fit: {str(error).splitlines()[0][:80]}"
     for turn in range(rounds):
         for way in ways:
             if way.name in times:
                 say(f"{way.name}: round {turn + 1} of {rounds}")
-                for found, n in zip(times[way.name], (1, tokens), strict=True):
-                    found.append(generate(model, ids, way, n)[1])
+                seconds = generate(model, ids, way, 1)[1][0], *generate(model, ids, way, tokens)[1]
+                for found, each in zip(times[way.name], seconds, strict=True):
+                    found.append(each)
     for row in rows:
         if row.name in times:
-            first, whole = map(statistics.median, times[row.name])
+            first, whole, later = map(statistics.median, times[row.name])
             row.prompt_ms = 1000 * first
             row.token_ms = 1000 * max(0.0, whole - first) / (tokens - 1)
+            row.later_ms = 1000 * later / (tokens - 2)
     return rows
 
 
@@ -245,12 +269,23 @@ def table(rows):
     def share(row, value):
         return "" if value is None else f"{value} of {row.tokens}"
 
-    head = ("cache", "first call, s", "prompt, ms", "a token, ms", "peak, MB", "cache, MB", "as Dynamic", "as eager")
+    head = (
+        "cache",
+        "first call, s",
+        "prompt, ms",
+        "a token, ms",
+        "later, ms",
+        "peak, MB",
+        "cache, MB",
+        "as Dynamic",
+        "as eager",
+    )
     lines = [head]
     for row in rows:
-        numbers = (row.first_call_s, 1), (row.prompt_ms, 1), (row.token_ms, 2), (row.peak_mb, 1), (row.cache_mb, 1)
+        times = (row.first_call_s, 1), (row.prompt_ms, 1), (row.token_ms, 2), (row.later_ms, 2)
+        numbers = *times, (row.peak_mb, 1), (row.cache_mb, 1)
         cells = [number(*each) for each in numbers] + [share(row, row.as_dynamic), share(row, row.as_eager)]
-        lines.append((row.name, *cells) if not row.failed else (row.name, row.failed, *[""] * 6))
+        lines.append((row.name, *cells) if not row.failed else (row.name, row.failed, *[""] * 7))
     told = [line for line, row in zip(lines, (None, *rows), strict=True) if row is None or not row.failed]
     widths = [max(len(line[i]) for line in told) for i in range(len(head))]
     widths[0] = max(len(line[0]) for line in lines)
@@ -307,7 +342,7 @@ def parsed():
     given.size = given.size or ("large" if given.device == "cuda" else "small")
     given.dtype = given.dtype or SIZES["large" if given.device == "cuda" else "small"][2]
     given.prompt = SIZES[given.size][1] if given.prompt is None else given.prompt
-    for name, least in (("prompt", 1), ("tokens", 2), ("batch", 1), ("rounds", 1)):
+    for name, least in (("prompt", 1), ("tokens", 3), ("batch", 1), ("rounds", 1)):
         if getattr(given, name) < least:
             parser.error(f"--{name} {getattr(given, name)}: at least {least}")
     if given.window is not None and given.window <= SINKS:

@@ -280,6 +280,7 @@ def test_whole_model_compares_time_memory_and_text(whole_model, arch, monkeypatc
     for row in rows:
         assert min(row["first_call_s"], row["prompt_ms"]) > 0
         assert row["token_ms"] >= 0
+        assert row["later_ms"] > 0
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in names)
     shown = importlib.import_module("whole_models").markdown(json.loads(file.read_text()))
@@ -319,7 +320,7 @@ def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "1"], "--tokens 1: at least 2"),
+        (["--tokens", "1"], "--tokens 1: at least 3"),
         (["--batch", "0"], "--batch 0: at least 1"),
         (["--window", "4"], "--window 4: more than its 4 sinks"),
         (["--caches", "window"], "--caches window: give --window"),

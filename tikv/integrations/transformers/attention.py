@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tikv import runtime
@@ -16,6 +16,7 @@ from tikv.integrations.transformers import keywords, shim, steps
 from tikv.integrations.transformers.chosen import attend_chosen, chosen_keys
 from tikv.integrations.transformers.keywords import ATTENTION as ATTENTION
 from tikv.integrations.transformers.keywords import HEARD, KEYWORDS, MODEL, OPERATION
+from tikv.integrations.transformers.prompts import PromptMask, attend_prompt, prompt_mask, window_of
 from tikv.integrations.transformers.slots import request_of
 from tikv.integrations.transformers.stored import attend_in_place, decoded
 from tikv.ops.attention.request import AttendRequest
@@ -36,11 +37,12 @@ def attend(
 ) -> tuple[Any, Any]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
-    So does a token in a step that `torch.compile` traces, if the memory of its `TikvCache` is allocated once, and the
-    prompt of a model with learned sinks, if it needs no mask. Queries for which the model chose keys read only the rows
-    of these, see `chosen_keys`. Torch's `scaled_dot_product_attention` serves other prompts, padded batches, training
-    and other traced code; with a soft cap or sinks, plain torch operations do. Under ``tikv.init(invariant=True)`` all
-    prompts that need no mask are served by this library's kernels. `KEYWORDS` lists how the other keywords are
+    So does a token in a step that `torch.compile` traces, if the memory of its `TikvCache` is allocated once. A prompt
+    whose queries are the newest tokens, and see the keys up to themselves or a window of these, is served by this
+    library's kernels if the model has learned sinks, under ``tikv.init(invariant=True)``, and on NVIDIA GPUs of compute
+    capability 9.0 in float16 and bfloat16. Queries for which the model chose keys read only the rows of these, see
+    `chosen_keys`. Torch's `scaled_dot_product_attention` serves other prompts, padded batches, training and other
+    traced code; with a soft cap or sinks, plain torch operations do. `KEYWORDS` lists how the other keywords are
     honoured; unknown ones go to the model's own function, as under the name "eager".
 
     Args:
@@ -98,14 +100,13 @@ def attend(
                 0 if attention_mask.dtype is torch.bool else float("-inf"),
             )
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
-    elif ours and attention_mask is None:
-        request = request_of(scaling, softcap, causal)
-        if sinks is not None:
-            request = request._replace(sink_logits=sinks.detach().float())
-        return attend_in_place(query, key, value, request).transpose(1, 2), None
     elif served:
-        several = causal and tokens > 1
-        numbers = chosen_keys(module, query, key, attention_mask, several, said, kwargs)
+        found = (
+            None if said else _by_kernels(query, key, value, attention_mask, (scaling, softcap, causal), sinks, ours)
+        )
+        if found is not None:
+            return found, None
+        numbers = chosen_keys(module, query, key, attention_mask, causal and tokens > 1, said, kwargs)
         if numbers is not None:
             logits = None if sinks is None else sinks.detach().float()
             request = AttendRequest(scale=scaling, softcap=softcap, sink_logits=logits)
@@ -134,6 +135,27 @@ def attend(
     causal = causal and mask is None
     out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
     return out, None
+
+
+def _by_kernels(
+    query: Any, key: Any, value: Any, mask: Any, scores: tuple[float | None, float | None, bool], sinks: Any, ours: bool
+) -> Any:
+    """Attention without a mask by this library's kernels: (batch, T, heads, head_dim_v), or None if torch serves it.
+
+    `scores` are the scale, the soft cap and whether a query sees only the keys up to itself; `ours` says that torch
+    does not serve it.
+    """
+    if mask is not None and type(mask) is not PromptMask:
+        return None
+    scale, softcap, causal = scores
+    request = request_of(scale, softcap, causal or mask is not None)
+    if sinks is not None:
+        request = request._replace(sink_logits=sinks.detach().float())
+    if mask is None and ours:
+        return attend_in_place(query, key, value, request).transpose(1, 2)
+    if query.shape[2] == 1 or not request.causal:
+        return None
+    return attend_prompt(query, key, value, mask, request, ours)
 
 
 def _plain(
@@ -168,22 +190,31 @@ def _plain(
 def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     """The mask that torch's attention would get; None too if a single query sees every key, as with a window.
 
-    It is also made for several queries of a prompt in memory with room for more: without a mask, torch's attention
-    would let them see the first keys, while `attend` assumes that queries are the newest.
+    Several queries that are the newest tokens get a `PromptMask`, of which `attend` knows what they see. It is also
+    made for a prompt in memory with room for more: without a mask, torch's attention would let its queries see the
+    first keys, while `attend` assumes that queries are the newest.
     """
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     tokens = shim.query_length(kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"])
     offset = kwargs["kv_offset"]
     if isinstance(offset, (steps.SlotsOffset, torch.Tensor)):
         return _mask_of_slots(made, tokens, **kwargs)
-    if tokens > 1 and _is_invariant() and _is_end(tokens, **kwargs):
-        return None  # `attend` knows what each of several newest queries sees
     may_skip = kwargs.get("allow_is_causal_skip", True)
     if isinstance(offset, steps.KnownOffset) and (tokens == 1 or shim.MASKS_PROMPTS_OF_COMPILED) and not may_skip:
         # The caller never skips the mask for a cache whose steps may be compiled; here it is known when it may.
-        kwargs["allow_is_causal_skip"] = may_skip = _is_plain(kwargs["mask_function"])
+        kwargs["allow_is_causal_skip"] = may_skip = window_of(kwargs["mask_function"]) is not None
     if may_skip and tokens not in (1, kwargs["kv_length"]):
         kwargs["allow_is_causal_skip"] = False
+    if tokens > 1 and not args and not _is_traced():
+        found = prompt_mask(lambda: made(**kwargs | {"allow_is_causal_skip": False}), **kwargs)
+        if found is not None:
+            all_seen = found.window is None or found.window >= kwargs["kv_length"]
+            if all_seen and may_skip and tokens == kwargs["kv_length"]:
+                return None
+            if not kwargs.get("use_vmap", shim.MASKS_BY_VMAP):
+                return found
+            if all_seen and _is_invariant():
+                return None  # `attend` knows what each of several newest queries sees
     mask = made(*args, **kwargs)
     if mask is None or not may_skip or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
         return mask
@@ -194,28 +225,6 @@ def _is_invariant() -> bool:
     """Whether `tikv.init` was told that rows shall have the same bits whatever the batch; False while traced."""
     live = None if _is_traced() else runtime.running()
     return live is not None and live.invariant
-
-
-def _is_end(
-    tokens: int, *, kv_length: int, kv_offset: int, mask_function: Any, attention_mask: Any = None, **kwargs: Any
-) -> bool:
-    """Whether a mask would only say that these queries are the newest and see all keys up to themselves."""
-    if mask_function is not causal_mask_function or kv_offset != 0:
-        return False
-    if attention_mask is not None and not bool(attention_mask.all()):
-        return False
-    first = kwargs["q_offset"] if "q_offset" in kwargs else kwargs["cache_position"][0]
-    return int(first) + tokens == kv_length
-
-
-def _is_plain(function: Any) -> bool:
-    """Whether a mask function expresses only causality or a window."""
-    if function is causal_mask_function:
-        return True
-    cells = getattr(function, "__closure__", None) or ()
-    parts = next((c.cell_contents for c in cells if isinstance(c.cell_contents, tuple)), ())
-    names = [getattr(part, "__qualname__", "") for part in parts]
-    return len(parts) == 2 and names[0].startswith("sliding_window_overlay.") and parts[1] is causal_mask_function
 
 
 def _mask_of_slots(
@@ -237,7 +246,7 @@ def _mask_of_slots(
     traced, padding = _is_traced(), attention_mask
     if not traced:
         padding = None if padding is None or bool(padding.all()) else padding
-        allow_is_causal_skip = _is_plain(mask_function)
+        allow_is_causal_skip = window_of(mask_function) is not None
     device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
     if isinstance(kv_offset, steps.SlotsOffset):
         counted, newest = kv_offset.counted, kv_offset.end - 1
@@ -264,7 +273,7 @@ def _mask_of_slots(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
     )
     if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not counted.ring:
-        starts = _starts(padding[:, : kv_offset.end]) if _is_plain(mask_function) else None
+        starts = _starts(padding[:, : kv_offset.end]) if window_of(mask_function) is not None else None
         if starts is not None:
             mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding
     if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:

@@ -7,6 +7,7 @@
 - Layers that reuse other layers' keys are left out at the end, or are a `DummyLayer` where that class exists.
 - From 5.14 on `activate_past_recording` says that the next `crop` may go back beyond a window.
 - From 5.19 on `get_layer_types_and_kwargs` gives the window of each layer; before, it is in the configuration's fields.
+- Masks are made by `vmap` in 4.x, and only if a caller asks for it in 5.x.
 - Configurations declare layers with a state other than keys and values by type in 5.x, and by other fields before.
 """
 
@@ -26,6 +27,9 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 # Whether prompts always get a mask if the cache's steps may be compiled; newer versions have a keyword for that.
 MASKS_PROMPTS_OF_COMPILED = "allow_is_causal_skip" not in inspect.signature(masking_utils.create_causal_mask).parameters
+
+# Whether `vmap` makes masks, which does not work while torch handles an operation on a subclass of its tensors.
+MASKS_BY_VMAP = "use_vmap" not in inspect.signature(masking_utils.sdpa_mask).parameters
 
 CROP_IS_RELATIVE = VERSION >= (5, 14)  # the argument counts tokens to remove, as a negative number
 CROP_REFUSES_POSITIVE = VERSION >= (5, 16)

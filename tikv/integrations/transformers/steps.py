@@ -143,6 +143,32 @@ class KnownOffset(int):
     """The position of the first key of a layer whose steps may be compiled; masks recognise it by its class."""
 
 
+class StreamedOffset(int):
+    """The offset of the keys of a streamed layer, as one number, and what tells the position of each key."""
+
+    count: int  # how many keys there are, the new ones included
+    tokens: int  # how many of them are new
+    window: int
+    sinks: int
+    newest: int | None  # the newest token's slot, if it has overwritten the oldest; else the newest is the last
+
+    @classmethod
+    def of(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> StreamedOffset:
+        """An offset with these attributes."""
+        found = cls(offset)
+        found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
+        return found
+
+    def positions(self) -> np.ndarray[Any, Any]:
+        """The positions of the keys, in the order of `update`."""
+        sinks, end = min(self.sinks, self.count), int(self) + self.count
+        behind = np.arange(end - (self.count - sinks), end)
+        if self.newest is not None:
+            behind = np.roll(behind, self.newest - sinks + 1)
+        found: np.ndarray[Any, Any] = np.r_[:sinks, behind]
+        return found
+
+
 def are_compiled(device: Any) -> bool:
     """Whether steps on a device are likely to be compiled: it is a GPU, or torch's compiler has been imported."""
     return device.type == "cuda" or "torch._dynamo" in sys.modules

@@ -142,7 +142,7 @@ def stored_pair(keys: Any, values: Any) -> Any:
 
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
     """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, reading them as stored."""
-    query, held = _in_rows(query), key.shape[2]
+    query, held = in_rows(query), key.shape[2]
     slots = getattr(key, "tikv_slots", None)
     if slots is not None and slots.are(key, value):
         return slots.attend(query, held, request)
@@ -154,10 +154,10 @@ def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) ->
         slots = pair.slots()
         if slots is not None:
             return slots.attend(query, held, request)
-    caches = ContiguousCaches(_in_rows(decoded(key)), _in_rows(decoded(value)), held)
+    caches = ContiguousCaches(in_rows(decoded(key)), in_rows(decoded(value)), held)
     return attend_contiguous(query, caches, held, request)
 
 
-def _in_rows(a: Any) -> Any:
+def in_rows(a: Any) -> Any:
     """The array with contiguous rows, as the kernel needs them."""
     return a if a.stride(3) == 1 else a.contiguous()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import AttentionMaskInterface
@@ -140,7 +139,7 @@ class StreamingLayer(RingLayer):
         over = tokens == 1 and held == self.window
         count = held if over else held + tokens
         newest = self._oldest if over else None
-        return count, _MaskOffset(end + tokens - count, count, tokens, self.window, self.sinks, newest)
+        return count, steps.StreamedOffset.of(end + tokens - count, count, tokens, self.window, self.sinks, newest)
 
     def _refuse_crop(self, length: int, target: int) -> None:
         if self.store is None:
@@ -184,30 +183,6 @@ class StreamingLayer(RingLayer):
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 
-class _MaskOffset(int):
-    """The offset of the keys for callers that need one number, and each key's position for `_mask`."""
-
-    def __new__(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> _MaskOffset:
-        found = super().__new__(cls, offset)
-        found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
-        return found
-
-    count: int  # how many keys there are, the new ones included
-    tokens: int  # how many of them are new
-    window: int
-    sinks: int
-    newest: int | None  # the newest token's slot, if it has overwritten the oldest; else the newest is the last
-
-    def positions(self) -> np.ndarray[Any, Any]:
-        """The positions of the keys, in the order of `update`."""
-        sinks, end = min(self.sinks, self.count), int(self) + self.count
-        behind = np.arange(end - (self.count - sinks), end)
-        if self.newest is not None:
-            behind = np.roll(behind, self.newest - sinks + 1)
-        found: np.ndarray[Any, Any] = np.r_[:sinks, behind]
-        return found
-
-
 def know_masks() -> None:
     """Have `_mask` make the masks of keys that are not a range; all other masks are unchanged."""
     for name in _MASKED:
@@ -219,7 +194,7 @@ def know_masks() -> None:
 def _knowing(made: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         offset = kwargs.get("kv_offset")
-        return _mask(made, offset, **kwargs) if isinstance(offset, _MaskOffset) else made(*args, **kwargs)
+        return _mask(made, offset, **kwargs) if isinstance(offset, steps.StreamedOffset) else made(*args, **kwargs)
 
     mask.tikv_made_by = made  # type: ignore[attr-defined]
     return mask
@@ -227,7 +202,7 @@ def _knowing(made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mask(
     made: Callable[..., Any],
-    offset: _MaskOffset,
+    offset: steps.StreamedOffset,
     *,
     mask_function: Callable[..., Any],
     attention_mask: Any = None,
