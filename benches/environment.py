@@ -27,12 +27,16 @@ def environment(archs) -> dict:
 
 
 def line(about: dict, archs=None) -> str:
-    """The same as a line; `archs`: only the devices of these."""
-    devices = [device for arch, device in about["devices"].items() if archs is None or arch in archs]
-    versions = [f"{name} {version}" for name, version in about["versions"].items() if version]
-    busy = [] if about["load"] is None else [f"load {about['load']} before"]
-    parts = [*devices, f"{about['cores']} cores", *busy, about["system"], f"Python {about['python']}", *versions]
-    return f"{', '.join(parts)}; {about['date']}, commit {about['commit']}"
+    """The same as a line, of what is known; `archs`: only the devices of these."""
+    parts = [device for arch, device in about["devices"].items() if archs is None or arch in archs]
+    if about.get("cores"):
+        parts.append(f"{about['cores']} cores")
+    if about.get("load") is not None:
+        parts.append(f"load {about['load']} before")
+    parts += [about["system"]] if "system" in about else []
+    parts += [f"Python {about['python']}"] if "python" in about else []
+    parts += [f"{name} {version}" for name, version in about["versions"].items() if version]
+    return f"{', '.join(parts)}; {about['date']}" + (f", commit {about['commit']}" if "commit" in about else "")
 
 
 def commit() -> str:

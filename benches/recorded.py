@@ -1,9 +1,8 @@
-"""The H200's picture, from the figures that the manual's tables have: python benches/report.py --h200.
+"""The H200's picture, from the files that the manual's tables are made of: python benches/report.py --h200.
 
-Attention over float16 is in docs/figures_h200.json, which `benches/tables.py run cuda` writes; other figures are in
-tables of the manual. Rows and columns are found by their names, so to change a figure, change it there and draw the
-picture again.
-If a name is no longer in any table, the command stops and says so; then put the new name into the lists below.
+docs/figures_h200.json is what `benches/tables.py run cuda` writes; the other two files have figures of earlier runs.
+Rows and columns are found by their names. If a name is no longer in any table, the command stops and says so; then put
+the new name into the lists below.
 """
 
 import functools
@@ -115,7 +114,7 @@ class Table(NamedTuple):
 def only(found, what):
     """The one that there is."""
     if len(found) != 1:
-        raise SystemExit(f"report: the H200's tables in docs/ have {len(found)} times {what}, and it has to be once")
+        raise SystemExit(f"report: the H200's files in docs/ have {len(found)} times {what}, and it has to be once")
     return found[0]
 
 
@@ -139,11 +138,11 @@ def figure(cell: str, part: int = 0, after: str = "") -> float | None:
     """
     text = re.sub(r"\([^)]*\)", "", cell)
     if after not in text:
-        raise SystemExit(f"report: no {after!r} in the cell {cell!r} of the H200's tables in docs/")
+        raise SystemExit(f"report: no {after!r} in the cell {cell!r} of the H200's files in docs/")
     parts = re.split(r"\s/(?:\s|$)", text.partition(after)[2] if after else text)
     if part >= len(parts):
         raise SystemExit(
-            f"report: no figure number {part + 1} between slashes in {cell!r} of the H200's tables in docs/"
+            f"report: no figure number {part + 1} between slashes in {cell!r} of the H200's files in docs/"
         )
     found = NUMBER.search(parts[part])
     return float(found[0].replace(",", "")) if found else None
@@ -153,7 +152,7 @@ def needed(cell: str, part: int = 0, after: str = "", unit: str = "") -> float:
     """The same where there has to be one, in that unit."""
     found = figure(cell, part, after)
     if found is None or unit not in cell:
-        raise SystemExit(f"report: no figure in {unit or 'numbers'} in {cell!r} of the H200's tables in docs/")
+        raise SystemExit(f"report: no figure in {unit or 'numbers'} in {cell!r} of the H200's files in docs/")
     return found
 
 
@@ -183,22 +182,25 @@ def calls(work: Table) -> Panel:
     return Panel("one token's K and V", "microseconds a call; shorter is better", groups, "log", 4)
 
 
-def formats(kept_as: Table) -> Panel:
-    """Writes and decode attention over contiguous caches of each format, as times the speed of float16."""
-    of_contiguous = re.compile(r"(?:decode, )?(\d+) query heads?")
-    heads = {column: m[1] for column in kept_as.columns if (m := of_contiguous.fullmatch(column))}
-    if not heads:
-        raise SystemExit("report: the table of formats has no column of query heads")
+def formats(written: Table, read: Table) -> Panel:
+    """Writes, and decode attention over contiguous caches, of each format, as times the speed of float16."""
+    times = {}
+    for cells in written.cells:
+        for part, name in enumerate(cells["kept as"].split(" / ")):
+            times[name] = figure(cells["write"], part)
+    heads, speed = read.columns[0], "times float16's speed"
+    rows = [
+        row for row in read.cells if row["storage"] == "contiguous" and row["format"].partition(",")[0] != "float16"
+    ]
     groups = []
-    for cells in kept_as.cells:
-        for part, name in enumerate(cells[kept_as.columns[0]].split(" / ")):
-            bars = []
-            if (time := figure(cells["write"], part)) is not None:
-                bars.append(Bar("tikv", 1 / time, 1 / time, "write"))
-            for column, count in heads.items():
-                if (speed := figure(cells[column], part)) is not None:
-                    bars.append(Bar("tikv", speed, speed, f"{count} head{'s' * (count != '1')}"))
-            groups.append(Group(name, bars, 1.0))
+    for name in dict.fromkeys(row["format"] for row in rows if "," not in row["format"]):
+        time = times.get(name)
+        bars = [] if time is None else [Bar("tikv", 1 / time, 1 / time, "write")]
+        for row in rows:
+            if row["format"] == name:
+                count = row[heads]
+                bars.append(Bar("tikv", needed(row[speed]), needed(row[speed]), f"{count} head{'s' * (count != '1')}"))
+        groups.append(Group(name, bars, 1.0))
     axis = "times tikv's float16, which is the line; heads: query heads per KV head"
     return Panel("fewer bits: writes of 131,072 tokens, decode attention", axis, groups)
 
@@ -250,40 +252,30 @@ def shared(gpus: Table) -> Panel:
     return Panel("decode attention, tokens split over two H200", "microseconds; shorter is better", groups)
 
 
-def about(performance: str) -> str:
-    """The line below the picture: what was measured on."""
-    found = only(re.findall(r"^\*\*NVIDIA H200\*\* \(([^)]*)\)", performance, re.MULTILINE), "their heading")
-    ratios = "ratios are times the peer's speed, red where tikv is slower"
-    return f"cuda: NVIDIA H200, {found}; {ratios}; from the tables in docs/"
-
-
 def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
-    """Two columns of panels, and the line below them, of what the tables say."""
-    performance = (docs / "performance.md").read_text(encoding="utf-8")
-    part = "**NVIDIA H200**" + performance.partition("**NVIDIA H200**")[2].partition("\n**")[0]
-    here = tables_of(part)
-    there = tables_of((docs / "many_devices.md").read_text(encoding="utf-8"))
+    """Two columns of panels, and the line below them, of what the files say."""
+    saved = [
+        json.loads((docs / name).read_text(encoding="utf-8"))
+        for name in ("figures_h200.json", "figures_h200_earlier.json", "figures_two_gpus.json")
+    ]
+    tables = [table for found in saved for table in found["tables"]]
 
-    def table(found: list[Table], *columns: str) -> Table:
-        fit = [each for each in found if set(columns) <= set(each.columns) and each.columns[0].startswith(columns[0])]
-        return only(fit, f"a table with the columns {', '.join(columns)}")
-
-    work = table(here, "work", "tikv", "peer", "ratio", "device memcpy")
-    kept = only([each for each in here if each.columns == ["work", "tikv", "peer"]], "the table of compact")
-    saved = json.loads((docs / "figures_h200.json").read_text(encoding="utf-8"))
-
-    def measured(program: str) -> Table:
-        of_program = [each for each in saved["tables"] if each["command"] == f"python benches/{program}"]
+    def measured(program: str, title: str = "") -> Table:
+        of_program = [each for each in tables if each["command"].endswith(program) and each["title"].startswith(title)]
         found = only(of_program, f"a table of {program}")
-        return Table(found["columns"], found["rows"])
+        return Table(found["columns"], [[plain(cell) for cell in row] for row in found["rows"]])
 
-    left = [copies(work, kept), calls(work), formats(table(here, "kept as", "write"))]
+    work, kept = measured("pytest benches --arch cuda"), measured("--arch cuda", "Half of the tokens")
+    codes = measured("attention_gpu.py codes")
+    left = [copies(work, kept), calls(work), formats(measured("bench_quantize.py --arch cuda"), codes)]
     right = [
         decodes(measured("attention_gpu.py decode")),
         prompts(measured("attention_gpu.py prompts")),
-        shared(table(there, "work", "one H200", "two")),
+        shared(measured("gpus.sh")),
     ]
-    return [left, right], about(part)
+    ratios = "ratios are times the peer's speed, red where tikv is slower"
+    versions = ", ".join(f"{name} {version}" for name, version in saved[1]["environment"]["versions"].items())
+    return [left, right], f"cuda: NVIDIA H200, {versions}; {ratios}; from the tables in docs/"
 
 
 def labels(found: list[list[Panel]]) -> list[str]:
