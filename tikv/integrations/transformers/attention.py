@@ -39,11 +39,12 @@ def attend(
 
     So does a token in a step that `torch.compile` traces, if the memory of its `TikvCache` is allocated once. A prompt
     whose queries are the newest tokens, and see the keys up to themselves or a window of these, is served by this
-    library's kernels if the model has learned sinks, under ``tikv.init(invariant=True)``, and on NVIDIA GPUs of compute
-    capability 9.0 in float16 and bfloat16. Queries for which the model chose keys read only the rows of these, see
-    `chosen_keys`. Torch's `scaled_dot_product_attention` serves other prompts, padded batches, training and other
-    traced code; with a soft cap or sinks, plain torch operations do. `KEYWORDS` lists how the other keywords are
-    honoured; unknown ones go to the model's own function, as under the name "eager".
+    library's kernels if the model has learned sinks, and under ``tikv.init(invariant=True)``. In float16 and bfloat16
+    on NVIDIA GPUs of compute capability 9.0 they also serve such a prompt after earlier tokens, with a window or with a
+    soft cap. Queries for which the model chose keys read only the rows of these, see `chosen_keys`. Torch's
+    `scaled_dot_product_attention` serves other prompts, padded batches, training and other traced code; with a soft cap
+    or sinks, plain torch operations do. `KEYWORDS` lists how the other keywords are honoured; unknown ones go to the
+    model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
@@ -153,8 +154,11 @@ def _by_kernels(
         request = request._replace(sink_logits=sinks.detach().float())
     if mask is None and ours:
         return attend_in_place(query, key, value, request).transpose(1, 2)
-    if query.shape[2] == 1 or not request.causal:
+    tokens = query.shape[2]
+    if tokens == 1 or not request.causal:
         return None
+    if mask is None and tokens == key.shape[2] and softcap is None:
+        return None  # cuDNN, which torch uses, is faster if queries and keys are as many
     return attend_prompt(query, key, value, mask, request, ours)
 
 
