@@ -165,7 +165,7 @@ def torch_prompts(machine, q, plain):
 def visible(machine):
     """Whether a window and a tree of drafts take the time of the keys that are seen."""
     small, (keys, _) = machine.small, PROMPTS[machine.small]
-    many, drafts, window, sinks = (32, 8, 16, 4) if small else (2048, 64, 1024, 4)
+    many, few, drafts, window, sinks = (32, 16, 8, 16, 4) if small else (2048, 512, 64, 1024, 4)
     at = torch.arange(keys, device=machine.device)
     parents = (torch.arange(drafts, device=machine.device) - 1) // 2  # a binary tree
     parents[0] = -1
@@ -176,17 +176,18 @@ def visible(machine):
     def causal(new):
         return at <= (keys - new + torch.arange(new, device=machine.device))[:, None]
 
-    def in_window(first):
-        return causal(many) & (
-            (at > (keys - many - window + first + torch.arange(many, device=machine.device))[:, None]) | (at < first)
-        )
+    def in_window(new, first=0):
+        oldest = keys - new - window + first + torch.arange(new, device=machine.device)
+        return causal(new) & ((at > oldest[:, None]) | (at < first))
 
     tree = causal(drafts)
     tree[:, keys - drafts :] = ancestors
     cases = {  # seen keys of each query, options; those of the same new tokens are compared
         f"{many:,} new tokens, causal": (causal(many), {}),
-        f"the same, window {window:,}": (in_window(0), {"window": window}),
-        f"the same, window {window:,} with {sinks} sinks": (in_window(sinks), {"window": window, "sinks": sinks}),
+        f"the same, window {window:,}": (in_window(many), {"window": window}),
+        f"the same, window {window:,} with {sinks} sinks": (in_window(many, sinks), {"window": window, "sinks": sinks}),
+        f"{few} new tokens, causal": (causal(few), {}),
+        f"{few} new tokens, window {window:,}": (in_window(few), {"window": window}),
         f"{drafts} new tokens, causal": (causal(drafts), {}),
         f"the same as a tree of {drafts}": (tree, {"parents": parents[None]}),
     }
