@@ -138,11 +138,11 @@ def times_of(codes: Codes, n: int) -> int:
     return 16 if codes.bits == 4 and n % 2 else 1
 
 
-def make_load_halves(x, piece, pairs, shares, c):
+def make_load_halves(x, piece, pairs, shares, c, top=15):
     """load_halves(g, row, lane, start, task, q, qf, ...): fragments of tile g of Q^T, in the order of K's codes.
 
-    A row is multiplied by a power of two that makes its largest number one of float16's largest, and then by the
-    `shares` of its registers, over and over. Returns the exponent of that number, as float32 has it.
+    A row is multiplied by a power of two that gives its largest number the exponent `top`, and then by the `shares` of
+    its registers, over and over. Returns the exponent that this number had, as float32 has it.
     """
     query_row, column, to_f32 = make_query_row(c), make_column(c.cache), make_bits_to_f32(c.query)
     pack, row_max, NK = instructions().pack_f16, make_row_max("cuda", 4), c.width // KEYS
@@ -156,7 +156,7 @@ def make_load_halves(x, piece, pairs, shares, c):
         for w in range(piece.words)
         for low, high in pairs
     ]
-    factors = [shares[n % len(shares)] for n in range(2 * NK)]
+    factors, most = [shares[n % len(shares)] for n in range(2 * NK)], min(253, 253 + top)
 
     @ti.func
     def load_halves(g: ti.template(), row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
@@ -170,8 +170,8 @@ def make_load_halves(x, piece, pairs, shares, c):
             qf[ti.static(g * 2 * NK + n)] = low | (high << ti.u32(16))
             largest = ti.max(largest, ti.max(low & ti.u32(0x7FFF), high & ti.u32(0x7FFF)))
         largest = row_max(lane, largest)
-        exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(LEAST)), ti.u32(253))
-        power = ti.bit_cast((ti.u32(127 + 15 + 127) - exponent) << ti.u32(23), ti.f32)
+        exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(LEAST)), ti.u32(most))
+        power = ti.bit_cast((ti.u32(127 + top + 127) - exponent) << ti.u32(23), ti.f32)
         for n in ti.static(range(2 * NK)):
             word = qf[ti.static(g * 2 * NK + n)]
             low_half = to_f32(word & ti.u32(0xFFFF)) * power * ti.f32(factors[n])

@@ -1,6 +1,7 @@
 """Attention over keys quantised by channel over groups of tokens, and values by token; the codes are read in place.
 
-A separate kernel first computes the scores of all keys: float32, 4 bytes for each key and query row. Attention then
+CUDA's tensor cores read keys and values in one launch, where `why_not_by_channel` finds no reason against it. Otherwise
+a separate kernel first computes the scores of all keys: float32, 4 bytes for each key and query row. Attention then
 reads these scores instead of multiplying queries with keys, and reads the values as in any other cache.
 """
 
@@ -16,7 +17,8 @@ from tikv.ops import checks
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
-from tikv.ops.layouts import Rows
+from tikv.ops.attention.tensor_cores import why_not_by_channel
+from tikv.ops.layouts import Rows, Scale
 from tikv.ops.plan import Launch, Plan
 
 SERIAL_PRODUCTS = 1 << 18  # on CPU, below this the calling thread finishes before another one wakes
@@ -140,6 +142,49 @@ class ScoredValues(NamedTuple):
     span: int | None = None
     page: int = 0
     blocks: int = 0
+
+
+def channel_plan(
+    live: runtime.Runtime,
+    operation: str,
+    arrays: dict[str, ArrayView],
+    keys: ChannelKeys,
+    values: ScoredValues,
+    asked: AttentionScale,
+) -> AttentionPlan | None:
+    """The plan of attention that reads K's codes itself, on tensor cores; None if scores are computed first.
+
+    Args:
+        live, operation: as in `channel_scores`.
+        arrays: q (B, Hq, T, D); k and k_scale, the arrays of `keys`; v, and v_scale if V has scales.
+        keys: the codes.
+        values: where V lies.
+        asked: what turns products into scores.
+    """
+    if keys.table is not None or values.ring or values.span is not None or asked.softcap is not None:
+        return None  # with a soft cap LLVM makes two functions of the kernel
+    key = plan_key(operation, arrays, ("by channel", *asked, keys.format, values.rows.format, *values[1:]))
+    found = live.plans.get(key)
+    if found is None:
+        codes, numbers = keys.codes.strides, keys.numbers.strides
+        scale = Scale(keys.numbers, sequence=numbers[0], head=numbers[1], token=numbers[2])
+        cache = CacheLayout(
+            k=Rows(keys.codes, sequence=codes[0], head=codes[1], token=codes[2], format=keys.format, scale=scale),
+            v=values.rows,
+            heads=keys.heads,
+            width=keys.width,
+            width_v=values.width,
+            place="linear",
+            capacity=values.tokens,
+            by_channel=True,
+        )
+        options = AttentionOptions(asked.scale, causal=False)
+        plan = None
+        if not why_not_by_channel(live, arrays, cache):
+            plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
+        found = live.plans.keep(key, (plan,))
+    known: AttentionPlan | None = found[0]
+    return known
 
 
 def scored_plan(

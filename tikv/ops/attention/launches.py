@@ -461,9 +461,11 @@ class AttentionLaunches(Plan):
 
             return make_attend_cpu, (self.shares.workers,)
         if style == "cuda":
-            from tikv.kernels.attention import cuda, hopper, tensor_cores
+            from tikv.kernels.attention import cuda, hopper, tensor_channels, tensor_cores
 
             tile = self.cache.tile
+            if self.cache.by_channel:
+                return tensor_channels.make_attend_channels, (tile,)
             if isinstance(tile, hopper.Warpgroups):
                 return hopper.make_attend_hopper, (tile._replace(paired=paired),)
             if tile is not None:
@@ -553,6 +555,11 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
     If K and V are stored alike, both have the same width; if not, a word has at most 32 bits.
     """
     itemsize = k.dtype.itemsize
+    if cache.by_channel:
+        from tikv.kernels.attention import tensor_channels
+
+        read: tuple[int, int] = tensor_channels.word_bits(cache.k.storage, cache.v.storage, cache.width_v)
+        return read
     if not cache.alike:
         both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]

@@ -44,22 +44,24 @@ class CacheLayout(NamedTuple):
     starts: bool = False  # whether lengths are (2 * B,): each sequence's length and its first key that is seen
     scored: bool = False  # K holds products of queries and keys; `k.block` is the step between query rows
     fixed_rows: int = 0  # query rows of a task for any number of queries; 0 if up to `most_rows` are chosen
+    by_channel: bool = False  # K is codes by channel; `k.token` is the step between groups of tokens
 
     @property
     def alike(self) -> bool:
         """Whether K and V are stored in one format; the keys alone may be rotated."""
-        return not self.scored and self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
+        other = self.scored or self.by_channel
+        return not other and self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
 
     @property
     def scales(self) -> list[Scale]:
-        """The scales of K and V, as far as there are any; both have the same strides."""
+        """The scales of K and V, as far as there are any; both have the same strides, unless K's are by channel."""
         return [rows.scale for rows in (self.k, self.v) if rows.scale is not None]
 
     @property
     def scale_strides(self) -> tuple[int, int, int, int]:
-        """The steps, in entries, between the scales of sequences, blocks, tokens and heads."""
-        found = self.scales
-        return (found[0].sequence, found[0].block, found[0].token, found[0].head) if found else (0, 0, 0, 0)
+        """The steps, in entries, between the scales of sequences, blocks, tokens and heads; V's if it has scales."""
+        found = self.v.scale or self.k.scale
+        return (found.sequence, found.block, found.token, found.head) if found else (0, 0, 0, 0)
 
 
 class AttentionOptions(NamedTuple):

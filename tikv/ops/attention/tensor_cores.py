@@ -77,6 +77,29 @@ def _why_not_codes(live: runtime.Runtime, q: ArrayView, cache: CacheLayout) -> s
     return ""
 
 
+def why_not_by_channel(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
+    """Why tensor cores cannot read keys that are codes by channel, see `CacheLayout.by_channel`; empty if they can."""
+    if reason := launch.why_no_tensor_cores(live):
+        return reason
+    from tikv.kernels.attention import tensor_channels, tensor_cores
+
+    q, numbers = arrays["q"], arrays["k_scale"]
+    if (cache.k.storage, cache.v.storage) not in tensor_channels.FORMATS:
+        return f"K is {cache.k.format} by channel and V {cache.v.format or cache.v.array.dtype.name}"
+    if q.dtype.short != "f16":
+        return f"q is {q.dtype.name}, over codes by channel"
+    if not cache.width == cache.width_v == tensor_channels.WIDTH:
+        return f"heads are {cache.width} and {cache.width_v} wide"
+    if any(scale.array.dtype.short != "f16" for scale in cache.scales):
+        return f"scales are {numbers.dtype.name}"
+    if row_bytes(arrays["k"], arrays["v"], cache, tensor_cores.ROW_BYTES) != tensor_cores.ROW_BYTES:
+        return f"not every row begins at a multiple of {tensor_cores.ROW_BYTES} bytes"
+    for scale in cache.scales:
+        if (scale.array.ptr or 0) % tensor_channels.NUMBER_BYTES or scale.array.offset % tensor_channels.NUMBER_BYTES:
+            return f"scales do not begin at a multiple of {tensor_channels.NUMBER_BYTES} bytes"
+    return ""
+
+
 def needs_native(cache: CacheLayout) -> bool:
     """Whether the tensor cores' kernel for a cache has instructions that only the native launcher can ask for."""
     from tikv.kernels.attention.tensor_floats import NEEDS_NATIVE
@@ -88,6 +111,10 @@ def choose_tile(
     live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout, softcap: bool = False
 ) -> Any:
     """How the tensor cores' work is shared out, as a `Tile`; None if other kernels are used."""
+    if cache.by_channel:
+        from tikv.kernels.attention import tensor_channels
+
+        return tensor_channels.TILE
     if why_not_tensor_cores(live, arrays, cache):
         return None
     from tikv.kernels.attention import tensor_cores

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array
-from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
+from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_plan, channel_scores, scored_plan
 from tikv.ops.attention.launches import ALL, AttendedTokens
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttentionScale
@@ -151,7 +151,7 @@ class CodedArrays(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps.
 
-        K's and V's codes are read in place, in two launches, or three if the keys are split over several.
+        K's and V's codes are read in place, in one launch or two, and one more if the keys are split over several.
 
         Args:
             operation, q, scores: those of the call.
@@ -163,11 +163,16 @@ class CodedArrays(NamedTuple):
         """
         heads = self.form.heads
         lead = q.shape[0], heads, q.shape[1] // heads * q.shape[2]
-        products = scratch.array("scores", (*lead, values.tokens))
         keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
-        channel_scores(scratch.runtime, operation, q, keys, products, groups)
-        arrays = {"q": q, "k": products, "v": self.v, **paged}
+        arrays = {"q": q, "k": self.k, "v": self.v, **paged}
         if self.v_numbers is not None:
             arrays["v_scale"] = self.v_numbers
-        plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
+        in_place = {**arrays, "k_scale": self.k_numbers}
+        plan = channel_plan(scratch.runtime, operation, in_place, keys, values, scores)
+        if plan is not None:
+            arrays = in_place
+        else:
+            arrays["k"] = scratch.array("scores", (*lead, values.tokens))
+            channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
+            plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
         return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
