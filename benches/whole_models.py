@@ -2,7 +2,7 @@
 
     python examples/whole_model.py --json mine.json             measures, and adds a run to the file
     python benches/whole_models.py mine.json --svg mine         draws mine-light.svg and mine-dark.svg
-    python benches/whole_models.py                              draws docs/whole-model from docs/whole_models_h100.json
+    python benches/whole_models.py                              draws docs/whole-model from docs/whole_models_h200.json
 
 `python benches/tables.py write FILE PAGE ...` puts the tables into pages.
 """
@@ -183,7 +183,7 @@ def figure_of(found: dict, theme: str):
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=pathlib.Path, default=DOCS / "whole_models_h100.json")
+    parser.add_argument("file", nargs="?", type=pathlib.Path, default=DOCS / "whole_models_h200.json")
     parser.add_argument(
         "--svg", metavar="STEM", default=str(DOCS / "whole-model"), help="of STEM-light.svg and STEM-dark.svg"
     )

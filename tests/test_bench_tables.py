@@ -296,7 +296,7 @@ def test_a_picture_of_whole_models_names_gains_and_losses():
 def test_the_picture_of_whole_models_has_the_figures_of_its_file(tmp_path):
     """Every label, in order; and the same picture where matplotlib is that which drew it."""
     whole_models = importlib.import_module("whole_models")
-    found = json.loads((ROOT / "docs" / "whole_models_h100.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "docs" / "whole_models_h200.json").read_text(encoding="utf-8"))
     labels = [label for _, bars in whole_models.panels(found) for *_, label, _ in bars]
     kept = {theme: (ROOT / f"docs/whole-model-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")}
     for text in kept.values():
@@ -319,7 +319,7 @@ def figures_of(found):
     whole_models = importlib.import_module("whole_models")
     held = set(NUMBER.findall(json.dumps(found)))
     for part in whole_models.parts(found):
-        for field in ("prompt_ms", "token_ms", "peak_mb", "first_call_s"):
+        for field in ("prompt_ms", "token_ms", "later_ms", "peak_mb", "first_call_s"):
             figures = whole_models.measured(part, field)
             for name, figure in figures.items():
                 held |= set(NUMBER.findall(whole_models.spelled(figure, field)))
