@@ -391,6 +391,45 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("form", "in_keys", "why"),
+    [
+        ({}, True, ""),
+        ({"dtype": "bfloat16", "group": 3, "queries": 9}, True, ""),
+        ({"terms": ["indices"]}, True, ""),
+        ({}, False, "an array of their own"),
+        ({"width_v": 384}, True, "576 and 384 wide"),
+        ({"dtype": "float32"}, True, "K and V are float32"),
+        ({"q_dtype": "bfloat16"}, True, "q is bfloat16"),
+        ({"terms": ["sink_logits"]}, True, "sink_logits are given"),
+        ({"ptr": 8}, True, "not every row begins"),
+        ({"q_ptr": 8}, True, "not every row of q begins"),
+    ],
+)
+def test_which_latents_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, in_keys, why):
+    form = dict(form)
+    ptr = form.pop("q_ptr", 0)
+    arrays, query, cache = given(**{"width": 576, "width_v": 512, **form})
+    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
+    cache = cache._replace(in_keys=in_keys)
+    found = hopper.why_not_latents(CUDA, arrays, query, cache)
+    assert why in found
+    assert bool(why) == bool(found)
+    assert (hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS) is None) == bool(why)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("batch", "group", "rows", "splits"), [(32, 16, 16, 4), (64, 128, 64, 1), (1, 16, 16, 32)])
+def test_latents_fill_the_device_with_one_block_of_each_multiprocessor(arch, hopper_gpu, batch, group, rows, splits):
+    arrays, query, cache = given(width=576, width_v=512)
+    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=0, offset=0)
+    cache, query = cache._replace(heads=1, in_keys=True), query._replace(batch=batch, heads=group)
+    cache = cache._replace(tile=hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS))
+    assert rows_of_task(1, group, cache.tile) == rows
+    assert choose_splits(CUDA, query, cache, 8192) == splits
+
+
+@pytest.mark.archs("cpu")
 def test_where_there_are_none_the_report_says_why(arch, hopper_gpu):
     assert launch.why_no_warpgroups(CUDA) == ""
     assert "is cpu" in tikv.info()["warpgroups"]

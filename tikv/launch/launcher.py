@@ -155,7 +155,7 @@ def why_no_hopper(live: runtime.Runtime) -> str:
 
 
 def why_no_warpgroups(live: runtime.Runtime) -> str:
-    """Why a runtime's kernels cannot use products of warpgroups, which serve prompts; empty if they can."""
+    """Why a runtime's kernels cannot use products of warpgroups, for prompts and latents; empty if they can."""
     if reason := why_no_hopper(live):
         return reason
     from tikv.kernels.attention.hopper import BITCODE

@@ -24,6 +24,8 @@ REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 64, 192))
 READS = ((2, 64), (1, 32), (2, 32))  # of codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
+LATENT = (576, 512, 64)  # columns of a latent, the first of which are its values; keys of a tile
+LATENT_ROWS = ((16, 1), (64, 2))  # query rows of a block, and the warpgroups that consume
 LETTER = {"float": "f", "i32": "r", "i64": "l"}  # of a register, in the constraints of inline assembly
 
 HEAD = """; Written by hopper_ir.py, which says what it is.
@@ -161,9 +163,73 @@ def values(half: str, width: int, keys: int) -> str:
     )  # fmt: skip
 
 
+def latent_scores(half: str, rows: int, consumers: int) -> str:
+    """S^T = K Q^T of a tile of latents: its keys are the rows of the product, a warpgroup's query rows its columns."""
+    width, _, keys = LATENT
+    own = rows // consumers
+    count = own // 2
+    sums = ", ".join(f"${n}" for n in range(count))
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 q, k;", ".reg .b32 low;"]
+    for n in range(width // STEP):
+        panel, inside = divmod(n * STEP * 2, PANEL)
+        of_q, of_k = (panel * each * PANEL + inside for each in (rows, keys))
+        lines += [*descriptor("q", f"${count}", of_q), *descriptor("k", f"${count + 1}", of_k)]
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{own}k16.f32.{half}.{half} {{{sums}}}, k, q, {int(n > 0)}, 1, 1, 0, 0;"
+        )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "S^T = K Q^T is under way, by the lower halves of the descriptors of Q and K"
+    return function(
+        f"latent_scores_{half}_{rows}", comment, uncovered(*lines), given=["i32"] * 2, made=["float"] * count
+    )
+
+
+def latent_values(half: str, rows: int, consumers: int) -> str:
+    """O^T += V^T P^T of a tile of latents, whose first columns are V: 64 columns of V are the rows of a product."""
+    _, width, keys = LATENT
+    panels, count = width // 64 // consumers, width // consumers // 64 * rows // 2
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 v, p;", ".reg .b32 low;"]
+    for n in range(keys // STEP):
+        lines += descriptor("p", f"${count}", n * STEP * 2)
+        for panel in range(panels):
+            sums = ", ".join(f"${panel * rows // 2 + i}" for i in range(rows // 2))
+            lines += descriptor("v", f"${count + 1}", (panel * keys + n * STEP) * PANEL)
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{half}.{half} {{{sums}}}, v, p, 1, 1, 1, 1, 0;"
+            )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "O^T += V^T P^T is under way, by the lower halves of the descriptors of P and V"
+    return function(
+        f"latent_values_{half}_{rows}", comment, uncovered(*lines), changed=["float"] * count, given=["i32"] * 2
+    )
+
+
+def latent_results() -> list[str]:
+    """What is done with a query row's columns that a thread has: two, 8 apart, of each panel of V of its warpgroup."""
+    found = []
+    for panels in sorted({LATENT[1] // 64 // consumers for _, consumers in LATENT_ROWS}):
+        count = 2 * panels
+        found.append(function(f"fade_{count}", "numbers times a factor", [f"mul.f32 ${n}, ${n}, ${count};" for n in
+                              range(count)], changed=["float"] * count, given=["float"], pure=True))  # fmt: skip
+        for kind, size, convert in (
+            ("f32", 4, "mov.b32"),
+            ("f16", 2, "cvt.rn.f16.f32"),
+            ("bf16", 2, "cvt.rn.bf16.f32"),
+        ):
+            lines = ["{", ".reg .f32 x;", f".reg .b{8 * size} y;"]
+            for n in range(count):
+                lines += [f"mul.f32 x, ${n + 2}, $1;", f"{convert} y, x;",
+                          f"st.global.b{8 * size} [$0+{(n // 2 * 64 + n % 2 * 8) * size}], y;"]  # fmt: skip
+            comment = "numbers times a factor, to a row's columns from an address on"
+            found.append(function(f"store_{count}_{kind}", comment, uncovered(*lines, "}"),
+                                  given=["i64", *["float"] * (count + 1)]))  # fmt: skip
+    return found
+
+
 def waits() -> list[str]:
     """Waits for all products but the last `left`, of which these registers are sums."""
     counts = {of // 2 for shape in SHAPES for of in shape}
+    counts |= {rows // consumers // 2 for rows, consumers in LATENT_ROWS}
     return [
         function(
             f"wait_{left}_{count}", f"all products but the last {left} are done",
@@ -215,6 +281,12 @@ def others() -> list[str]:
               pair for _, _, first, producer, consumer in REGISTERS
               for pair in (("dec", producer), ("inc", consumer), ("inc", first), ("dec", first))
           )),
+        function("meet_and_vote", "the same, and whether one of them says so",
+                 ["{", ".reg .pred p;", "setp.ne.u32 p, $3, 0;", "bar.red.or.pred p, $1, $2, p;",
+                  "selp.u32 $0, 1, 0, p;", "}"], made=["i32"], given=["i32"] * 3),
+        function("write_turned", "four matrices of 8 x 8 halves to shared memory, transposed; a lane has a row's place",
+                 uncovered("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"),
+                 given=["i32"] * 5),
         function("read_16", "16 bytes of shared memory", ["ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"],
                  made=["i32"] * 4, given=["i32"]),
         function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],
@@ -360,9 +432,11 @@ def text() -> str:
     """The whole file."""
     products = [make(half, *shape) for half in HALVES for shape in SHAPES for make in (scores, values)]
     results = [each for width, _ in SHAPES for each in stores(width)]
-    batches = [copies(width, keys) for width, keys in SHAPES if width % 64 == 0]
+    latents = [make(half, *row) for half in HALVES for row in LATENT_ROWS for make in (latent_scores, latent_values)]
+    batches = [copies(width, keys) for width, keys in (*SHAPES, (LATENT[0], LATENT[2])) if width % 64 == 0]
     of_codes = [reads(*each, width // 64) for each in READS for width, _ in SHAPES if width % 64 == 0]
-    return "\n".join([HEAD, *others(), *waits(), *batches, *writes(), *of_codes, *products, *results])
+    of_latents = [*latents, *latent_results()]
+    return "\n".join([HEAD, *others(), *waits(), *batches, *writes(), *of_codes, *products, *of_latents, *results])
 
 
 if __name__ == "__main__":

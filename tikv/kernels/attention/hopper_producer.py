@@ -33,7 +33,7 @@ def make_produce(c):
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
-    copy_rows, clean = make_copy_rows(c), make_clean(c)
+    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(c)
     STAGES = memory.stages
 
     @ti.func
@@ -94,13 +94,12 @@ def make_produce(c):
     return produce
 
 
-def make_copy_rows(c):
+def make_copy_rows(width, keys):
     """copy_rows(lane, warp, to, base, row, there): a warp's rows of a tile are under way; a lane knows one's begin."""
     ext = instructions()
-    keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
-    OWN = keys // 4
-    QUICK = c.width % 64 == 0
-    copy = getattr(ext, f"copy_rows_{c.width}") if QUICK else None
+    pieces, OWN = width * 2 // PIECE, keys // 4
+    QUICK = width % 64 == 0
+    copy = getattr(ext, f"copy_rows_{width}") if QUICK else None
 
     @ti.func
     def copy_rows(lane, warp, to, base, row, there):

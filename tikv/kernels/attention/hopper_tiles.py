@@ -30,6 +30,7 @@ class Warpgroups(NamedTuple):
     filling: int = 1
     paired: bool = True  # whether two columns of the result begin at a multiple of their size
     producers: int = 1  # warpgroups that produce: two for codes, of K and of V
+    of_one_query: bool = False  # whether the rows of a task always belong to one query
 
     @property
     def threads(self) -> int:

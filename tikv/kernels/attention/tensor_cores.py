@@ -69,6 +69,7 @@ class Tile(NamedTuple):
     resident: int  # blocks that a multiprocessor holds at once, which limits the registers of a thread
     filling: int = 2  # blocks that are enough to keep the memory busy
     ahead: bool = False  # whether the next tile's K and V are read while this one's are used
+    of_one_query: bool = False  # whether the rows of a task always belong to one query
 
     @property
     def rows(self) -> int:

@@ -214,13 +214,13 @@ def contiguous_call(
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
     ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
-    key = plan_key(operation, arrays, (request.choices, return_mass, ring, sinks, formats, starts))
+    key = plan_key(operation, arrays, (request.choices, return_mass, ring, sinks, formats, starts, v_cache is None))
     plan = live.plans.get(key)
     if plan is None:
         request.check_choices(operation)
         asked = request.options(return_mass)
         cache = _contiguous(arrays, asked.span, ring, sinks, live, operation, formats or (None, None))
-        cache = cache._replace(starts=starts)
+        cache = cache._replace(starts=starts, in_keys=v_cache is None)
         if asked.span is not None:
             asked = asked._replace(span=asked.span - cache.sinks)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], asked))

@@ -461,11 +461,13 @@ class AttentionLaunches(Plan):
 
             return make_attend_cpu, (self.shares.workers,)
         if style == "cuda":
-            from tikv.kernels.attention import cuda, hopper, tensor_channels, tensor_cores
+            from tikv.kernels.attention import cuda, hopper, latent, tensor_channels, tensor_cores
 
             tile = self.cache.tile
             if self.cache.by_channel:
                 return tensor_channels.make_attend_channels, (tile,)
+            if isinstance(tile, latent.Latents):
+                return latent.make_attend_latents, (tile,)
             if isinstance(tile, hopper.Warpgroups):
                 return hopper.make_attend_hopper, (tile._replace(paired=paired),)
             if tile is not None:
@@ -634,9 +636,9 @@ def _in_pairs(out: ArrayView, shape: QueryShape) -> bool:
 
 def _threads_of_task(style: str, tile: Any = None) -> int:
     if style == "cuda":
-        from tikv.kernels.attention import hopper
+        from tikv.kernels.attention import hopper, latent
 
-        if isinstance(tile, hopper.Warpgroups):
+        if isinstance(tile, hopper.Warpgroups | latent.Latents):
             return int(tile.threads)
     from tikv.kernels.lanes import BLOCK
 

@@ -41,6 +41,7 @@ class CacheLayout(NamedTuple):
     tile: Any = None  # a `Tile`, if CUDA's tensor cores are used
     most_rows: int = MOST_ROWS  # query rows that one task computes, if they are not used
     chosen: bool = False  # whether each query reads chosen tokens, so that queries share no keys
+    in_keys: bool = False  # whether V is the first columns of K
     starts: bool = False  # whether lengths are (2 * B,): each sequence's length and its first key that is seen
     scored: bool = False  # K holds products of queries and keys; `k.block` is the step between query rows
     fixed_rows: int = 0  # query rows of a task for any number of queries; 0 if up to `most_rows` are chosen

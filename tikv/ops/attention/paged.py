@@ -168,14 +168,14 @@ def paged_call(
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     arrays |= request.terms.views(operation) if terms is None else terms
     layout = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS))
-    key = plan_key(operation, arrays, (layout, request.choices, formats))
+    key = plan_key(operation, arrays, (layout, request.choices, formats, v_pool is None))
     plan = live.plans.get(key)
     if plan is None:
         request.check_choices(operation)
         if request.impl == "torch":
             raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
         asked = request.options()
-        cache = _pages(arrays, layout, live, operation, formats or (None, None))
+        cache = _pages(arrays, layout, live, operation, formats or (None, None))._replace(in_keys=v_pool is None)
         window_or_none(asked.span, operation)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["table"].shape[0], asked))
     return AttentionCall(plan, arrays, length, (block_tables, context_lens))

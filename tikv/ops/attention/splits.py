@@ -185,9 +185,10 @@ def rows_of_task(
     """Query rows that one task computes, among those that share a KV head; with tensor cores, those of a `Tile`.
 
     For a prompt they are 4 or the most, whatever its length: a kernel for each number would take seconds to compile.
-    If each query has chosen tokens of its own, they are rows of one query, and divide its rows evenly.
+    If each query has chosen tokens of its own, or the kernel wants it, they are rows of one query, and divide its rows
+    evenly.
     """
-    if chosen:
+    if chosen or (queries > 1 and tile is not None and tile.of_one_query):
         most = fixed or (most if tile is None else tile.rows)
         return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
     if fixed:
