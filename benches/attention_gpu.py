@@ -23,6 +23,7 @@ benches/gpu.py says how time is measured.
 """
 
 import functools
+import itertools
 
 import flash_attention_3
 import torch
@@ -311,23 +312,25 @@ def dequantize(machine):
 
 def latent(machine):
     """Where the values are columns of the keys, and where they are an array of their own."""
-    width, width_v, heads = 576, 512, 16
-    table = Table("sequences x tokens", "values", "us", "GB/s", "of the device's read rate", "torch, two arrays, us")
-    for batch, length in shapes_of(machine)[:2]:
+    width, width_v = 576, 512
+    columns = "query heads | values | us | GB/s | of the device's read rate | TFLOP/s | torch, two arrays, us"
+    table = Table("sequences x tokens", *columns.split(" | "))
+    for (batch, length), heads in itertools.product(shapes_of(machine)[:2], (16, 128)):
         k, q = machine.randn(batch, 1, length, width), machine.randn(batch, heads, width)
         v, lens = k[..., :width_v].contiguous(), machine.lens(batch, length)
         by_torch = machine.peer_us(functools.partial(torch_attention, q[:, :, None], k, v, enable_gqa=True))
         own = functools.partial(tikv.decode_attention, q, k, v, lens, impl="taichi")
-        columns = functools.partial(tikv.decode_attention, q, k, None, lens, head_dim_v=width_v)
-        for name, call, nbytes in (
-            ("columns of the keys", columns, k.nbytes),
+        of_keys = functools.partial(tikv.decode_attention, q, k, None, lens, head_dim_v=width_v)
+        for values, call, nbytes in (
+            ("columns of the keys", of_keys, k.nbytes),
             ("an array of their own", own, k.nbytes + v.nbytes),
         ):
-            with table.attempt(f"{batch} x {length:,}", name):
+            name = f"{batch} x {length:,}", f"{heads}", values
+            with table.attempt(*name):
                 check_attention(call()[0][:, None], q[0][:, None], k[0], v[0])
                 us = machine.us(call)
-                rate = nbytes / us / 1e3
-                table.row(f"{batch} x {length:,}", name, us, rate, ratio(rate, machine.read_rate), by_torch)
+                rate, work = nbytes / us / 1e3, 2 * batch * heads * length * (width + width_v)
+                table.row(*name, us, rate, ratio(rate, machine.read_rate), work / us / 1e6, by_torch)
 
 
 if __name__ == "__main__":
