@@ -61,6 +61,49 @@ def test_scores(arch, rng, dtype, query, queries):
             assert keys[n * 16 : n * 16 + 16].sum(axis=1).max() <= want[n] + 1e-9
 
 
+@pytest.mark.full(unless=lambda case: case["width"] in (128, 5))
+@pytest.mark.parametrize(
+    ("dtype", "query", "width", "group", "offset"),
+    [
+        ("float16", "float16", 128, 4, 0),
+        ("bfloat16", "bfloat16", 128, 8, 4),
+        ("float16", "bfloat16", 5, 2, 1),
+        ("bfloat16", "float32", 64, 1, 2),
+        ("float32", "float16", 96, 3, 1),
+        ("float8_e5m2", "float16", 256, 4, 0),
+        ("float8_e4m3fn", "float32", 24, 2, 3),
+        ("float16", "float16", 576, 16, 0),
+    ],
+)
+def test_scores_of_rows_of_any_width_and_alignment(arch, rng, dtype, query, width, group, offset):
+    """More pages than the threads that share a row score together, and the last of them in part."""
+    a, b = rng.standard_normal((2, 2, 2, 21, width + offset))
+    least, greatest = np.minimum(a, b).astype(DTYPES[dtype]), np.maximum(a, b).astype(DTYPES[dtype])
+    q = rng.standard_normal((2, 2 * group, 2, width + offset)).astype(DTYPES[query])
+    placed = (oracle.place(each, arch)[..., offset:] for each in (q, least, greatest))
+    got = oracle.to_numpy(tikv.page_scores(*placed, np.array([81, 38]), page=4))
+    q, least, greatest = (each[..., offset:] for each in (q, least, greatest))
+    for b, h, t in itertools.product(range(2), range(2), range(2)):
+        seen, queries = -(-((81, 38)[b] - 1 + t) // 4), q[b, h * group : (h + 1) * group, t]
+        want = reference.page_scores(queries, least[b, h, :seen], greatest[b, h, :seen])
+        largest = np.maximum(*(np.abs(each[b, h, :seen].astype(np.float64)) for each in (least, greatest)))
+        bound = reference.page_scores(np.abs(queries), largest, largest).max()
+        np.testing.assert_allclose(got[b, h, t, :seen], want, rtol=0, atol=1e-6 * bound)
+        assert np.isneginf(got[b, h, t, seen:]).all()
+
+
+def test_an_infinity_that_no_query_chooses_counts_for_nothing(arch, rng):
+    least, greatest = np.sort(rng.standard_normal((2, 1, 1, 4, 16)).astype(np.float32), axis=0)
+    q = np.abs(rng.standard_normal((1, 2, 16))).astype(np.float32)
+    q[..., 8:] *= -1
+    want = reference.page_scores(q[0], least[0, 0], greatest[0, 0])
+    least[0, 0, 1, 3], greatest[0, 0, 2, 9], greatest[0, 0, 3, 0] = -np.inf, np.inf, np.inf
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    got = oracle.to_numpy(tikv.page_scores(place(q), place(least), place(greatest), 64))[0, 0, 0]
+    np.testing.assert_allclose(got[:3], want[:3], rtol=1e-5, atol=1e-5)
+    assert got[3] == np.inf
+
+
 def test_nan_in_queries_and_summaries_shows(arch, rng):
     q = rng.standard_normal((1, 2, 8)).astype(np.float32)
     least, greatest = rng.standard_normal((2, 1, 1, 3, 8)).astype(np.float32)

@@ -43,6 +43,14 @@ def test_tokens(arch, rng, k):
     check(tikv.select(oracle.place(scores, arch), k), scores, k, 700)
 
 
+@pytest.mark.parametrize("k", [1, 2048, 33000])
+def test_long_rows(arch, rng, k):
+    """Of more scores than a block has bits for; most differ in their last digits alone, and some are equal."""
+    scores = np.round(rng.standard_normal((2, 1, 40000)) * 1e4).astype(np.float32) / 2**14 + 700
+    scores[1, 0] = np.where(rng.random(40000) < 0.999, np.float32(-1), scores[1, 0])
+    check(tikv.select(oracle.place(scores, arch), k, valid=39000), scores, k, 39000)
+
+
 @pytest.mark.parametrize(
     ("k", "options"),
     [(5, {"sinks": 2, "recent": 3}), (9, {"page": 16, "sinks": 17, "recent": 18}), (4, {"page": 3, "recent": 1})],

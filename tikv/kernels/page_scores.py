@@ -15,6 +15,7 @@ class PageParams(NamedTuple):
     """Numbers of a launch; strides and first entries in elements."""
 
     items: int = 0
+    groups: int = 1  # on CUDA, of lanes that have pages
     heads: int = 1  # KV heads
     group: int = 1  # query heads of each
     queries: int = 1
@@ -49,6 +50,7 @@ def make_page_scores(style, serial, query, code, width, lens_bits):
     Not cached: its real function, whose sums LLVM vectorises, belongs to one Taichi program.
 
     `query` and `code` are the dtypes of q and of the summaries. A page none of whose tokens a query sees has -infinity.
+    For CPU, Vulkan and Metal; CUDA has `page_scores_cuda`.
     """
     uid = zlib.crc32(repr(("page_scores", serial, query, code, width, lens_bits)).encode()) >> 1
     Q, K, LENS = element_array(query), element_array(code), index_array(lens_bits)

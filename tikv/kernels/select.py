@@ -3,7 +3,8 @@
 Each score has an unsigned key with the order of the scores. The k-th highest key is the largest number that at least k
 keys reach; counting finds its bits, from the highest down. Then the entries above it are written in the order of the
 row, together with as many entries equal to it as are left, the oldest first. A row takes one thread on CPU, and a block
-of threads elsewhere.
+of threads elsewhere. On CUDA `select_cuda` finds eight bits at once, by atomic additions in shared memory: Taichi's
+barrier does not order those on Vulkan.
 """
 
 import zlib
@@ -82,8 +83,8 @@ def make_row_of(valid_bits):
 def make_select(style, serial, valid_bits):
     """select(scores, valid, out, params): out gets at most k * page tokens of each row in order, followed by -1.
 
-    The function is not cached, since its real functions belong to one Taichi program. The extent of scores is the
-    number of rows; on CPU times `LEAST_ITERATIONS` unless it is `serial`, and on CUDA times `BLOCK`.
+    For CPU, Vulkan and Metal; CUDA has `select_cuda`. The function is not cached, since its real functions belong to
+    one Taichi program. On CPU the extent of scores is the rows, times `LEAST_ITERATIONS` unless it is `serial`.
     """
     VALID = index_array(valid_bits)
     if style == "cpu":
@@ -93,14 +94,10 @@ def make_select(style, serial, valid_bits):
     @ti.kernel
     def select(scores: FLOATS, valid: VALID, out: OUT, params: PARAMS):
         ti.loop_config(block_dim=BLOCK)
-        if ti.static(style == "spirv"):
-            for i in range(SPIRV_THREADS):
-                thread, block = i % BLOCK, i // BLOCK
-                for n in range((params[P.rows] - block + SPIRV_THREADS // BLOCK - 1) // (SPIRV_THREADS // BLOCK)):
-                    select_row(thread, block + n * (SPIRV_THREADS // BLOCK), scores, valid, out, params)
-        else:
-            for i in range(scores.shape[0]):
-                select_row(i % BLOCK, i // BLOCK, scores, valid, out, params)
+        for i in range(SPIRV_THREADS):
+            thread, block = i % BLOCK, i // BLOCK
+            for n in range((params[P.rows] - block + SPIRV_THREADS // BLOCK - 1) // (SPIRV_THREADS // BLOCK)):
+                select_row(thread, block + n * (SPIRV_THREADS // BLOCK), scores, valid, out, params)
 
     return select
 

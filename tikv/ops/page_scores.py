@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,8 +82,9 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
         ShapeError, DTypeError: arrays that do not agree.
         CapacityError: a length on the host reaches beyond the pages; lengths on the device are limited to them.
 
-    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN.
-    Cost: one launch, which reads the summaries once for each query head.
+    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN, as does 0
+        times infinity; on CUDA it does only if no other query head of the KV head multiplies that infinity.
+    Cost: one launch, which reads the summaries once; on CPU, Vulkan and Metal once for each query head.
 
     Examples:
         >>> import numpy as np, tikv
@@ -203,19 +205,30 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         from tikv.kernels.page_scores import PageParams, make_page_scores
+        from tikv.kernels.page_scores_cuda import SummaryRows, make_page_scores_cuda, threads_of
 
         q, least, greatest, out = *arrays[:3], arrays[-1]
-        numbers = PageParams(
-            items=items, heads=heads, group=q.shape[1] // heads, queries=queries, pages=pages, page=page,
-            capacity=pages * page, out_first=out.offset // 4, **_numbers_of_lengths(arrays[3:-1]),
-            **_strides("k", q), **_strides("least", least), **_strides("greatest", greatest),
-        )  # fmt: skip
-        serial = live.is_cpu and items * width * q.shape[1] // heads < SERIAL_NUMBERS
-        bits = arrays[3].dtype.itemsize * 8 if len(arrays) > 4 else 0
+        lens_bits = arrays[3].dtype.itemsize * 8 if len(arrays) > 4 else 0
         codes = q.dtype.short, least.dtype.short
-        kernel = launch.kernel(live, make_page_scores, live.kernel_style, serial, *codes, width, bits)
-        given = [q, least, greatest, arrays[3] if bits else q, out]
-        return [Launch(kernel.bind(items, *given, numbers), given)]
+        serial = live.is_cpu and items * width * q.shape[1] // heads < SERIAL_NUMBERS
+        factory: Callable[..., Any] = make_page_scores
+        choices: tuple[Any, ...] = (live.kernel_style, serial, *codes, width, lens_bits)
+        words, q_words, groups, extent = least.dtype.itemsize, q.dtype.itemsize, 0, items
+        if live.is_cuda:
+            words = _word_bytes([least, greatest], 8)
+            q_words = _word_bytes([q], min(8, words // least.dtype.itemsize * q.dtype.itemsize))
+            rows = SummaryRows(*codes, width, q_words * 8, words * 8, lens_bits)
+            factory, choices = make_page_scores_cuda, (rows,)
+            groups, extent = threads_of(rows, batch * heads * queries, pages)
+            checks.countable(extent, operation)
+        numbers = PageParams(
+            items=items, groups=groups, heads=heads, group=q.shape[1] // heads, queries=queries, pages=pages,
+            page=page, capacity=pages * page, out_first=out.offset // 4, **_numbers_of_lengths(arrays[3:-1]),
+            **_strides("k", q, q_words), **_strides("least", least, words), **_strides("greatest", greatest, words),
+        )  # fmt: skip
+        kernel = launch.kernel(live, factory, *choices)
+        given = [q, least, greatest, arrays[3] if lens_bits else q, out]
+        return [Launch(kernel.bind(extent, *given, numbers), given)]
 
     return _plan(live, operation, names, arrays, 1, bind if items else None)
 
@@ -240,9 +253,16 @@ def _numbers_of_lengths(lens: Sequence[ArrayView]) -> dict[str, int]:
     return {"lens_sequence": lens[0].strides[0], "lens_first": lens[0].offset // lens[0].dtype.itemsize}
 
 
-def _strides(name: str, a: ArrayView) -> dict[str, int]:
-    """The strides of an array for `PageParams`: those of sequences, of heads, and of tokens or pages."""
-    token = "token" if name == "k" else "page"
-    found = {f"{name}_sequence": a.strides[0], f"{name}_head": a.strides[1], f"{name}_first": a.offset}
-    found[f"{name}_first"] //= a.dtype.itemsize
-    return found | {f"{name}_{token}": a.strides[2] if a.ndim == 4 else 0}
+def _word_bytes(arrays: Sequence[ArrayView], most: int) -> int:
+    """The largest power of two, in bytes up to `most`, to which every row of the arrays is aligned."""
+    jumps = [n * a.dtype.itemsize for a in arrays for n in (*a.strides[:-1], a.shape[-1])]
+    common = math.gcd(most, *jumps, *(a.ptr for a in arrays), *(a.offset for a in arrays))
+    return common & -common
+
+
+def _strides(name: str, a: ArrayView, word_bytes: int = 0) -> dict[str, int]:
+    """The strides of an array for its parameters, in words: those of sequences, of heads, and of tokens or pages."""
+    token, size = "token" if name == "k" else "page", word_bytes or a.dtype.itemsize
+    strides = {"sequence": a.strides[0], "head": a.strides[1], token: a.strides[2] if a.ndim == 4 else 0}
+    found = {f"{name}_{what}": n * a.dtype.itemsize // size for what, n in strides.items()}
+    return found | {f"{name}_first": a.offset // size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
@@ -43,7 +43,7 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
         OptionError: ``k`` is less than the number always kept.
 
     Exactness: the exact top k; of equal scores the older are chosen, and 0 equals -0. Deterministic.
-    Cost: one launch, which reads the scores 34 times and sorts nothing.
+    Cost: one launch, which sorts nothing and reads the scores 34 times; 5 times on CUDA.
 
     Examples:
         >>> import numpy as np, tikv
@@ -133,6 +133,7 @@ class SelectPlan(Plan):
 
     def bind(self, arrays: Sequence[ArrayView]) -> list[Launch]:
         """As in `Plan`."""
+        from tikv.kernels import select_cuda
         from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS
         from tikv.kernels.select import SelectParams, make_select
 
@@ -140,7 +141,13 @@ class SelectPlan(Plan):
         scores, valid, out = arrays[0], arrays[1] if len(arrays) > 2 else None, arrays[-1]
         heads = scores.shape[1] if scores.ndim == 4 else 1
         serial = live.is_cpu and self.rows * scores.shape[-1] < SERIAL_SCORES
+        bits = 0 if valid is None else valid.dtype.itemsize * 8
+        factory: Callable[..., Any] = make_select
+        choices: tuple[Any, ...] = (live.kernel_style, serial, bits)
         each = BLOCK if not live.is_cpu else 1 if serial else LEAST_ITERATIONS
+        if live.is_cuda:
+            each = select_cuda.THREADS
+            factory, choices = select_cuda.make_select_cuda, (each, bits)
         checks.integer(self.rows * each, "threads that choose", self.operation, high=2**31 - 1)
         numbers = SelectParams(
             rows=self.rows,
@@ -161,7 +168,6 @@ class SelectPlan(Plan):
             valid_first=0 if valid is None else valid.offset // valid.dtype.itemsize,
             out_first=out.offset // 4,
         )
-        bits = 0 if valid is None else valid.dtype.itemsize * 8
-        kernel = launch.kernel(live, make_select, live.kernel_style, serial, bits)
+        kernel = launch.kernel(live, factory, *choices)
         given = [scores, out if valid is None else valid, out]
         return [Launch(kernel.bind(self.rows * each, *given, numbers), given)]
