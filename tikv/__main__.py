@@ -243,27 +243,30 @@ def bench_attention(arguments: argparse.Namespace, archs: list[str]) -> int:
         step("first calls", 0)
         for row in timed.measure(machine, arguments.seconds):
             rows.append(row)
-            step(f"{row.dtype}, {row.queries} queries of {row.head_dim}", len(rows))
+            step(f"{row.kind}, {row.dtype}, {row.queries} queries of {row.head_dim}", len(rows))
     found = timed.timings(rows)
     file = measured.write(machine.live, found)
     if arguments.json:
         print(json.dumps({"machine": bench.about(machine.live.arch), "file": str(file), **found.as_dict()}, indent=2))
         return 0
-    table.show(
-        f"tikv bench --attention (one sequence, {timed.KEYS:,} keys, causal; results compared)",
-        ("dtype", "head_dim", "queries", "tikv us", "torch us", "faster"),
-        [
-            (
-                row.dtype,
-                f"{row.head_dim}",
-                f"{row.queries:,}",
-                f"{row.tikv_us:,.1f}",
-                f"{row.torch_us:,.1f}",
-                "torch" if row.torch_us < row.tikv_us else "tikv",
-            )
-            for row in rows
-        ],
-    )
+    for kind in measured.KINDS:
+        table.show(
+            f"tikv bench --attention, {kind} (one sequence; results compared)",
+            ("dtype", "head_dim", "queries", "keys", "tikv us", "torch us", "faster"),
+            [
+                (
+                    row.dtype,
+                    f"{row.head_dim}",
+                    f"{row.queries:,}",
+                    f"{row.keys:,}",
+                    f"{row.tikv_us:,.1f}",
+                    f"{row.torch_us:,.1f}",
+                    "torch" if row.torch_us < row.tikv_us else "tikv",
+                )
+                for row in rows
+                if row.kind == kind
+            ],
+        )
     table.tell(bench.about(machine.live.arch))
     table.tell(f'wrote {file}: impl="auto" uses it on this device; tikv.info()["attention_auto"] says so')
     return 0

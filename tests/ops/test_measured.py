@@ -3,24 +3,29 @@
 import json
 import types
 
+import numpy as np
 import pytest
 
 import tikv
 from tikv import dtypes, runtime
 from tikv.ops.attention import measured
-from tikv.ops.attention.measured import Timing, Timings
-from tikv.ops.attention.torch_sdpa import torch_is_faster
+from tikv.ops.attention.measured import FULL, RECTANGULAR, SQUARE, Timing, Timings
+from tikv.ops.attention.torch_sdpa import MASKED, TorchAttention, torch_is_faster
+from tikv.runtime.cache import BoundedCache
 
 pytestmark = pytest.mark.archs("cpu")
 ROWS = (
-    Timing("float32", 64, 1, 4096, 10.0, 20.0),
-    Timing("float32", 64, 8, 4096, 30.0, 20.0),  # torch is faster here, and then it is not
-    Timing("float32", 64, 32, 4096, 40.0, 50.0),
-    Timing("float32", 64, 128, 4096, 90.0, 60.0),
-    Timing("float32", 64, 512, 4096, 300.0, 200.0),
-    Timing("float32", 128, 1, 4096, 10.0, 20.0),
-    Timing("float32", 128, 2048, 4096, 10.0, 20.0),
-    Timing("bfloat16", 128, 1, 4096, 10.0, 9.0),
+    Timing(RECTANGULAR, "float32", 64, 1, 4096, 10.0, 20.0),
+    Timing(RECTANGULAR, "float32", 64, 8, 4096, 30.0, 20.0),  # torch is faster here, and then it is not
+    Timing(RECTANGULAR, "float32", 64, 32, 4096, 40.0, 50.0),
+    Timing(RECTANGULAR, "float32", 64, 128, 4096, 90.0, 60.0),
+    Timing(RECTANGULAR, "float32", 64, 512, 4096, 300.0, 200.0),
+    Timing(RECTANGULAR, "float32", 128, 1, 4096, 10.0, 20.0),
+    Timing(RECTANGULAR, "float32", 128, 2048, 4096, 10.0, 20.0),
+    Timing(RECTANGULAR, "bfloat16", 128, 1, 4096, 10.0, 9.0),
+    Timing(SQUARE, "float32", 64, 64, 64, 10.0, 20.0),
+    Timing(SQUARE, "float32", 64, 512, 512, 20.0, 30.0),
+    Timing(FULL, "float32", 64, 1, 4096, 10.0, 9.0),
 )
 
 
@@ -42,8 +47,9 @@ def timed(torch=None):
     return Timings("2026-11-25", torch or runtime.version_of("torch"), ROWS)
 
 
-def faster(live, queries, dtype="float32", head_dim=64, tile=None):
-    return torch_is_faster(live, queries, types.SimpleNamespace(tile=tile), dtypes.parse(dtype, "test"), head_dim)
+def faster(live, queries, dtype="float32", head_dim=64, tile=None, kind=RECTANGULAR):
+    cache = types.SimpleNamespace(tile=tile)
+    return torch_is_faster(live, kind, queries, cache, dtypes.parse(dtype, "test"), head_dim)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def faster(live, queries, dtype="float32", head_dim=64, tile=None):
     ],
 )
 def test_torch_is_taken_from_where_it_is_faster_for_good(dtype, head_dim, least):
-    assert Timings("", "", ROWS).least_queries(dtype, head_dim) == least
+    assert Timings("", "", ROWS).least_queries(RECTANGULAR, dtype, head_dim) == least
 
 
 def test_a_table_decides(live, file):
@@ -71,7 +77,44 @@ def test_a_table_decides(live, file):
     assert faster(live, 1, "bfloat16")
     assert faster(live, 64, "float16"), "it was not timed: the default"
     assert "measured on 2026-11-25" in measured.report(live)
+    assert measured.report(live).endswith(
+        "; causal rectangular: torch for float32 of head_dim 64 from 128 queries, bfloat16 of head_dim 128 from 1 "
+        "query, otherwise tikv; causal square: tikv; not causal: torch for float32 of head_dim 64 from 1 query, "
+        "otherwise tikv"
+    )
     assert tikv.info()["attention_auto"] == measured.report(live)
+
+
+def test_each_kind_has_its_own_times(live):
+    measured.write(live, timed())
+    assert [faster(live, 4096, kind=kind) for kind in (SQUARE, RECTANGULAR, FULL)] == [False, True, True]
+    assert [faster(live, 1, kind=kind) for kind in (SQUARE, RECTANGULAR, FULL)] == [False, False, True]
+    assert faster(live, 64, kind=MASKED), "it is not timed: the default"
+    assert not faster(live, 63, kind=MASKED)
+
+
+@pytest.mark.parametrize(
+    ("queries", "length", "options", "kind"),
+    [
+        (64, 64, {}, SQUARE),
+        (64, 65, {}, RECTANGULAR),
+        (64, 65, {"first_valid": 1}, SQUARE),
+        (64, 65, {"causal": False}, FULL),
+        (None, 65, {}, FULL),
+        (64, 65, {"window": 65}, RECTANGULAR),
+        (64, 65, {"window": 64}, MASKED),
+        (64, 65, {"first_valid": 2}, MASKED),  # the first query sees nothing
+    ],
+)
+def test_a_call_is_of_a_kind(live, monkeypatch, queries, length, options, kind):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(live, "_plans", BoundedCache())  # those of other tests have chosen
+    kinds, find = [], TorchAttention.kind
+    monkeypatch.setattr(TorchAttention, "kind", lambda *given: kinds.append(find(*given)) or kinds[-1])
+    monkeypatch.setattr("tikv.ops.attention.plan.faster_in_torch", lambda *given: {kind})
+    q, cache = np.ones((1, 2, *([queries] if queries else []), 8), np.float32), np.ones((1, 1, 70, 8), np.float32)
+    assert (tikv.decode_attention(q, cache, cache, length, **options) <= 1).all()
+    assert kinds == [kind, kind], "asked by the choice, and by torch's attention, so it was chosen"
 
 
 def test_another_torch_and_another_device_are_measured_again(live, file):
@@ -88,7 +131,7 @@ def test_another_torch_and_another_device_are_measured_again(live, file):
     assert sorted(json.loads(file.read_text())["devices"]) == sorted(["cuda: another", measured.device_of("cpu")])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 2, "devices": {}}', '{"form": 1, "devices": {"%s": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 1, "devices": {}}', '{"form": 2, "devices": {"%s": {}}}'])
 def test_a_file_that_cannot_be_read_is_named_and_replaced(live, file, caplog, text):
     file.parent.mkdir()
     file.write_text(text.replace("%s", measured.device_of("cpu")))
@@ -116,6 +159,5 @@ def test_a_variable_does_without(live, monkeypatch):
 
 def test_invariant_asks_nobody(live, monkeypatch):
     measured.write(live, timed())
-    assert not torch_is_faster(
-        types.SimpleNamespace(invariant=True, is_cpu=True, arch="cpu"), 4096, None, dtypes.float32, 64
-    )
+    invariant = types.SimpleNamespace(invariant=True, is_cpu=True, arch="cpu")
+    assert not torch_is_faster(invariant, RECTANGULAR, 4096, None, dtypes.float32, 64)

@@ -7,6 +7,7 @@ import pytest
 import tikv
 from tikv.__main__ import main
 from tikv.ops.attention import measured
+from tikv.ops.attention.measured import FULL, RECTANGULAR, SQUARE
 from tikv.tools import bench_attention
 
 pytestmark = pytest.mark.archs("cpu")
@@ -17,7 +18,7 @@ pytest.importorskip("torch")
 def file(arch, tmp_path, monkeypatch):
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "attention.json"))
     monkeypatch.setattr(bench_attention, "KEYS", 96)
-    monkeypatch.setattr(bench_attention, "QUERIES", (1, 64))
+    monkeypatch.setattr(bench_attention, "QUERIES", {"cpu": {SQUARE: (64,), RECTANGULAR: (8, 64), FULL: (1,)}})
     monkeypatch.setattr(bench_attention, "WIDTHS", (16,))
     measured._found.cache_clear()
     yield tmp_path / "attention.json"
@@ -28,8 +29,11 @@ def test_it_writes_a_table_that_auto_goes_by(file, capsys):
     assert main(["bench", "--attention", "--arch", "cpu", "--seconds", "0.1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["file"] == str(file)
-    assert [(row["dtype"], row["head_dim"], row["queries"], row["keys"]) for row in told["rows"]] == [
-        (dtype, 16, queries, 96) for dtype in ("float32", "float16", "bfloat16") for queries in (1, 64)
+    assert [tuple(row.values())[:5] for row in told["rows"]] == [
+        (kind, dtype, 16, queries, keys)
+        for kind, shapes in ((SQUARE, [(64, 64)]), (RECTANGULAR, [(8, 96), (64, 96)]), (FULL, [(1, 96)]))
+        for dtype in ("float32", "float16", "bfloat16")
+        for queries, keys in shapes
     ]
     assert all(row["tikv_us"] > 0 and row["torch_us"] > 0 for row in told["rows"])
     assert json.loads(file.read_text())["devices"][measured.device_of("cpu")]["rows"] == told["rows"]
@@ -39,22 +43,24 @@ def test_it_writes_a_table_that_auto_goes_by(file, capsys):
 def test_a_person_sees_which_is_faster(file, capsys):
     assert main(["bench", "--attention", "--arch", "cpu", "--seconds", "0.1"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("float32") == 2
+    assert shown.count("float32") == 4
+    for kind in measured.KINDS:
+        assert f"tikv bench --attention, {kind} (one sequence" in shown
     assert 'tikv.info()["attention_auto"]' in " ".join(shown.split())
 
 
 def test_results_that_differ_are_no_times(file, monkeypatch):
     attend = bench_attention.attention.decode_attention
 
-    def wrong(q, k, v, keys, *, out, impl):
-        attend(q, k, v, keys, out=out, impl=impl)
+    def wrong(q, k, v, keys, *, out, causal, impl):
+        attend(q, k, v, keys, out=out, causal=causal, impl=impl)
         if impl == "torch":
             out += 1
 
     monkeypatch.setattr(bench_attention.attention, "decode_attention", wrong)
     machine = bench_attention.start("cpu")
     with pytest.raises(tikv.TikvError, match=r"^bench: tikv's and torch's attention differ, for 64 float32 queries"):
-        bench_attention.time_shape(machine, ("float32", 16, 64, 96), 0.01)
+        bench_attention.time_shape(machine, bench_attention.AttentionShape(RECTANGULAR, "float32", 16, 64), 0.01)
     assert not file.exists()
 
 

@@ -1,4 +1,7 @@
-"""What `tikv bench --attention` measured here: the number of queries from which torch's attention is faster."""
+"""What `tikv bench --attention` measured here: the number of queries from which torch's attention is faster.
+
+Calls of different kinds have different speeds, since torch has a kernel of its own for each.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,17 @@ from tikv.errors import TikvError
 
 VARIABLE = "TIKV_ATTENTION_TABLE"  # names a file other than the default; "off" uses none
 OFF = "off"
-FORM = 1  # the version of the file's form
+FORM = 2  # the version of the file's form
+SQUARE = "causal square"  # as many queries as keys: the first prompt of a sequence
+RECTANGULAR = "causal rectangular"  # fewer queries than keys: tokens after earlier ones
+FULL = "not causal"  # every query sees every key, as a single query does
+KINDS = SQUARE, RECTANGULAR, FULL
 
 
 class Timing(NamedTuple):
-    """Microseconds of both implementations for one shape: a causal call with some queries per sequence and keys."""
+    """Microseconds of both implementations for one shape: a kind of call, queries per sequence, and keys."""
 
+    kind: str
     dtype: str
     head_dim: int
     queries: int
@@ -45,13 +53,13 @@ class Timings(NamedTuple):
         """These timings as a dict for JSON."""
         return {**self._asdict(), "rows": [row._asdict() for row in self.rows]}
 
-    def knows(self, dtype: str) -> bool:
-        """Whether rows of a dtype were timed."""
-        return any(row.dtype == dtype for row in self.rows)
+    def knows(self, kind: str, dtype: str) -> bool:
+        """Whether calls of a kind and dtype were timed."""
+        return any((row.kind, row.dtype) == (kind, dtype) for row in self.rows)
 
-    def least_queries(self, dtype: str, head_dim: int) -> int | None:
+    def least_queries(self, kind: str, dtype: str, head_dim: int) -> int | None:
         """The least number of queries for which torch is faster, for the nearest timed width; None if it never is."""
-        timed = [row for row in self.rows if row.dtype == dtype]
+        timed = [row for row in self.rows if (row.kind, row.dtype) == (kind, dtype)]
         width = min({row.head_dim for row in timed}, key=lambda width: (abs(width - head_dim), width))
         least = None
         for row in sorted((row for row in timed if row.head_dim == width), key=lambda row: -row.queries):
@@ -59,6 +67,22 @@ class Timings(NamedTuple):
                 break
             least = row.queries
         return least
+
+    def choices(self) -> str:
+        """What "auto" takes for each kind of call, as text for people."""
+        return "; ".join(f"{kind}: {self._choice(kind)}" for kind in dict.fromkeys(row.kind for row in self.rows))
+
+    def _choice(self, kind: str) -> str:
+        forms = dict.fromkeys((row.dtype, row.head_dim) for row in self.rows if row.kind == kind)
+        least = {form: self.least_queries(kind, *form) for form in forms}
+        by_torch = [
+            f"{dtype} of head_dim {head_dim} from {queries:,} {'query' if queries == 1 else 'queries'}"
+            for (dtype, head_dim), queries in least.items()
+            if queries is not None
+        ]
+        if not by_torch:
+            return "tikv"
+        return f"torch for {', '.join(by_torch)}, otherwise tikv"
 
 
 def path() -> pathlib.Path:
@@ -108,13 +132,13 @@ def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
         return None, f"{default}nothing was measured on this device; run `tikv bench --attention` to measure"
     if found.torch != runtime.version_of("torch"):
         return None, f"{default}measured with torch {found.torch}; run `tikv bench --attention` to measure again"
-    return found, f"measured on {found.day}, in {str(file)!r}"
+    return found, f"measured on {found.day}, in {str(file)!r}; {found.choices()}"
 
 
 def _read(file: pathlib.Path) -> dict[str, Timings]:
     told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if told["form"] != FORM:
-        raise ValueError(f"it is of form {told['form']}, not {FORM}")
+        raise ValueError(f"it has form {told['form']}, and this version of tikv reads form {FORM}")
     return {
         device: Timings(found["day"], found["torch"], tuple(Timing(**row) for row in found["rows"]))
         for device, found in told["devices"].items()

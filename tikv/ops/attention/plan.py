@@ -32,7 +32,7 @@ from tikv.ops.attention.options import (
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
 from tikv.ops.attention.tensor_cores import choose_tile, needs_native
 from tikv.ops.attention.terms import check_parents, check_terms
-from tikv.ops.attention.torch_sdpa import TorchAttention, torch_is_faster, why_not_torch
+from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
@@ -139,7 +139,7 @@ class AttentionPlan(Plan):
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
-        self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype, q.shape[-1])
+        self.faster_in_torch = faster_in_torch(live, self.query.queries, self.cache, arrays["k"].dtype, q.shape[-1])
         self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
@@ -168,7 +168,7 @@ class AttentionPlan(Plan):
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
         found = self._add_results(like, arrays, results)
-        if impl != "taichi" and self._torch_serves(arrays, results.return_lse, impl):
+        if impl != "taichi" and self._torch_serves(arrays, lengths, tokens, results.return_lse, impl):
             if not self.by_torch.attend(self.operation, arrays, lengths.longest, tokens.first_valid):
                 self._launches(arrays, lengths).attend(arrays, tokens)
         elif not self.empty:
@@ -373,9 +373,15 @@ class AttentionPlan(Plan):
         newer = self.options.newer
         return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
 
-    def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
+    def _torch_serves(
+        self, arrays: dict[str, ArrayView], lengths: Lengths, tokens: AttendedTokens, return_lse: bool, impl: str
+    ) -> bool:
         """Whether to use torch's own attention; with impl="torch" it raises where torch cannot be used."""
-        if impl == "auto" and ("torch" not in sys.modules or not self.torch_is_faster):
+        if impl == "auto" and (
+            "torch" not in sys.modules
+            or not self.faster_in_torch
+            or self.by_torch.kind(lengths.longest, tokens.first_valid) not in self.faster_in_torch
+        ):
             return False
         reason = self.not_torch
         if not reason and return_lse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 from tikv import extras, launch, runtime
@@ -14,6 +15,7 @@ from tikv.ops.attention.terms import NAMES
 
 BLOCK_QUERIES = 512  # queries of a prompt that torch processes at once on CPU
 MOST_CACHED_BYTES = 1 << 24  # the most for the mask of a plan
+MASKED = "masked"  # kind of a call whose keys only a mask describes, such as those of a window; it is not timed
 LEAST_QUERIES = {float32: 64, float16: 64}  # a prompt on CPU with so many is faster in torch, at 4,096 keys
 
 
@@ -45,8 +47,10 @@ def why_not_torch(
     return ""
 
 
-def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType, head_dim: int) -> bool:
-    """Whether "auto" gives a call that torch supports to torch.
+def torch_is_faster(
+    live: runtime.Runtime, kind: str, queries: int, cache: CacheLayout, dtype: DType, head_dim: int
+) -> bool:
+    """Whether "auto" gives a call of a kind that torch supports to torch.
 
     It follows what `tikv bench --attention` measured on this device. Without measurements torch gets prompts on CPU,
     where it takes 0.4 to 0.8 of the time, and on CUDA the calls that the tensor cores do not support: the tensor cores'
@@ -55,12 +59,20 @@ def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dty
     if live.invariant:
         return False
     found = measured.timings(live)
-    if found is not None and found.knows(dtype.name):
-        least = found.least_queries(dtype.name, head_dim)
+    if found is not None and found.knows(kind, dtype.name):
+        least = found.least_queries(kind, dtype.name, head_dim)
         return least is not None and queries >= least
     if live.is_cpu:
         return queries >= LEAST_QUERIES.get(dtype, queries + 1)
     return cache.tile is None
+
+
+def faster_in_torch(
+    live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType, head_dim: int
+) -> frozenset[str]:
+    """The kinds of calls with so many queries per sequence for which `torch_is_faster`."""
+    given = queries, cache, dtype, head_dim
+    return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *given))
 
 
 class TorchAttention:
@@ -72,22 +84,30 @@ class TorchAttention:
         self.options = options
         self._cached_mask: Any = None  # the last mask; later calls use a part of it
 
+    def kind(self, length: int, first_valid: int) -> str:
+        """The kind of a call over the tokens from `first_valid` to `length`: one of `measured.KINDS`, or `MASKED`."""
+        if not self.options.causal or self.queries == 1:
+            return measured.FULL
+        keys, span = length - max(0, first_valid), self.options.span
+        if keys < self.queries or (span is not None and span < keys):
+            return MASKED
+        return measured.SQUARE if keys == self.queries else measured.RECTANGULAR
+
     def attend(self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int) -> bool:
         """Attend over the tokens from `first_valid` to `length`; False if the result cannot be used.
 
-        Torch adds minus infinity to the scores of keys that a query does not see, and their values have weight 0. Both
-        keep a NaN, and turn an infinity into one. So a NaN in the result may come from keys that the query does not
-        see.
+        Torch computes weights of keys that a query does not see too. They are 0, but 0 times a NaN or an infinity is a
+        NaN, and so is their score plus minus infinity. So a NaN in a causal result may come from keys that the query
+        does not see. The sum of the result tells whether there is one, for which the host waits.
         """
         options, q = self.options, arrays["q"]
         torch = extras.need("torch", f"{operation}: impl='torch'")
+        launch.refuse_during_capture(self.live, operation, "a length on the host")
         queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], self.live)) for n in ("q", "k", "v", "out"))
         if q.ndim == 3:
             queries, to = queries[:, :, None], to[:, :, None]
-        tokens = self.queries
-        causal, span = options.causal and tokens > 1, length if options.span is None else options.span
-        if causal:
-            launch.refuse_during_capture(self.live, operation, "a length on the host")
+        tokens, kind = self.queries, self.kind(length, first_valid)
+        causal, span = kind != measured.FULL, length if options.span is None else options.span
         oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
         if self.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
             # Torch takes 1.2 to 2 times as long with float16, which it widens repeatedly.
@@ -103,19 +123,34 @@ class TorchAttention:
             if low >= high:
                 to[:, :, first:end].zero_()
                 continue
-            mask = self._mask(torch, end - first, high - low, span, queries) if causal else None
             found = torch.nn.functional.scaled_dot_product_attention(
                 queries[:, :, first:end],
                 k[:, :, low - oldest : high - oldest],
                 v[:, :, low - oldest : high - oldest],
-                attn_mask=mask,
+                **self._seen(torch, kind, end - first, high - low, span, queries),
                 scale=options.scale,
                 enable_gqa=True,
             )
             to[:, :, first:end].copy_(found)
-            if causal and found.isnan().any():
+            if causal and not math.isfinite(found.sum(dtype=torch.float32)):
                 return False
         return True
+
+    def _seen(self, torch: Any, kind: str, queries: int, keys: int, span: int, like: Any) -> dict[str, Any]:
+        """Which keys each query sees, as an argument of torch's attention.
+
+        With a mask of numbers or bools, torch takes neither cuDNN nor its flash attention, both of which know a causal
+        mask by itself. Torch chooses between them, since it knows which versions of cuDNN give wrong results.
+        """
+        if kind == measured.FULL:
+            return {}
+        if kind == measured.SQUARE and not self.live.is_cpu:
+            return {"is_causal": True}
+        if kind == measured.RECTANGULAR and not self.live.is_cpu:
+            from torch.nn.attention.bias import causal_lower_right
+
+            return {"attn_mask": causal_lower_right(queries, keys)}
+        return {"attn_mask": self._mask(torch, queries, keys, span, like)}
 
     def _mask(self, torch: Any, queries: int, keys: int, span: int, like: Any) -> Any:
         """The mask of the newest `queries` over `keys` keys, of which each sees `span`: 0 if seen, else minus infinity.
