@@ -10,7 +10,7 @@ import tikv
 from tikv import dtypes, runtime
 from tikv.ops.attention import measured
 from tikv.ops.attention.measured import FULL, RECTANGULAR, SQUARE, Timing, Timings
-from tikv.ops.attention.torch_sdpa import MASKED, TorchAttention, torch_is_faster
+from tikv.ops.attention.torch_sdpa import MASKED, TorchAttention, report, torch_is_faster
 from tikv.runtime.cache import BoundedCache
 
 pytestmark = pytest.mark.archs("cpu")
@@ -70,19 +70,19 @@ def test_torch_is_taken_from_where_it_is_faster_for_good(dtype, head_dim, least)
 def test_a_table_decides(live, file):
     pytest.importorskip("torch")
     assert [faster(live, n) for n in (1, 63, 64)] == [False, False, True]
-    assert "nothing was measured here" in measured.report(live)
+    assert "nothing was measured here" in report(live)
     assert measured.write(live, timed()) == file
     assert [faster(live, n) for n in (8, 64, 127, 128, 4096)] == [False, False, False, True, True]
     assert not faster(live, 4096, head_dim=128)
     assert faster(live, 1, "bfloat16")
     assert faster(live, 64, "float16"), "it was not timed: the default"
-    assert "measured on 2026-11-25" in measured.report(live)
-    assert measured.report(live).endswith(
+    assert "measured on 2026-11-25" in report(live)
+    assert report(live).endswith(
         "; causal rectangular: torch for float32 of head_dim 64 from 128 queries, bfloat16 of head_dim 128 from 1 "
         "query, otherwise tikv; causal square: tikv; not causal: torch for float32 of head_dim 64 from 1 query, "
         "otherwise tikv"
     )
-    assert tikv.info()["attention_auto"] == measured.report(live)
+    assert tikv.info()["attention_auto"] == report(live)
 
 
 def test_each_kind_has_its_own_times(live):
@@ -120,13 +120,13 @@ def test_a_call_is_of_a_kind(live, monkeypatch, queries, length, options, kind):
 def test_another_torch_and_another_device_are_measured_again(live, file):
     measured.write(live, timed(torch="1.0"))
     assert measured.timings(live) is None
-    assert "measured with torch 1.0" in measured.report(live)
+    assert "measured with torch 1.0" in report(live)
     told = json.loads(file.read_text())
     told["devices"] = {"cuda: another": told["devices"].popitem()[1]}
     file.write_text(json.dumps(told))
     measured._found.cache_clear()
     assert measured.timings(live) is None
-    assert "nothing was measured on this device" in measured.report(live)
+    assert "nothing was measured on this device" in report(live)
     measured.write(live, timed())
     assert sorted(json.loads(file.read_text())["devices"]) == sorted(["cuda: another", measured.device_of("cpu")])
 
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_read_is_named_and_replaced(live, file, caplog, te
     file.parent.mkdir()
     file.write_text(text.replace("%s", measured.device_of("cpu")))
     assert measured.timings(live) is None
-    assert str(file) in measured.report(live)
+    assert str(file) in report(live)
     assert [str(file) in record.getMessage() for record in caplog.records] == [True], "said once"
     measured.write(live, timed())
     assert json.loads(file.read_text())["devices"][measured.device_of("cpu")]["day"] == "2026-11-25"
@@ -152,12 +152,29 @@ def test_a_variable_does_without(live, monkeypatch):
     measured.write(live, timed())
     monkeypatch.setenv(measured.VARIABLE, "off")
     assert measured.timings(live) is None
-    assert measured.report(live) == "tikv's own defaults: TIKV_ATTENTION_TABLE=off"
+    assert report(live) == (
+        "tikv's own defaults: TIKV_ATTENTION_TABLE=off; torch from 64 queries of float32 or 64 queries of float16, "
+        "otherwise tikv"
+    )
     with pytest.raises(tikv.TikvError, match="Unset it"):
         measured.write(live, timed())
+
+
+@pytest.mark.parametrize(
+    ("arch_name", "says"),
+    [
+        ("cuda", "; torch where tensor cores are not used, otherwise tikv"),
+        ("vulkan", "tikv: torch cannot share memory"),
+    ],
+)
+def test_a_report_says_what_is_taken_without_a_table(monkeypatch, arch_name, says):
+    monkeypatch.setattr(measured, "device_of", lambda arch: f"{arch}: a device")
+    live = types.SimpleNamespace(invariant=False, is_spirv=arch_name == "vulkan", is_cpu=False, arch=arch_name)
+    assert says in report(live)
 
 
 def test_invariant_asks_nobody(live, monkeypatch):
     measured.write(live, timed())
     invariant = types.SimpleNamespace(invariant=True, is_cpu=True, arch="cpu")
+    assert report(invariant).startswith("tikv: the bits of torch's results depend")
     assert not torch_is_faster(invariant, RECTANGULAR, 4096, None, dtypes.float32, 64)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tikv import engines, launch, runtime
 from tikv.errors import TikvError
-from tikv.ops.attention import measured
+from tikv.ops.attention import torch_sdpa
 
 VERSION: str = sys.modules["tikv"].__version__
 PACKAGES = (
@@ -52,8 +52,8 @@ def info() -> dict[str, Any]:
     says why. ``invariant`` is the value given to `init`. ``tensor_cores`` is "in use", or says why attention on CUDA
     does not use them; ``warpgroups`` says the same of prompts and latents on compute capability 9, and ``subgroups`` of
     Vulkan and Metal, where attention's first call tries them. ``place_host`` says what a store with ``place="host"``
-    gets: "offered", "plain: " and why, or "refused: " and why. ``attention_auto`` says how ``impl="auto"`` chooses
-    between tikv's attention and torch's.
+    gets: "offered", "plain: " and why, or "refused: " and why. ``attention_auto`` says for which calls of each measured
+    kind ``impl="auto"`` takes torch's attention instead of tikv's, and why.
 
     Examples:
         >>> import tikv
@@ -88,7 +88,7 @@ def info() -> dict[str, Any]:
         "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
         "place_host": _place_host(live) if live is not None else "not started",
-        "attention_auto": measured.report(live) if live is not None else "not started",
+        "attention_auto": torch_sdpa.report(live) if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
 

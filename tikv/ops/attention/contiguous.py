@@ -91,8 +91,10 @@ def decode_attention(
         impl: "taichi"; "torch" for torch's attention over the same memory, for plain contiguous caches; or "auto",
             which chooses. If torch is imported, "auto" uses it on CPU for float32 and float16 prompts of at least 64
             queries, for which it converts float16 caches to float32, and on CUDA where tensor cores cannot be used; or
-            as ``tikv bench --attention`` has measured on this device (`tikv.info()["attention_auto"]` says which).
-            torch lets a NaN reach queries that do not see it; if that happens, tikv's own kernels compute the result.
+            as ``tikv bench --attention`` has measured on this device for each kind of call: causal with as many queries
+            as keys, causal with fewer, and not causal (`tikv.info()["attention_auto"]` says which). torch lets a NaN
+            reach queries that do not see it; if a causal call has one, which the host waits to know, tikv's own kernels
+            compute the result.
         sink_logits: (Hq,) float32: one more logit for each query head. It takes its share of the weight and has no
             value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
         alibi_slopes: (Hq,) or (B, Hq) float32: ``slope * (key position - query position)`` is added to each score,

@@ -110,8 +110,8 @@ def timings(live: runtime.Runtime) -> Timings | None:
     return _found(path(), device_of(live.arch))[0]
 
 
-def report(live: runtime.Runtime) -> str:
-    """How `impl="auto"` chooses between tikv's kernel and torch's attention, as text for people."""
+def why(live: runtime.Runtime) -> str:
+    """Where the timings come from, or why nothing was measured, as text for people."""
     return _found(path(), device_of(live.arch))[1]
 
 
@@ -132,7 +132,7 @@ def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
         return None, f"{default}nothing was measured on this device; run `tikv bench --attention` to measure"
     if found.torch != runtime.version_of("torch"):
         return None, f"{default}measured with torch {found.torch}; run `tikv bench --attention` to measure again"
-    return found, f"measured on {found.day}, in {str(file)!r}; {found.choices()}"
+    return found, f"measured on {found.day}, in {str(file)!r}"
 
 
 def _read(file: pathlib.Path) -> dict[str, Timings]:

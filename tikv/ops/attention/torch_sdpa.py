@@ -75,6 +75,23 @@ def faster_in_torch(
     return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *given))
 
 
+def report(live: runtime.Runtime) -> str:
+    """What `impl="auto"` takes for each kind of call, tikv's kernels or torch's attention, and why; for people."""
+    if live.invariant:
+        return "tikv: the bits of torch's results depend on the batch, and tikv.init(invariant=True) is set"
+    if live.is_spirv:
+        return f"tikv: torch cannot share memory on {live.arch}"
+    found = measured.timings(live)
+    if found is not None:
+        chosen = found.choices()
+    elif live.is_cpu:
+        least = [f"{queries} queries of {dtype.name}" for dtype, queries in LEAST_QUERIES.items()]
+        chosen = f"torch from {' or '.join(least)}, otherwise tikv"
+    else:
+        chosen = "torch where tensor cores are not used, otherwise tikv"
+    return f"{measured.why(live)}; {chosen}"
+
+
 class TorchAttention:
     """Attention over arrays of one form by torch's `scaled_dot_product_attention`, over the same memory."""
 
