@@ -131,7 +131,7 @@ def test_no_query_gets_what_it_does_not_see(arch, rng, as_on_cuda, dtype, call, 
 @pytest.mark.archs("cpu", "cuda")
 @pytest.mark.parametrize("call", ["square", "rectangular", "not causal"])
 def test_torch_makes_no_mask_where_it_needs_none(arch, as_on_cuda, monkeypatch, call):
-    """With a mask, torch takes neither cuDNN nor flash attention."""
+    """With a mask, torch has no flash attention."""
     queries, length, options = CALLS[call]
     monkeypatch.setattr(plan.TorchAttention, "_mask", lambda *given: pytest.fail("a mask"))
     q, cache = np.ones((1, 2, queries, 64), np.float16), np.ones((1, 1, length, 64), np.float16)

@@ -156,8 +156,8 @@ class TorchAttention:
     def _seen(self, torch: Any, kind: str, queries: int, keys: int, span: int, like: Any) -> dict[str, Any]:
         """Which keys each query sees, as an argument of torch's attention.
 
-        With a mask of numbers or bools, torch takes neither cuDNN nor its flash attention, both of which know a causal
-        mask by itself. Torch chooses between them, since it knows which versions of cuDNN give wrong results.
+        On CUDA torch has no flash attention with a mask, and its other kernels read one that has a number for each query
+        and key. Between cuDNN and flash attention torch chooses: it knows which versions of cuDNN give wrong results.
         """
         if kind == measured.FULL:
             return {}
