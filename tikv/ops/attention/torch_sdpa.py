@@ -156,8 +156,8 @@ class TorchAttention:
     def _seen(self, torch: Any, kind: str, queries: int, keys: int, span: int, like: Any) -> dict[str, Any]:
         """Which keys each query sees, as an argument of torch's attention.
 
-        On CUDA torch has no flash attention with a mask, and its other kernels read one that has a number for each query
-        and key. Between cuDNN and flash attention torch chooses: it knows which versions of cuDNN give wrong results.
+        On CUDA torch has no flash attention with a mask, and its other kernels read a number of it for each query and
+        key. Between cuDNN and flash attention torch chooses: it knows which versions of cuDNN give wrong results.
         """
         if kind == measured.FULL:
             return {}
