@@ -272,6 +272,18 @@ def test_another_launcher_has_no_instruction_for_floats_of_8_bits(arch, rng, til
 
 
 @on_cuda
+@pytest.mark.parametrize("name", ["int8", "float8_e5m2", "quant8_64", "quant4_64", "q4_0", "mxfp4"])
+def test_tiles_that_registers_hold(arch, rng, tiles, monkeypatch, name):
+    """As on other GPUs than those of compute capability 9.0."""
+    launch.choose_launcher("direct")
+    try:
+        attend(rng, arch, monkeypatch, name, lens=LENS, capacity=300)
+    finally:
+        launch.choose_launcher(None)
+    assert [tile.stages for tile in tiles] == [0] * len(tiles)
+
+
+@on_cuda
 def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
     attend(rng, arch, monkeypatch, "quant4_64", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
     monkeypatch.undo()
@@ -346,6 +358,30 @@ def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
     found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
     assert ("they need the native launcher" in found) == (launcher == "direct")
     assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == (launcher == "direct")
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "generation", "launcher", "copied"),
+    [
+        ({"name": "quant4_64"}, 9, "native", True),
+        ({"name": "quant4_64"}, 9, "direct", False),
+        ({"name": "quant4_64"}, 8, "native", False),
+        ({"name": "q4_0", "at": 2}, 9, "native", False),
+        ({"name": "int8", "at": 2}, 9, "native", True),
+        ({"name": "mxfp8", "scale": "float8_e8m0fnu"}, 9, "native", True),
+        ({"name": "mxfp4", "scale": "float8_e8m0fnu"}, 9, "native", False),
+        ({"name": "float8_e5m2"}, 9, "native", False),
+        ({"name": "int8", "width": 64}, 9, "native", False),
+        ({"name": "int8", "width_v": 64}, 9, "native", False),
+    ],
+)
+def test_which_tiles_are_copied(arch, ampere, options, generation, launcher, copied):
+    """If the GPU and the launcher can, scales begin where copies may, and it is faster."""
+    ampere.setattr(driver, "generation", lambda index: generation)
+    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
+    tile = tensor_cores.choose_tile(CUDA, *codes_given(**options))
+    assert (tile.stages > 0) == copied
 
 
 @pytest.mark.archs("cpu")

@@ -286,3 +286,159 @@ define void @clear_infinite(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %pfound
   store i32 %y4, i32* %pfound
   ret void
 }
+
+; What follows is for the native launcher on compute capability 9.0.
+@copied_tiles = external addrspace(3) global [0 x i8], align 128
+
+; where the shared memory of a block begins whose size the launch sets
+define void @shared_memory(i32* %r) alwaysinline {
+  %x = ptrtoint [0 x i8] addrspace(3)* @copied_tiles to i32
+  store i32 %x, i32* %r
+  ret void
+}
+
+; where k lies
+define void @address_k(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+24];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
+; where v lies
+define void @address_v(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+40];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
+; where k_scale lies
+define void @address_k_scale(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+88];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
+; where v_scale lies
+define void @address_v_scale(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+104];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
+; 16 bytes to shared memory are under way
+define void @copy_16(i32* %p0, i64* %p1) alwaysinline convergent {
+  %x0 = load i32, i32* %p0
+  %x1 = load i64, i64* %p1
+  call void asm sideeffect "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}"(i32 %x0, i64 %x1) convergent
+  ret void
+}
+
+; 4 bytes to shared memory are under way
+define void @copy_4(i32* %p0, i64* %p1) alwaysinline convergent {
+  %x0 = load i32, i32* %p0
+  %x1 = load i64, i64* %p1
+  call void asm sideeffect "cp.async.ca.shared.global [$0], [$1], 4;", "r,l,~{memory}"(i32 %x0, i64 %x1) convergent
+  ret void
+}
+
+; the copies since the last call are a group
+define void @copies_commit() alwaysinline convergent {
+  call void asm sideeffect "cp.async.commit_group;", "~{memory}"() convergent
+  ret void
+}
+
+; the copies of all groups but the last 0 are done
+define void @copies_wait_0() alwaysinline convergent {
+  call void asm sideeffect "cp.async.wait_group 0;", "~{memory}"() convergent
+  ret void
+}
+
+; the copies of all groups but the last 1 are done
+define void @copies_wait_1() alwaysinline convergent {
+  call void asm sideeffect "cp.async.wait_group 1;", "~{memory}"() convergent
+  ret void
+}
+
+; the copies of all groups but the last 2 are done
+define void @copies_wait_2() alwaysinline convergent {
+  call void asm sideeffect "cp.async.wait_group 2;", "~{memory}"() convergent
+  ret void
+}
+
+; the copies of all groups but the last 3 are done
+define void @copies_wait_3() alwaysinline convergent {
+  call void asm sideeffect "cp.async.wait_group 3;", "~{memory}"() convergent
+  ret void
+}
+
+; all lanes of a warp see what each of them has written
+define void @warp_meets() alwaysinline convergent {
+  call void asm sideeffect "bar.warp.sync -1;", "~{memory}"() convergent
+  ret void
+}
+
+; 16 bytes of shared memory
+define void @read_16(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %p4) alwaysinline convergent {
+  %x4 = load i32, i32* %p4
+  %r = call { i32, i32, i32, i32 } asm sideeffect "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}"(i32 %x4) convergent
+  %y0 = extractvalue { i32, i32, i32, i32 } %r, 0
+  store i32 %y0, i32* %p0
+  %y1 = extractvalue { i32, i32, i32, i32 } %r, 1
+  store i32 %y1, i32* %p1
+  %y2 = extractvalue { i32, i32, i32, i32 } %r, 2
+  store i32 %y2, i32* %p2
+  %y3 = extractvalue { i32, i32, i32, i32 } %r, 3
+  store i32 %y3, i32* %p3
+  ret void
+}
+
+; 8 bytes of shared memory
+define void @read_8(i32* %p0, i32* %p1, i32* %p2) alwaysinline convergent {
+  %x2 = load i32, i32* %p2
+  %r = call { i32, i32 } asm sideeffect "ld.shared.v2.u32 {$0, $1}, [$2];", "=r,=r,r,~{memory}"(i32 %x2) convergent
+  %y0 = extractvalue { i32, i32 } %r, 0
+  store i32 %y0, i32* %p0
+  %y1 = extractvalue { i32, i32 } %r, 1
+  store i32 %y1, i32* %p1
+  ret void
+}
+
+; 4 bytes of shared memory
+define void @read_4(i32* %p0, i32* %p1) alwaysinline convergent {
+  %x1 = load i32, i32* %p1
+  %r = call i32 asm sideeffect "ld.shared.u32 $0, [$1];", "=r,r,~{memory}"(i32 %x1) convergent
+  store i32 %r, i32* %p0
+  ret void
+}
+
+; 2 bytes of shared memory
+define void @read_2(i32* %p0, i32* %p1) alwaysinline convergent {
+  %x1 = load i32, i32* %p1
+  %r = call i32 asm sideeffect "{\0A\09.reg .b16 h;\0A\09ld.shared.u16 h, [$1];\0A\09cvt.u32.u16 $0, h;\0A\09}", "=r,r,~{memory}"(i32 %x1) convergent
+  store i32 %r, i32* %p0
+  ret void
+}
+
+; a byte of shared memory
+define void @read_1(i32* %p0, i32* %p1) alwaysinline convergent {
+  %x1 = load i32, i32* %p1
+  %r = call i32 asm sideeffect "{\0A\09.reg .b16 h;\0A\09ld.shared.u8 h, [$1];\0A\09cvt.u32.u16 $0, h;\0A\09}", "=r,r,~{memory}"(i32 %x1) convergent
+  store i32 %r, i32* %p0
+  ret void
+}
+
+; 2 bytes of the GPU's memory
+define void @read_global_2(i32* %p0, i64* %p1) alwaysinline convergent {
+  %x1 = load i64, i64* %p1
+  %r = call i32 asm sideeffect "{\0A\09.reg .b16 h;\0A\09ld.global.u16 h, [$1];\0A\09cvt.u32.u16 $0, h;\0A\09}", "=r,l,~{memory}"(i64 %x1) convergent
+  store i32 %r, i32* %p0
+  ret void
+}
+
+; 2 bytes to shared memory
+define void @write_2(i32* %p0, i32* %p1) alwaysinline convergent {
+  %x0 = load i32, i32* %p0
+  %x1 = load i32, i32* %p1
+  call void asm sideeffect "{\0A\09.reg .b16 h;\0A\09cvt.u16.u32 h, $1;\0A\09st.shared.u16 [$0], h;\0A\09}", "r,r,~{memory}"(i32 %x0, i32 %x1) convergent
+  ret void
+}

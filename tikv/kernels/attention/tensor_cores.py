@@ -7,7 +7,8 @@ in `cuda`, results are rescaled only when a maximum grows.
 
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
 the rows, and read the same keys from shared memory (`staged`) or from the cache of their multiprocessor. For wide
-heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile.
+heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile. Where
+the GPU can, `tensor_copies` copies tiles of codes into shared memory ahead.
 `tensor_halves` turns K and V into fragments; `tensor_codes` does so for codes that are integers, and `tensor_floats`
 for codes that are floats. `tensor_infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
 has the instructions that Taichi does not know.
@@ -16,7 +17,7 @@ has the instructions that Taichi does not know.
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import staged, tensor_floats, tensor_halves, tensor_infinities
+from tikv.kernels.attention import staged, tensor_copies, tensor_floats, tensor_halves, tensor_infinities
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -70,6 +71,7 @@ class Tile(NamedTuple):
     filling: int = 2  # blocks that are enough to keep the memory busy
     ahead: bool = False  # whether the next tile's K and V are read while this one's are used
     of_one_query: bool = False  # whether the rows of a task always belong to one query
+    stages: int = 0  # tiles that a warp has in shared memory, if it copies them there: see `tensor_copies`
 
     @property
     def rows(self) -> int:
@@ -77,12 +79,17 @@ class Tile(NamedTuple):
         return ROWS * self.row_tiles * (WARPS if self.shared_out == "rows" else 1)
 
 
-def tile_of(width: int, rows: int, codes: str = "", long: bool = False) -> Tile:
+def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: bool = False) -> Tile:
     """The tile for a head width and a number of query rows of a KV head; `codes` is the code of K and V, if quantised.
+
+    If warps may copy their tiles, `copied`, they do so unless they divide the rows.
 
     A kernel is `long` if queries see different keys and there are sinks, pages or a soft cap, or if keys are chosen. It
     has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
+    if copied and rows <= 2 * ROWS:
+        resident = tensor_copies.blocks_of(codes, width, width)
+        return Tile(1, "keys", resident, resident, stages=tensor_copies.stages_of(resident, codes, width))
     if codes in FEW_REGISTERS and rows <= 2 * ROWS:
         return Tile(1, "keys", 4, 4)
     if codes:
@@ -144,6 +151,9 @@ def make_attend_tensor(tile, parts, c):
 
 make_attend_tensor.fast_math = True
 make_attend_tensor.resident = lambda tile, parts, c: tile.resident
+make_attend_tensor.shared_bytes = lambda tile, parts, c: (
+    tensor_copies.shared_bytes(tile.stages, c.cache, c.width, c.width_v) if tile.stages else 0
+)
 make_attend_tensor.needs_native = lambda tile, parts, c: c.cache in tensor_floats.NEEDS_NATIVE
 make_attend_tensor.pairs = True  # neighbouring words of K and V may be read as one: see `launch.cuda.peepholes`
 
@@ -158,6 +168,7 @@ def make_attend_task(x, parts, c):
     attend_staged = make_attend_staged(x, f, c) if STAGED else None
     attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
     attend_ahead = make_attend_ahead(x, f, c) if x.ahead else None
+    attend_copied = tensor_copies.make_attend_copied(x, f, add_tile, step_of(x), c) if x.stages else None
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
     restore = tensor_infinities.make_restore(x, parts, c) if c.masked else None
     G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
@@ -189,6 +200,9 @@ def make_attend_task(x, parts, c):
         elif ti.static(COLUMNS):
             attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                            scalars)  # fmt: skip
+        elif ti.static(x.stages > 0):
+            attend_copied(thread, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
+                          scalars)  # fmt: skip
         elif ti.static(x.ahead):
             attend_ahead(thread, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                          scalars)  # fmt: skip

@@ -159,19 +159,30 @@ def make_find_keys(c):
     return find_keys
 
 
+def make_is_whole(c):
+    """is_whole(at, seen, task) -> 1 if every row sees every key of the tile, of those that exist."""
+
+    @ti.func
+    def is_whole(at, seen, task):
+        whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
+        if ti.static(c.masked):
+            whole = whole * ti.cast(at > seen[L.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[L.high], ti.i32)
+        return whole
+
+    return is_whole
+
+
 def make_find_values(c):
     """find_values(at, block, lane, seen, ..., slots, counts, ...) -> 1 if every row sees every key of the tile.
 
     It fills in the slots of the lane's four rows of V, and which of its two keys and four rows belong to the task.
     """
-    slot_behind = make_slot_behind(c)
+    slot_behind, is_whole = make_slot_behind(c), make_is_whole(c)
 
     @ti.func
     def find_values(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(),
                     counts: ti.template(), strides, params):  # fmt: skip
-        whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
-        if ti.static(c.masked):
-            whole = whole * ti.cast(at > seen[L.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[L.high], ti.i32)
+        whole = is_whole(at, seen, task)
         missing = 0
         if ti.static(counts_in_page(c)):
             missing = ti.cast(block < 0, ti.i32)

@@ -91,6 +91,9 @@ class Device:
             if shared_bytes:
                 most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 checked(cu.cuFuncSetAttribute(found, most, shared_bytes), "cuFuncSetAttribute")
+                # The driver itself may leave less shared memory than all blocks that could run together need.
+                share = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                checked(cu.cuFuncSetAttribute(found, share, 100), "cuFuncSetAttribute")
             return found
 
 

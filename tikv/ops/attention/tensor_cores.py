@@ -68,13 +68,27 @@ def _why_not_codes(live: runtime.Runtime, q: ArrayView, cache: CacheLayout) -> s
         together = tensor_floats.scales_per_word(storage, cache.width, cache.width_v)
     elif [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"
-    if together == 1:
-        return ""
-    nbytes = together * scales[0].dtype.itemsize
+    nbytes = together * scales[0].dtype.itemsize if together > 1 else 1
+    return "" if scales_begin_at(cache, nbytes) else f"the scales of a row do not begin at a multiple of {nbytes} bytes"
+
+
+def scales_begin_at(cache: CacheLayout, nbytes: int) -> bool:
+    """Whether the scales of every row of K and V begin at a multiple of so many bytes."""
+    scales = [scale.array for scale in cache.scales]
     places = (*(a.ptr or 0 for a in scales), *(a.offset for a in scales))
-    if any(at % nbytes for at in places) or any(n % together for n in cache.scale_strides):
-        return f"the scales of a row do not begin at a multiple of {nbytes} bytes"
-    return ""
+    steps = (n * a.dtype.itemsize for a in scales for n in cache.scale_strides)
+    return not any(at % nbytes for at in (*places, *steps))
+
+
+def copies_tiles(live: runtime.Runtime, cache: CacheLayout) -> bool:
+    """Whether warps copy tiles of a cache into shared memory: see `kernels.attention.tensor_copies`."""
+    from tikv.kernels.attention import tensor_copies
+
+    storage, widths = cache.k.storage, (cache.width, cache.width_v)
+    if cache.place != "linear" or cache.chosen or not tensor_copies.blocks_of(storage, *widths):
+        return False
+    numbers = tensor_copies.copied(storage, *widths).numbers
+    return not launch.why_no_hopper(live) and scales_begin_at(cache, min(tensor_copies.WORD, numbers))
 
 
 def why_not_by_channel(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
@@ -126,4 +140,5 @@ def choose_tile(
         rows = group  # a task has the rows of one query
     else:
         long = query.queries > 1 and (long or cache.place == "table")
-    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)
+    copied = bool(codes) and copies_tiles(live, cache)
+    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long, copied)
