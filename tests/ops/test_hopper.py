@@ -467,10 +467,11 @@ def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
 
 @pytest.mark.archs("cpu")
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
-    from tikv.kernels.attention import hopper as kernels
+    from tikv.kernels.attention import hopper_tiles as kernels
 
-    for width in kernels.KEYS_OF:
-        memory = kernels.memory_of(width)
+    for width, bits in itertools.product(kernels.KEYS_OF, (0, 4, 8)):
+        memory = kernels.memory_of(width, bits)
         assert memory.nbytes <= 227 << 10
+        assert memory.stages >= 2
         assert not memory.k % 1024
         assert not memory.tile % 1024

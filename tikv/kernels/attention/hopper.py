@@ -1,11 +1,12 @@
 """Attention of prompts by the warpgroups of compute capability 9.0: S = Q K^T and O += P V, both by `wgmma`.
 
-A block has one warpgroup that produces and two that consume. The producer copies tiles of K and V into shared memory,
-some of each ahead, and says by a barrier that one is there; a consumer says when it has done with one. A consumer has
-64 query rows. It starts the product that makes a tile's scores and the one that adds the values of the tile before, and
-makes weights of the scores while the values are added; the two consumers take turns at starting theirs, so that one
-computes weights while the other multiplies. Weights stay in registers: the sums of the first product lie in the order
-in which the second takes its operand. As in `tensor_cores`, results are rescaled only when a maximum grows.
+A block has one warpgroup that produces, or two over codes, and two that consume. Those that produce write tiles of K
+and V into shared memory, some of each ahead, and say by a barrier that one is there; a consumer says when it has done
+with one. A consumer has 64 query rows. It starts the product that makes a tile's scores and the one that adds the
+values of the tile before, and makes weights of the scores while the values are added; the two consumers take turns at
+starting theirs, so that one computes weights while the other multiplies. Weights stay in registers: the sums of the
+first product lie in the order in which the second takes its operand. As in `tensor_cores`, results are rescaled only
+when a maximum grows.
 
 Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `hopper_ir`
 says; what no row of the task sees is zero there.
@@ -15,11 +16,13 @@ from tikv.kernels.attention.hopper_codes import make_produce_codes
 from tikv.kernels.attention.hopper_consumer import make_consume
 from tikv.kernels.attention.hopper_producer import make_produce
 from tikv.kernels.attention.hopper_tiles import BITCODE as BITCODE
-from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_of, registers_of
+from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
 from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
 from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
+from tikv.kernels.attention.hopper_tiles import producers_of as producers_of
 from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
@@ -46,22 +49,23 @@ def make_attend_hopper(tile, parts, c):
 
 make_attend_hopper.fast_math = True
 make_attend_hopper.resident = lambda tile, parts, c: tile.resident
-make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_of(c.width).nbytes
+make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(c).nbytes
 
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    keys, memory = KEYS_OF[c.width], memory_for(c)
     decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c)
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
-    produce = make_produce(c) if PRODUCERS == 1 else make_produce_codes(c)
+    warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile
+    produce = make_produce(c) if c.cache in HALVES else make_produce_codes(warps, c)
     registers = registers_of(PRODUCERS, c.width)
     give_away = getattr(ext, f"registers_dec_{registers.producer}")
     get_many = getattr(ext, f"registers_inc_{registers.consumer}")
     get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
-    # Each thread that copies arrives, and four that note; of those that consume, one of each of 8 warps.
-    MAKE = ((B.k_there, GROUP + 4), (B.v_there, GROUP), (B.k_done, 8), (B.v_done, 8))
+    # Each thread that writes arrives, and of each warp one that notes; of those that consume, one of each of 8 warps.
+    MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 8), (B.v_done, 8))
 
     @ti.func
     def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
@@ -88,10 +92,7 @@ def make_attend_task(x, parts, c):
         all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
         if warpgroup < PRODUCERS:
             give_away()
-            if ti.static(PRODUCERS == 1):
-                produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
-            else:
-                produce(thread % GROUP, warpgroup, shared, barriers, seen, visible, task, arrays, strides, params)
+            produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
             ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
             get_back()
         else:

@@ -1,8 +1,8 @@
-"""The producer of `hopper` where K and V are codes: it makes halves of them, the numbers that they stand for.
+"""The producers of `hopper` where K and V are codes: they make halves of them, the numbers that they stand for.
 
-A warp has the rows of its keys in two steps: its lanes start to read their codes, and later write the numbers to where
-`hopper_producer` would copy them. As soon as those of a row are written, the same registers start to get the row that
-comes half a tile later, so that no lane waits for memory.
+A lane copies the codes of its rows to shared memory, one or two tiles ahead, and reads there what it has copied itself:
+so it waits neither for memory nor for other lanes. It writes the numbers to where `hopper_producer` would copy them,
+and the codes of a later tile take the place of those that it has read.
 
 Codes become halves of float16 by their bits, without rounding. These are multiplied by their scales as halves, where
 both are float16, else as floats; so the number that meets the queries is rounded once.
@@ -16,7 +16,6 @@ from tikv.formats import OF_CODE, GroupFormat
 from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
 from tikv.kernels.attention.hopper_producer import make_clean
 from tikv.kernels.attention.hopper_tiles import (
-    FAR,
     KEYS_OF,
     PANEL_ROW,
     PIECE,
@@ -26,7 +25,7 @@ from tikv.kernels.attention.hopper_tiles import (
     make_index_in_tile,
     make_is_whole,
     make_tile_at,
-    memory_of,
+    memory_for,
     panels,
     place_of,
 )
@@ -39,7 +38,6 @@ from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
 COLUMNS = 64  # of a panel
-MOST_WORDS = 16  # of 32 bits that a lane holds
 RULES = {"int8": 128, "q8_0": 128, "affine": 0, "q4_0": 8, "float8": 0}  # what is taken from a code without a sign
 
 
@@ -69,11 +67,6 @@ def codes_of(cache: str, width: int, scaled: bool) -> Codes | None:
     return Codes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
 
 
-def serves_width(cache: str, width: int) -> bool:
-    """Whether codes of heads of this width are taken: consumers of wider ones need the registers of two producers."""
-    return width in (64, 128) and codes_of(cache, width, True) is not None
-
-
 def piece_bytes(cache: str, width: int) -> int:
     """Bytes that a lane reads at a time, at a multiple of which every row begins."""
     return codes_of(cache, width, True).words * 4
@@ -89,22 +82,25 @@ def both_halves(x: float) -> int:
     return int(np.float16(x).view(np.uint16)) * 0x10001
 
 
-def make_produce_codes(c):
-    """produce(thread, of_v, shared, barriers, seen, ...): write the tiles of K, or of V; by all threads of a warpgroup.
+def make_produce_codes(warps, c):
+    """produce(thread, shared, barriers, seen, ...): write the tiles of a task, by all threads of what produces.
 
-    A lane of a warp looks up the row of one key, as in `hopper_producer`.
+    So many warps write K, and as many V. A lane of a warp looks up the row of one key, as in `hopper_producer`.
     """
     ext = instructions()
     codes = codes_of(c.cache, c.width, c.scale != "")
-    keys, memory = KEYS_OF[c.width], memory_of(c.width)
-    OWN, WORDS, NUMBERS = keys // 4, codes.words * panels(c.width), c.width // codes.group * codes.numbers
-    COUNT, STAGES = OWN // codes.rows, memory.stages
-    HELD = min(COUNT, MOST_WORDS // WORDS)
+    keys, memory = KEYS_OF[c.width], memory_for(c)
+    OWN, WORDS, NUMBERS = keys // warps, codes.words * panels(c.width), c.width // codes.group * codes.numbers
+    COUNT, STAGES, PARTS, PART = OWN // codes.rows, memory.stages, 4 // warps, keys // 4
+    READY = (NUMBERS + 1) // 2 if in_pairs(codes, c) else NUMBERS
+    AHEAD, HALF, SIDE = memory.ahead, COUNT // 2, memory.ahead * memory.of_codes
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, scale_offset = make_slot_offsets(c)
-    read_row, write_row, clear = make_read_row(codes, c), make_write_row(codes, c), make_clear(c)
-    prepare, clean = make_prepare(c), make_clean(c)
+    copy_row, read_row = make_copy_row(32 * warps, codes, c), make_read_row(32 * warps, codes, c)
+    write_row, clear = make_write_row(OWN, codes, c), make_clear(OWN, c)
+    copies_left = getattr(ext, f"copies_left_{2 * AHEAD - 1}")
+    prepare, clean = make_prepare(c), make_clean(OWN, c)
     read_number = getattr(ext, f"read_number_{SIZE[c.scale]}") if c.scale else None
 
     @ti.func
@@ -125,16 +121,15 @@ def make_produce_codes(c):
     def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
         """The slot of a lane's key of tile n; -1 where it does not exist."""
         index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
-        if ti.static(OWN < 32):
-            index = ti.select(lane < OWN, index, FAR)
         if index < seen[R.end] and n < seen[R.tiles]:
             slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
         return slot
 
     @ti.func
-    def produce(thread, of_v, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
+    def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
-        lane, warp = thread % 32, thread // 32
+        lane, warp = thread % 32, ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // 32, 0)
+        of_v, warp = warp // warps, warp % warps
         base, other, scales_at, other_scales = ti.u64(0), ti.u64(0), ti.u64(0), ti.u64(0)
         ext.address_k(base)
         ext.address_v(other)
@@ -146,39 +141,56 @@ def make_produce_codes(c):
             scales_at = ti.select(of_v != 0, other_scales, scales_at)
             first = ti.select(of_v != 0, strides[S.v_scale_first], strides[S.k_scale_first]) + task[T.scale_first]
             scales_at += ti.cast(first, ti.u64) * ti.u64(SIZE[c.scale])
-        words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
         scales = [ti.u32(0) for _ in range(NUMBERS)]
-        slot, coming = -1, -1  # of a lane's key of two tiles: the next is looked up ahead
-        for n in range(2):
-            slot, coming = coming, find(n, lane, warp, seen, visible, task, table, strides, params)
+        slots = [-1 for _ in range(AHEAD + 1)]  # of a lane's key of a tile, and of those to come
         tiles, stage, phase = seen[R.tiles], 0, ti.u32(1)
-        offset = offset_of(of_v, slot, strides)
-        if tiles > 0:
-            for i in ti.static(range(HELD)):
-                read_row(i, lane, base, offset, words[i])
-            if ti.static(NUMBERS > 0):
-                read_scales(slot, scales_at, scales, strides)
+        codes_at = shared + ti.cast(memory.codes + of_v * SIDE + (warp * 32 + lane) * (4 * codes.words), ti.u32)
+        for n in range(ti.select(tiles > 0, AHEAD + 1, 0)):
+            for i in ti.static(range(AHEAD)):
+                slots[i] = slots[ti.static(i + 1)]
+            slots[AHEAD] = find(n, lane, warp, seen, visible, task, table, strides, params)
+            if n < AHEAD:
+                offset, at = offset_of(of_v, slots[AHEAD], strides), codes_at + ti.cast(n * memory.of_codes, ti.u32)
+                for i in ti.static(range(COUNT)):
+                    copy_row(i, lane, base, offset, at)
+                    if ti.static((i + 1) % HALF == 0):
+                        ext.copies_close()
+        if ti.static(NUMBERS > 0):
+            if tiles > 0:
+                read_scales(slots[0], scales_at, scales, strides)
         for tile in range(tiles):
-            there = ti.cast(ti.simt.warp.ballot(ti.cast(slot >= 0, ti.i32)), ti.u32)
-            ready = [ti.u32(0) for _ in range(NUMBERS)]
-            for j in ti.static(range(NUMBERS)):
-                ready[j] = prepare(scales[j])
+            there = ti.cast(ti.simt.warp.ballot(ti.cast(slots[0] >= 0, ti.i32)), ti.u32)
+            ready = [ti.u32(0) for _ in range(READY)]
+            for j in ti.static(range(READY)):
+                if ti.static(READY < NUMBERS):
+                    ready[j] = scales[2 * j] | scales[min(2 * j + 1, NUMBERS - 1)] << ti.u32(16)
+                else:
+                    ready[j] = prepare(scales[j])
             if ti.static(NUMBERS > 0):
-                read_scales(coming, scales_at, scales, strides)
+                read_scales(slots[1], scales_at, scales, strides)
             barrier = barriers + ti.cast(of_v * B.v_there + stage * 8, ti.u32)
             done = barrier + ti.u32(B.k_done)
             ext.barrier_wait(done, phase)
             to = shared + ti.cast(memory.k + (of_v * STAGES + stage) * memory.tile, ti.u32)
+            at = codes_at + ti.cast(tile % AHEAD * memory.of_codes, ti.u32)
+            offset = offset_of(of_v, slots[AHEAD], strides)
+            words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
             for i in ti.static(range(COUNT)):
-                if ti.static(i + HELD == COUNT):  # from here on rows of the next tile are read
-                    offset = offset_of(of_v, coming, strides)
+                if ti.static(i % HALF == 0):
+                    copies_left()
+                    read_row(i, at, words[i])
+                if ti.static((i + 1) % HALF != 0):
+                    read_row(ti.static(i + 1), at, words[ti.static(i + 1)])
                 write_row(i, lane, warp, to, words[i], ready)
-                read_row(ti.static((i + HELD) % COUNT), lane, base, offset, words[ti.static((i + HELD) % COUNT)])
-                if ti.static(i % 2 == 1):
-                    ext.warp_meets()  # else the assembler would put off what is read
+                copy_row(i, lane, base, offset, at)  # of a later tile: what lay there has been read
+                if ti.static((i + 1) % HALF == 0):
+                    ext.copies_close()
             if of_v == 0 and lane == 0:
-                note = barriers + ti.cast(B.exists + stage * 16 + warp * 4, ti.u32)
-                ext.write_4(note, there)
+                note = barriers + ti.cast(B.exists + stage * 16 + warp * (4 * PARTS), ti.u32)
+                for part in ti.static(range(PARTS)):
+                    of_part = (there >> ti.u32(part * PART)) & ti.u32((1 << PART) - 1)
+                    ext.write_4(note, of_part)
+                    note += ti.u32(4)
                 ext.barrier_arrive(barrier)
             if of_v != 0 and there != ti.u32((1 << OWN) - 1):
                 ext.warp_meets()
@@ -192,7 +204,10 @@ def make_produce_codes(c):
             stage += 1
             if stage == STAGES:
                 stage, phase = 0, phase ^ ti.u32(1)
-            slot, coming = coming, find(tile + 2, lane, warp, seen, visible, task, table, strides, params)
+            for i in ti.static(range(AHEAD)):
+                slots[i] = slots[ti.static(i + 1)]
+            slots[AHEAD] = find(tile + AHEAD + 1, lane, warp, seen, visible, task, table, strides, params)
+        ext.copies_wait()
 
     return produce
 
@@ -209,30 +224,49 @@ def row_of(lane, lanes: ti.template()):
     return row
 
 
-def make_read_row(codes, c):
-    """read_row(i, lane, base, row, words): a lane's codes of the i-th row that it has of a tile are on their way.
+def make_copy_row(threads, codes, c):
+    """copy_row(i, lane, base, row, to): a lane's codes of the i-th row that it has of a tile are on their way.
 
-    A lane knows where the row of one key begins, in words from `base` on.
+    A lane knows where the row of one key begins, in words from `base` on. Of a last panel with 32 columns the upper
+    lanes copy what the lower ones do, and no product reads what they write.
     """
-    step = COLUMNS * codes.bits // 8
-    read = getattr(instructions(), f"read_{codes.words}_{step}_{panels(c.width)}")
+    step, SIZE_OF, whole = COLUMNS * codes.bits // 8, 4 * codes.words, c.width // COLUMNS
+    HALF = c.width % COLUMNS != 0
+    copy, copy_one = (getattr(instructions(), f"copy_codes_{codes.words}_{step}_{n}") for n in (whole, 1))
 
     @ti.func
-    def read_row(i: ti.template(), lane, base, row, words: ti.template()):
-        source = row_of(lane, codes.lanes) + ti.static(i * codes.rows)
+    def copy_row(i: ti.template(), lane, base, row, to):
+        source, own = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
         first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
-        address = base + ti.cast(lane % codes.lanes * (codes.words * 4), ti.u64)
+        address = base + ti.cast(own * SIZE_OF, ti.u64)
         address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
-        read(*words, address)
+        at = to + ti.u32(i * panels(c.width) * threads * SIZE_OF)
+        copy(at, address)
+        if ti.static(HALF):
+            at += ti.u32(whole * threads * SIZE_OF)
+            address += ti.cast(ti.select(own < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
+            copy_one(at, address)
+
+    return copy_row
+
+
+def make_read_row(threads, codes, c):
+    """read_row(i, at, words): the codes that a lane has copied of its i-th row."""
+    size = panels(c.width) * threads * 4 * codes.words
+    read = getattr(instructions(), f"read_codes_{codes.words}_{panels(c.width)}")
+
+    @ti.func
+    def read_row(i: ti.template(), at, words: ti.template()):
+        place = at + ti.u32(i * size)
+        read(*words, place)
 
     return read_row
 
 
-def make_clear(c):
+def make_clear(OWN, c):
     """clear(lane, warp, to, there): zeros in a warp's rows of V that have no bit in `there`: their weight is 0."""
     ext = instructions()
     keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
-    OWN = keys // 4
 
     @ti.func
     def clear(lane, warp, to, there):
@@ -246,14 +280,16 @@ def make_clear(c):
     return clear
 
 
-def make_write_row(codes, c):
+def make_write_row(OWN, codes, c):
     """write_row(i, lane, warp, to, words, scales): what a lane has read of its i-th row becomes halves of the tile.
 
-    A lane knows the scales of one key, as `make_prepare` leaves them.
+    A lane knows the numbers of one key's groups: in pairs, or as `make_prepare` leaves them.
     """
     write_piece = make_write_piece(codes, c)
-    keys, N = KEYS_OF[c.width], codes.numbers
-    NUMBERS = c.width // codes.group * N
+    keys, pairs = KEYS_OF[c.width], in_pairs(codes, c)
+    N = 1 if pairs else codes.numbers  # registers of a group, or of the two of a panel
+    OF_TWO = pairs and codes.numbers == 1
+    ALONE, SPAN = codes.group >= COLUMNS or OF_TWO, COLUMNS if OF_TWO else codes.group
 
     @ti.func
     def write_row(i: ti.template(), lane, warp, to, words: ti.template(), scales: ti.template()):
@@ -262,15 +298,15 @@ def make_write_row(codes, c):
             piece = (piece & 2) << 1 | piece & 1
         # Rows of which the first is a multiple of 8 lie alike.
         eight, behind = ti.static(i * codes.rows // 8 * 8, i * codes.rows % 8)
-        place = to + place_of(warp * (keys // 4), row + behind, piece, keys)
-        of_row = [ti.u32(0) for _ in range(NUMBERS)]
-        for j in ti.static(range(NUMBERS)):
+        place = to + place_of(warp * OWN, row + behind, piece, keys)
+        of_row = [ti.u32(0) for _ in range(len(scales))]
+        for j in ti.static(range(len(scales))):
             of_row[j] = lane_bits(scales[j], row + ti.static(i * codes.rows))
         for p in ti.static(range(panels(c.width))):
-            own = [ti.u32(0) for _ in range(N)]
+            own = [ti.select(piece < 4, ti.u32(0x1010), ti.u32(0x3232)) for _ in range(N + OF_TWO)]
             for j in ti.static(range(N)):
-                own[j] = of_row[ti.static(p * COLUMNS // codes.group * N + j)]
-                if ti.static(codes.group < COLUMNS):  # a panel has two groups
+                own[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
+                if ti.static(not ALONE and (p + 1) * COLUMNS <= c.width):  # the panel has two groups
                     own[j] = ti.select(piece < 4, own[j], of_row[ti.static((p * 2 + 1) * N + j)])
             at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
             write_piece(at, words, p, own)
@@ -281,7 +317,7 @@ def make_write_row(codes, c):
 def make_write_piece(codes, c):
     """write_piece(at, words, p, scales): a lane's codes of panel p, multiplied, as a piece of a row or as two."""
     ext = instructions()
-    by = "halves" if by_halves(c) else c.query
+    by = ("pairs" if in_pairs(codes, c) else "halves") if by_halves(c) else c.query
     kinds = {"float8": [c.cache], "q4_0": ["low_nibbles", "high_nibbles"]}.get(
         codes.rule, ["bytes" if codes.bits == 8 else "nibbles"]
     )
@@ -291,11 +327,12 @@ def make_write_piece(codes, c):
     LESS_16, BY_16 = both_halves(-(64 + zero)), both_halves(1 / 16)
     BY_TURNS = both_halves(1) & 0xFFFF | BY_16 & 0xFFFF0000
     LESS_BY_TURNS = LESS & 0xFFFF | LESS_16 & 0xFFFF0000
+    GIVEN = 3 - codes.numbers if by == "pairs" else codes.numbers
 
     @ti.func
     def write_piece(at, words: ti.template(), p: ti.template(), scales: ti.template()):
         word, other = words[ti.static(p * codes.words)], words[ti.static((p + 1) * codes.words - 1)]
-        own = [ti.bit_cast(scales[j], ti.u32 if by == "halves" else ti.f32) for j in ti.static(range(codes.numbers))]
+        own = [ti.bit_cast(scales[j], ti.f32 if by == c.query else ti.u32) for j in ti.static(range(GIVEN))]
         less = ti.u32(LESS)
         if ti.static(codes.rule == "float8"):
             writes[0](at, word, other, *own)
@@ -312,6 +349,11 @@ def make_write_piece(codes, c):
             writes[1](at, word, other, factor, less, *own)
 
     return write_piece
+
+
+def in_pairs(codes, c) -> bool:
+    """Whether the numbers of a row's groups are handed from lane to lane two at a time."""
+    return by_halves(c) and c.width // codes.group * codes.numbers > 1
 
 
 def by_halves(c) -> bool:

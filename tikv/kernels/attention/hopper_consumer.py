@@ -17,7 +17,7 @@ from tikv.kernels.attention.hopper_tiles import (
     make_index_in_tile,
     make_is_whole,
     make_tile_at,
-    memory_of,
+    memory_for,
     place_of,
 )
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X
@@ -39,7 +39,7 @@ def make_consume(x, parts, c):
     ext = instructions()
     scores, values = (getattr(ext, f"{name}_{c.query}_{c.width}") for name in ("scores", "values"))
     pack = getattr(ext, f"pack_{c.query}")
-    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    keys, memory = KEYS_OF[c.width], memory_for(c)
     NS, NO = keys // 2, c.width // 2
     wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)

@@ -11,6 +11,7 @@ A product is of a warpgroup, 4 warps, and runs while they go on. Its sums are re
 they have been waited for: so a function that waits takes them in and hands them out again.
 """
 
+import itertools
 from collections.abc import Iterable
 
 UNCOVERED = "//!"  # see `launch.cuda.ptx.uncovered`
@@ -20,8 +21,8 @@ STEP = 16  # columns, or keys, of one product
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
 # Warpgroups that produce, the widest heads; registers of a thread at first, of one that produces, and that consumes.
-REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 64, 192))
-READS = ((2, 64), (1, 32), (2, 32))  # of codes: a lane's words of 64 columns of a row, and the bytes of those columns
+REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 56, 200))
+STAGED = ((2, 64), (1, 32), (2, 32))  # codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
 LATENT = (576, 512, 64)  # columns of a latent, the first of which are its values; keys of a tile
@@ -262,6 +263,9 @@ def others() -> list[str]:
                  given=["i64"]),
         function("read_number_4", "one of 4", ["ld.global.u32 $0, [$1];"], made=["i32"], given=["i64"]),
         function("copies_wait", "all copies are done", ["cp.async.wait_all;"]),
+        function("copies_close", "the copies before are a group", ["cp.async.commit_group;"]),
+        *(function(f"copies_left_{left}", f"all groups of copies but the last {left} are done",
+                   [f"cp.async.wait_group {left};"]) for left in (1, 3)),
         function("copies_arrive", "an arrival, when the copies before are done",
                  uncovered("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"), given=["i32"]),
         function("for_products", "products see what is in shared memory for this thread",
@@ -359,9 +363,15 @@ def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
 def multiplied(by: str, count: int, first: int) -> list[str]:
     """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias behind it, as far as there are any.
 
-    By halves, or as floats of which halves of a kind are made; rounded once.
+    By halves, or as floats of which halves of a kind are made; rounded once. A pair is two numbers of a row in one
+    register: a scale and its bias, or the scales of two groups, of which the next operand selects the lane's.
     """
     scale, bias, lines = f"${first}", f"${first + 1}", []
+    if by == "pairs":
+        lines = [f"prmt.b32 s, {scale}, 0, {bias};"]
+        if count == 2:
+            lines = [f"mov.b32 {{l, h}}, {scale};", "mov.b32 s, {l, l};", "mov.b32 b, {h, h};"]
+        scale, bias, by = "s", "b", "halves"
     for n in range(4):
         if by == "halves":
             lines += ([], [f"mul.rn.f16x2 h{n}, h{n}, {scale};"], [f"fma.rn.f16x2 h{n}, h{n}, {scale}, {bias};"])[count]
@@ -377,27 +387,34 @@ def writes() -> list[str]:
     """Eight codes become numbers of a row in shared memory; see `conversions` and `multiplied`."""
     found = []
     for kind, (words, constants, counts, lines) in conversions().items():
-        for by, count in [(by, count) for by in ("halves", *HALVES) for count in counts if (by, count) != ("f16", 0)]:
+        for by, count in itertools.product(("halves", "pairs", *HALVES), counts):
+            if count == 0 and by in ("pairs", "f16"):
+                continue
             behind = 1 + words + constants
-            head = ["{", ".reg .b32 h0, h1, h2, h3;", ".reg .b16 l, h;", ".reg .f32 x, y;"]
+            head = ["{", ".reg .b32 h0, h1, h2, h3, s, b;", ".reg .b16 l, h;", ".reg .f32 x, y;"]
             tail = ["st.shared.v4.u32 [$0], {h0, h1, h2, h3};", "}"]
             text = [*head, *lines, *multiplied(by, count, behind), *tail]
-            given = ["i32"] * behind + ["i32" if by == "halves" else "float"] * count
+            numbers = {"halves": ["i32"] * count, "pairs": ["i32"] * (3 - count)}.get(by, ["float"] * count)
+            given = ["i32"] * behind + numbers
             found.append(function(f"write_{kind}_{by}_{count}", f"eight numbers of {kind}, multiplied as {by}",
                                   uncovered(*text), given=given))  # fmt: skip
     return found
 
 
-def reads(words: int, step: int, panels: int) -> str:
-    """A lane's codes of a row: so many words of each panel, which lie `step` bytes apart."""
-    lines = []
-    for n in range(panels):
-        to = f"${n}" if words == 1 else f"{{${2 * n}, ${2 * n + 1}}}"
-        kind = "" if words == 1 else "v2."
-        lines.append(f"ld.global.L1::no_allocate.{kind}u32 {to}, [${words * panels}+{n * step}];")
-    comment = f"{words} words of each of {panels} panels are under way"
-    made = ["i32"] * (words * panels)
-    return function(f"read_{words}_{step}_{panels}", comment, uncovered(*lines), made=made, given=["i64"])
+def staged(words: int, step: int, panels: int) -> list[str]:
+    """A lane's codes of a row: so many words of each panel, `step` bytes apart, that wait in shared memory."""
+    threads = 64 if panels > 2 else 128  # that copy a tile of K, or of V, and read what they have copied themselves
+    size, kind = 4 * words, "v2.u32" if words == 2 else "u32"
+    slots = [n * threads * size for n in range(panels)]
+    copy = [f"cp.async.ca.shared.global [$0+{slot}], [$1+{n * step}], {size};" for n, slot in enumerate(slots)]
+    to = [", ".join(f"${words * n + i}" for i in range(words)) for n in range(panels)]
+    read = [f"ld.shared.{kind} {{{to[n]}}}, [${words * panels}+{slot}];" for n, slot in enumerate(slots)]
+    what = f"{words} words of each of {panels} panels"
+    return [
+        function(f"copy_codes_{words}_{step}_{panels}", f"{what} are under way", copy, given=["i32", "i64"]),
+        function(f"read_codes_{words}_{panels}", f"{what} are there", read, made=["i32"] * (words * panels),
+                 given=["i32"]),
+    ]  # fmt: skip
 
 
 def stores(width: int) -> list[str]:
@@ -434,7 +451,10 @@ def text() -> str:
     results = [each for width, _ in SHAPES for each in stores(width)]
     latents = [make(half, *row) for half in HALVES for row in LATENT_ROWS for make in (latent_scores, latent_values)]
     batches = [copies(width, keys) for width, keys in (*SHAPES, (LATENT[0], LATENT[2])) if width % 64 == 0]
-    of_codes = [reads(*each, width // 64) for each in READS for width, _ in SHAPES if width % 64 == 0]
+    of_codes = [
+        each for form in STAGED for width, _ in SHAPES if width % 64 == 0 for each in staged(*form, width // 64)
+    ]
+    of_codes = list(dict.fromkeys(of_codes))  # those that read are the same for two of the forms
     of_latents = [*latents, *latent_results()]
     return "\n".join([HEAD, *others(), *waits(), *batches, *writes(), *of_codes, *products, *of_latents, *results])
 

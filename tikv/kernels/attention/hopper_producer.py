@@ -12,7 +12,7 @@ from tikv.kernels.attention.hopper_tiles import (
     make_index_in_tile,
     make_is_whole,
     make_tile_at,
-    memory_of,
+    memory_for,
     panels,
     place_of,
 )
@@ -28,12 +28,12 @@ def make_produce(c):
     A lane of a warp looks up the row of one key, and all of them copy the rows of the warp's keys, in pieces.
     """
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    keys, memory = KEYS_OF[c.width], memory_for(c)
     OWN = keys // 4  # keys of a warp
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
-    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(c)
+    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(OWN, c)
     STAGES = memory.stages
 
     @ti.func
@@ -129,21 +129,21 @@ def make_copy_rows(width, keys):
     return copy_rows
 
 
-def make_clean(c):
-    """clean(lane, warp, v, barriers): infinities and NaNs in a warp's rows of V become zeros, which is noted.
+def make_clean(OWN, c):
+    """clean(lane, warp, v, barriers): infinities and NaNs in a warp's own rows of V become zeros, which is noted.
 
     Where a row does not see them, its weight is nothing, and nothing times them would be NaN. Halves whose exponent has
     no bit unset are found two at a time: one more in the exponent's last place carries into the sign's.
     """
     ext = instructions()
     keys, last = KEYS_OF[c.width], c.width % 64 * 2 // PIECE  # pieces of a row in a last panel that is not full
-    ROUNDS = keys // 64
+    ROUNDS = OWN // 16
     infinite = INFINITE[c.query]
     exponents, carries = infinite << 16 | infinite, 0x00010001 * (0x8000 - infinite)
 
     @ti.func
     def clean(lane, warp, v, barriers):
-        begin, row, found = v + ti.cast(warp * (keys // 4 * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
+        begin, row, found = v + ti.cast(warp * (OWN * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
         for n in range(panels(c.width) * ROUNDS):  # of 16 rows of a panel; a thread has pieces of 4
             panel, place = n // ROUNDS, begin + ti.cast(n // ROUNDS * (keys * PANEL_ROW), ti.u32)
             at = [place + ti.cast((n % ROUNDS * 4 + i) * (32 * PIECE), ti.u32) for i in range(4)]

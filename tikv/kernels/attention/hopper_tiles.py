@@ -4,9 +4,11 @@ import functools
 import pathlib
 from typing import NamedTuple
 
+from tikv.formats import OF_CODE
 from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.parameters import P
 from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.attention.tree import first_new
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.runtime import engine_in_use, ti
@@ -15,7 +17,8 @@ BITCODE = pathlib.Path(__file__).with_name("hopper.bc")  # see `hopper_ir`
 GROUP = 128  # threads of a warpgroup
 ROWS = hopper_ir.QUERY_ROWS  # query rows of a task
 KEYS_OF = dict(hopper_ir.SHAPES)  # of a tile, by the width of the heads
-STAGES_OF = {64: 3, 96: 3, 128: 3, 256: 2}  # tiles of K, and of V, that lie in shared memory
+STAGES_OF = {64: 3, 96: 3, 128: 3, 256: 2}  # tiles of K, and of V, that lie in shared memory at most
+SHARED_BYTES = 227 << 10  # that a block has
 PIECE = 16  # bytes that are copied at a time, at a multiple of which every row begins
 PANEL_ROW = hopper_ir.PANEL
 FAR = 1 << 30  # beyond every index of a key
@@ -29,13 +32,22 @@ class Warpgroups(NamedTuple):
     resident: int = 1  # blocks that a multiprocessor holds at once
     filling: int = 1
     paired: bool = True  # whether two columns of the result begin at a multiple of their size
-    producers: int = 1  # warpgroups that produce: two for codes, of K and of V
+    producers: int = 1  # warpgroups that produce: see `producers_of`
     of_one_query: bool = False  # whether the rows of a task always belong to one query
 
     @property
     def threads(self) -> int:
         """Of a block."""
         return (self.producers + 2) * GROUP
+
+
+def producers_of(codes: bool, width: int) -> int:
+    """Warpgroups that produce: one, and over codes one of K and one of V.
+
+    Over codes of 256 columns one has both, since with 512 threads the assembler has 128 registers for an instruction
+    on results, which take that many alone.
+    """
+    return 2 if codes and width <= 128 else 1
 
 
 class Range(NamedTuple):
@@ -100,16 +112,27 @@ class Memory(NamedTuple):
     v: int
     tile: int  # bytes of a tile of K, or of V
     stages: int  # tiles of each
+    codes: int  # of tiles to come: those of K, then of V
+    of_codes: int  # bytes of the codes of a tile of K, or of V
+    ahead: int  # tiles of each whose codes are there
     barriers: int
     nbytes: int
 
 
-def memory_of(width: int) -> Memory:
-    """The `Memory` of heads of this width: queries first."""
-    k = panels(width) * ROWS * PANEL_ROW
-    tile, stages = panels(width) * KEYS_OF[width] * PANEL_ROW, STAGES_OF[width]
-    barriers = k + 2 * stages * tile
-    return Memory(k, k + stages * tile, tile, stages, barriers, barriers + B.nbytes + 1024)
+def memory_of(width: int, bits: int = 0) -> Memory:
+    """The `Memory` of heads of this width: queries first, then tiles, then codes of so many bits if there are any."""
+    k, tile = panels(width) * ROWS * PANEL_ROW, panels(width) * KEYS_OF[width] * PANEL_ROW
+    of_codes, ahead = tile * bits // 16, 2 if width <= 128 else 1
+    room = SHARED_BYTES - k - 2 * ahead * of_codes - B.nbytes - 1024
+    stages = min(STAGES_OF[width], room // (2 * tile))
+    codes = k + 2 * stages * tile
+    barriers = codes + 2 * ahead * of_codes
+    return Memory(k, k + stages * tile, tile, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + 1024)
+
+
+def memory_for(c) -> Memory:
+    """The `Memory` of a kernel's choices."""
+    return memory_of(c.width, 0 if c.cache in HALVES else OF_CODE[c.cache].bits)
 
 
 def make_range(c):

@@ -135,9 +135,9 @@ def decode_attention(
         or bfloat16, and heads of 64, 96 or 128; weights and the numbers of V are then rounded to float16, within the
         same bounds. They are used for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but
         float8_e5m2 and mxfp4 need compute capability 9.0 and the native launcher. There, prompts of at least 128 query
-        rows per KV head over int8, 8-bit floats and groups of 8 or 4 bits, in heads of 64 or 128, round the numbers of
-        K and V to the dtype of q, and their results are within these bounds of attention over the rounded numbers; with
-        float16, numbers beyond 65,504 become infinite.
+        rows per KV head over int8, 8-bit floats and groups of 8 or 4 bits, in heads of 64, 96, 128 or 256, round the
+        numbers of K and V to the dtype of q, and their results are within these bounds of attention over the rounded
+        numbers; with float16, numbers beyond 65,504 become infinite.
         ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them all is float32, and so it is
         with sink logits, slopes, masks or trees, unless the prompt has at least 128 query rows per KV head of float16
         or bfloat16 on compute capability 9.0.

@@ -45,7 +45,7 @@ def why_not_warpgroups(
     if "alibi_slopes" in arrays and options.sharded[0]:
         return "alibi_slopes count tokens of other ranks"
     if "alibi_slopes" in arrays and (tree := tree_of(arrays)) and options.softcap is not None:
-        return f"alibi_slopes and {tree} follow a soft cap"  # LLVM makes two functions of this kernel
+        return f"alibi_slopes and {tree} follow a soft cap, which has not been compared on such a GPU yet"
     return ""
 
 
@@ -68,16 +68,17 @@ def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout, options: At
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if q.dtype.short not in HALVES:
         return f"q is {q.dtype.name}, over codes"
-    if not hopper_codes.serves_width(storage, cache.width):
-        return f"heads are {cache.width} wide, of codes"
     if cache.k.inner[0] or cache.v.inner[0]:
         return "rows are stored in several pieces"
     least = hopper_codes.piece_bytes(storage, cache.width)
     if row_bytes(arrays["k"], arrays["v"], cache, least) != least:
         return f"not every row begins at a multiple of {least} bytes"
-    if cache.sinks and options.softcap is not None and cache.k.format and cache.k.format.numbers_of(cache.width) > 4:
-        return f"sinks and a soft cap, over {cache.k.format}"  # LLVM makes two functions of this kernel
-    return why_not_terms(arrays)
+    many = cache.sinks and cache.k.format and cache.k.format.numbers_of(cache.width) > 4
+    if options.softcap is not None and (many or why_not_terms(arrays)):
+        return "a soft cap with terms, or with sinks over small groups, has not been compared on such a GPU yet"
+    if "sink_logits" in arrays:
+        return "sink_logits over codes have not been compared on such a GPU yet"
+    return ""
 
 
 def why_not_latents(live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout) -> str:
@@ -121,4 +122,4 @@ def choose_warpgroups(
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    return hopper.Warpgroups(producers=1 if cache.k.storage in HALVES else 2)
+    return hopper.Warpgroups(producers=hopper.producers_of(cache.k.storage not in HALVES, cache.width))
