@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from tikv import arrays
 from tikv.formats import OF_CODE
 from tikv.kernels.attention import tensor_copies, tensor_kinds
 from tikv.kernels.attention.parameters import PARAMS, STRIDES, Choices, P, S
@@ -115,6 +116,8 @@ def choices(name, width, place, kind):
 )
 def test_a_warp_takes_from_shared_memory_what_it_would_read(arch, rng, monkeypatch, name, width, place):
     """The same registers, and no two lanes wait for the same bank."""
+    if not arrays.runtime_of().engine.has_bitcode:
+        pytest.skip(f"{arrays.runtime_of().engine.title} cannot link bitcode, which tensor cores need")
     kind = tensor_kinds.kind_of(name)
     c, layout = choices(name, width, place, kind), tensor_copies.copied(name, width, width)
     sizes = [TOKENS * HEADS * n for n in (layout.row, layout.row, layout.numbers, layout.numbers)]
