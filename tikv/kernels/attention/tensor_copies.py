@@ -41,7 +41,7 @@ MOST_STAGES = 5
 WIDTH = 128  # of the heads whose tiles are copied
 # By the rule and the bits of a format: the blocks of warps that copy tiles which a multiprocessor holds. For other
 # formats, and for pages, registers that read a tile ahead were faster on an H200, or were not compared.
-BLOCKS = {("int8", 8): 3, ("affine", 8): 3, ("q8_0", 8): 3, ("mxfp8", 8): 3, ("affine", 4): 2, ("q4_0", 4): 4,
+BLOCKS = {("int8", 8): 3, ("affine", 8): 3, ("q8_0", 8): 3, ("mxfp8", 8): 3, ("affine", 4): 4, ("q4_0", 4): 4,
           ("nvfp4", 4): 4}  # fmt: skip
 
 
