@@ -404,14 +404,19 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
         ({"terms": ["sink_logits"]}, True, "sink_logits are given"),
         ({"ptr": 8}, True, "not every row begins"),
         ({"q_ptr": 8}, True, "not every row of q begins"),
+        ({"kv_heads": 2}, True, "several KV heads"),
+        ({"sinks": 4}, True, "sinks"),
+        ({"ring": 90}, True, "rings"),
+        ({"starts": True}, True, "padding"),
     ],
 )
 def test_which_latents_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, in_keys, why):
     form = dict(form)
-    ptr = form.pop("q_ptr", 0)
+    ptr, heads = form.pop("q_ptr", 0), form.pop("kv_heads", 1)
+    kept = {name: form.pop(name) for name in ("sinks", "ring", "starts") if name in form}
     arrays, query, cache = given(**{"width": 576, "width_v": 512, **form})
     arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
-    cache = cache._replace(in_keys=in_keys)
+    cache = cache._replace(in_keys=in_keys, heads=heads, **kept)
     found = hopper.why_not_latents(CUDA, arrays, query, cache)
     assert why in found
     assert bool(why) == bool(found)
