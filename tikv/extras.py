@@ -18,7 +18,7 @@ EXTRAS = {
     "transformers": "transformers",
 }
 
-LEAST = {"torch": (2, 4), "transformers": (4, 56)}  # the oldest supported versions
+LEAST = {"torch": (2, 5), "transformers": (4, 56)}  # the oldest supported versions
 
 
 def need(module: str, what: str) -> Any:

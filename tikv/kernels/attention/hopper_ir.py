@@ -128,19 +128,29 @@ def descriptor(name: str, low: str, behind: int) -> list[str]:
 
 def scores(half: str, width: int, keys: int) -> str:
     """S = Q K^T of a tile, of which Q and K lie in shared memory, a panel of 64 columns behind the other."""
-    count = keys // 2
+    lines, count = _scored(half, width, (QUERY_ROWS, keys), keys, "q, k")
+    comment = "S = Q K^T is under way, by the lower halves of the descriptors of Q and K"
+    return function(f"scores_{half}_{width}", comment, lines, given=["i32"] * 2, made=["float"] * count)
+
+
+def _scored(half: str, width: int, rows: tuple[int, int], columns: int, factors: str) -> tuple[list[str], int]:
+    """The products of the rows of Q and K that lie in shared memory, and how many sums a lane gets.
+
+    `columns` are those of the result of `factors`, of which the second is transposed.
+    """
+    count = columns // 2
     sums = ", ".join(f"${n}" for n in range(count))
     lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 q, k;", ".reg .b32 low;"]
     for n in range(width // STEP):
         panel, inside = divmod(n * STEP * 2, PANEL)
-        of_q, of_k = (panel * rows * PANEL + inside for rows in (QUERY_ROWS, keys))
+        of_q, of_k = (panel * each * PANEL + inside for each in rows)
         lines += [*descriptor("q", f"${count}", of_q), *descriptor("k", f"${count + 1}", of_k)]
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{half}.{half} {{{sums}}}, q, k, {int(n > 0)}, 1, 1, 0, 0;"
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} {{{sums}}}, {factors}, {int(n > 0)}, "
+            "1, 1, 0, 0;"
         )
     lines += ["}", "wgmma.commit_group.sync.aligned;"]
-    comment = "S = Q K^T is under way, by the lower halves of the descriptors of Q and K"
-    return function(f"scores_{half}_{width}", comment, uncovered(*lines), given=["i32"] * 2, made=["float"] * count)
+    return uncovered(*lines), count
 
 
 def values(half: str, width: int, keys: int) -> str:
@@ -167,22 +177,9 @@ def values(half: str, width: int, keys: int) -> str:
 def latent_scores(half: str, rows: int, consumers: int) -> str:
     """S^T = K Q^T of a tile of latents: its keys are the rows of the product, a warpgroup's query rows its columns."""
     width, _, keys = LATENT
-    own = rows // consumers
-    count = own // 2
-    sums = ", ".join(f"${n}" for n in range(count))
-    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 q, k;", ".reg .b32 low;"]
-    for n in range(width // STEP):
-        panel, inside = divmod(n * STEP * 2, PANEL)
-        of_q, of_k = (panel * each * PANEL + inside for each in (rows, keys))
-        lines += [*descriptor("q", f"${count}", of_q), *descriptor("k", f"${count + 1}", of_k)]
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{own}k16.f32.{half}.{half} {{{sums}}}, k, q, {int(n > 0)}, 1, 1, 0, 0;"
-        )
-    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    lines, count = _scored(half, width, (rows, keys), rows // consumers, "k, q")
     comment = "S^T = K Q^T is under way, by the lower halves of the descriptors of Q and K"
-    return function(
-        f"latent_scores_{half}_{rows}", comment, uncovered(*lines), given=["i32"] * 2, made=["float"] * count
-    )
+    return function(f"latent_scores_{half}_{rows}", comment, lines, given=["i32"] * 2, made=["float"] * count)
 
 
 def latent_values(half: str, rows: int, consumers: int) -> str:
