@@ -29,12 +29,8 @@ def environment(archs) -> dict:
 def line(about: dict, archs=None) -> str:
     """The same as a line, of what is known; `archs`: only the devices of these."""
     parts = [device for arch, device in about["devices"].items() if archs is None or arch in archs]
-    if about.get("cores"):
-        parts.append(f"{about['cores']} cores")
-    if about.get("load") is not None:
-        parts.append(f"load {about['load']} before")
-    parts += [about["system"]] if "system" in about else []
-    parts += [f"Python {about['python']}"] if "python" in about else []
+    known = (("cores", "{} cores"), ("load", "load {} before"), ("system", "{}"), ("python", "Python {}"))
+    parts += [text.format(about[name]) for name, text in known if about.get(name) is not None]
     parts += [f"{name} {version}" for name, version in about["versions"].items() if version]
     return f"{', '.join(parts)}; {about['date']}" + (f", commit {about['commit']}" if "commit" in about else "")
 

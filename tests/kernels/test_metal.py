@@ -27,10 +27,8 @@ def factories():
     """The functions in kernels/ that return a kernel for Metal: `@ti.kernel` stands in them, or in what they call."""
     calls, defining = {}, set()
     for path in sorted(KERNELS.rglob("*.py")):
-        if path.stem in ("cpu", "cuda", "hopper", "latent") or path.stem.startswith("tensor_"):
+        if re.fullmatch(r"cpu|cuda|hopper|latent|tensor_\w+|\w+_(cpu|cuda)", path.stem):
             continue  # never on Metal
-        if path.stem.endswith(("_cpu", "_cuda")):
-            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef):
                 continue

@@ -84,6 +84,7 @@ def attend(
         elif attention_mask.shape[-1] > held:
             attention_mask = attention_mask[..., :held]  # the slots that a step reads if it is not compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
+    logits = None if sinks is None else sinks.detach().float()
     ours = served and (tokens == 1 or sinks is not None or _is_invariant()) and not said
     if traced:
         counted = getattr(key, "tikv_counted", None)
@@ -92,7 +93,6 @@ def attend(
         alike = counted is not None and getattr(value, "tikv_counted", None) is counted
         if ours and tokens == 1 and seen and alike:
             assert counted is not None
-            logits = None if sinks is None else sinks.detach().float()
             return counted.attend(query, scaling, softcap, logits, starts).transpose(1, 2), None
         if counted is not None and attention_mask is not None and attention_mask.shape[-1] < held:
             # The mask of several tokens was made before the step, for what was stored then.
@@ -103,17 +103,16 @@ def attend(
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
     elif served:
         found = (
-            None if said else _by_kernels(query, key, value, attention_mask, (scaling, softcap, causal), sinks, ours)
+            None if said else _by_kernels(query, key, value, attention_mask, (scaling, softcap, causal), logits, ours)
         )
         if found is not None:
             return found, None
         numbers = chosen_keys(module, query, key, attention_mask, causal and tokens > 1, said, kwargs)
         if numbers is not None:
-            logits = None if sinks is None else sinks.detach().float()
             request = AttendRequest(scale=scaling, softcap=softcap, sink_logits=logits)
             return attend_chosen(query, key, value, numbers, request), None
     key, value = decoded(key), decoded(value)
-    mask, plain = attention_mask, softcap is not None or sinks is not None
+    mask, plain = decoded(attention_mask), softcap is not None or sinks is not None
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
         raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or numbers to add to the scores.")
     if tokens == 1:
@@ -139,19 +138,25 @@ def attend(
 
 
 def _by_kernels(
-    query: Any, key: Any, value: Any, mask: Any, scores: tuple[float | None, float | None, bool], sinks: Any, ours: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scores: tuple[float | None, float | None, bool],
+    logits: Any,
+    ours: bool,
 ) -> Any:
     """Attention without a mask by this library's kernels: (batch, T, heads, head_dim_v), or None if torch serves it.
 
-    `scores` are the scale, the soft cap and whether a query sees only the keys up to itself; `ours` says that torch
-    does not serve it.
+    `scores` are the scale, the soft cap and whether a query sees only the keys up to itself; `logits` those of sinks;
+    `ours` says that torch does not serve it.
     """
     if mask is not None and type(mask) is not PromptMask:
         return None
     scale, softcap, causal = scores
     request = request_of(scale, softcap, causal or mask is not None)
-    if sinks is not None:
-        request = request._replace(sink_logits=sinks.detach().float())
+    if logits is not None:
+        request = request._replace(sink_logits=logits)
     if mask is None and ours:
         return attend_in_place(query, key, value, request).transpose(1, 2)
     tokens = query.shape[2]

@@ -123,8 +123,8 @@ def stored_tensors(pair: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...]
 
 
 def decoded(tensor: Any) -> Any:
-    """A plain tensor, decoded if it was not one."""
-    return tensor.numbers() if type(tensor) is StoredTensor else tensor
+    """A plain tensor, decoded if it was not one; other things as they are."""
+    return tensor.numbers() if isinstance(tensor, StoredTensor) else tensor
 
 
 def pair_of(keys: Any, values: Any) -> Any:
