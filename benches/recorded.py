@@ -271,7 +271,7 @@ def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
     right = [
         decodes(measured("attention_gpu.py decode")),
         prompts(measured("attention_gpu.py prompts")),
-        shared(measured("gpus.sh")),
+        shared(measured("gpus.sh", "One cache")),
     ]
     ratios = "ratios are times the peer's speed, red where tikv is slower"
     versions = ", ".join(f"{name} {version}" for name, version in saved[1]["environment"]["versions"].items())

@@ -202,7 +202,7 @@ def markdown(found: dict, short: bool = False) -> str:
     parts = [f"Measured on {environment.line(found['environment'])}."]
     above = None
     for table in found["tables"]:
-        heading = f"**{table['title']}** (`{table['command']}`)"
+        heading = f"**{table['title']}**" + (f" (`{table['command']}`)" if table["command"] else "")
         if "environment" in table:
             heading += f", measured on {environment.line(table['environment'])}"
         if heading != above:
