@@ -20,7 +20,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md"
 NUMBER = re.compile(r"(?<![\w.,^-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w^]|[.,]\d|-bit)")
 SOURCE = re.compile(r"<!-- from (\S+?\.json)(?:: (.*?))? -->", re.DOTALL)
 ONE = NUMBER.pattern
-KIND = "new|query|KV|long|short|chosen|other|older|shared|random|more|small|different|further|CPU|consecutive|full"
+KIND = "new|query|KV|long|short|chosen|other|older|shared|random|more|further|consecutive|contiguous|full"
 NOUN = (
     "tokens?|texts?|query|queries|rows?|heads?|layers?|sequences?|keys?|bits?|columns?|bytes|numbers?|tiles?|blocks?|pages?|"
     "warpgroups?|multiprocessors|threads|cores|families|rounds|ranks|GPUs?|processes|GiB|KiB|launches|calls|prompts|sinks|"
@@ -53,7 +53,9 @@ EXCEPTIONS = {
     "of which 9.8 us are not for tiles": "25.4 us without 9 tiles of 1.74 us",
     "360 instead of 377": "counted in the compiled kernel",
     "about 180 of which": "counted in the compiled kernel",
+    "so 360 instructions": "counted in the compiled kernel",
     "has 670 places": "what the device issues in that time",
+    "the first 512 of which": "columns",
     "at 0.84 of the rate": "3 times 4.5 of 16 bits",
     "x 128 x 2 bytes, or 1.07 GB": "bytes",
     "beyond 448 or 6 times the scale": "the largest numbers of two formats",
