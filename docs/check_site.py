@@ -89,6 +89,16 @@ def undescribed(site: Path) -> Iterator[str]:
     yield from (f"a page describes {name}, which is internal" for name in inside)
 
 
+def cut(site: Path) -> Iterator[str]:
+    """Docstrings that a page does not show whole: a result in pieces, or errors that are told in prose."""
+    for page in site.glob("api/*.html"):
+        for results in re.findall(r"Returns:</span>.*?</ul>", page.read_text("utf-8"), re.DOTALL):
+            if results.count("<li") > 1:
+                yield f"{page.relative_to(site)}: the lines of a result are shown as several results"
+    if "<strong>Raises:</strong> As" not in (site / "api/store.html").read_text("utf-8"):
+        yield "api/store.html: the errors of extend, which are told in prose, are missing"
+
+
 def seen(site: Path) -> Iterator[str]:
     """What Chromium shows otherwise than a reader should see it."""
     from playwright.sync_api import sync_playwright
@@ -129,6 +139,11 @@ if __name__ == "__main__":
     parser.add_argument("site", type=Path)
     parser.add_argument("--browser", action="store_true")
     given = parser.parse_args()
-    missing = [*dangling(given.site), *undescribed(given.site), *(seen(given.site) if given.browser else ())]
+    missing = [
+        *dangling(given.site),
+        *undescribed(given.site),
+        *cut(given.site),
+        *(seen(given.site) if given.browser else ()),
+    ]
     print(*missing, sep="\n", end="\n" if missing else "")
     sys.exit(bool(missing))

@@ -1,6 +1,7 @@
 """An extension of griffe, which reads docstrings for mkdocstrings: labelled lines become paragraphs of their own.
 
-In the sources "Exactness: ..." and "Cost: ..." stand on lines that follow each other, which Markdown would join.
+In the sources "Exactness: ..." and "Cost: ..." stand on lines that follow each other, which Markdown would join. A
+section "Raises" of prose, such as "As `append`.", names no error, and griffe would leave it out.
 """
 
 import re
@@ -8,13 +9,15 @@ from typing import Any
 
 import griffe
 
+RAISES = re.compile(r"^Raises:\n    (As .*(?:\n    .*)*)", re.MULTILINE)
 LABEL = re.compile(r"\n[ \t]*(Exactness|Cost|Source|Threads|GPUs|Copies): ")
 
 
 class Labels(griffe.Extension):
-    """Puts a blank line before each label, and makes the label bold."""
+    """Puts a blank line before each label, makes the label bold, and keeps errors that are told in prose."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object that was read."""
         if obj.docstring is not None:
-            obj.docstring.value = LABEL.sub(r"\n\n**\1:** ", obj.docstring.value)
+            text = RAISES.sub(lambda found: "**Raises:** " + found[1].replace("\n    ", "\n"), obj.docstring.value)
+            obj.docstring.value = LABEL.sub(r"\n\n**\1:** ", text)
