@@ -123,7 +123,7 @@ def test_a_second_start_ends_the_first(python):
         "    print(error)\n"
         "print(repr(third))\n"
     )
-    message = "op: it was made in Taichi runtime epoch 3, which a later ti.init() or ti.reset() ended"
+    message = "op: it was made in Taichi runtime epoch 3, which a later tikv.init(), ti.init() or ti.reset() ended"
     assert oracle.said(message) in child.stdout
     assert "Runtime(cpu, epoch 3, gone)" in child.stdout
 
@@ -156,6 +156,21 @@ def test_an_arch_that_is_missing_is_an_error(python):
     )
     assert child.stdout.startswith(f"init: {runtime.engine_in_use().title} could not start ({missing}: "), child.stdout
     assert child.stdout.rstrip().endswith("Run `python -m tikv doctor` to see why.")
+
+
+def test_what_runs_outlives_an_arch_that_is_missing(python):
+    missing = "metal" if sys.platform != "darwin" else "cuda"
+    child = python(
+        "import numpy as np, tikv\n"
+        "tikv.init('cpu')\n"
+        "store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=8, dtype='float32')\n"
+        "try:\n"
+        f"    tikv.init({missing!r})\n"
+        "except tikv.ArchError:\n"
+        "    store.append(0, *np.ones((2, 3, 1, 4), np.float32))\n"
+        "print(store.length, tikv.info()['arch'])\n"
+    )
+    assert child.stdout == "3 cpu\n"
 
 
 def test_an_arch_or_option_that_is_unknown(python):

@@ -280,8 +280,14 @@ def front() -> Any:
 
 
 def start(arch: str, options: Mapping[str, Any]) -> None:
-    """Start a program on this arch and no other, quietly; whatever ran before ends."""
+    """Start a program on this arch and no other, quietly; whatever ran before ends.
+
+    Raises:
+        RuntimeError: it cannot start. If the machine has no such device, what ran before continues.
+    """
     ti = load()
+    if not _engine.part("lang.misc").is_arch_supported(getattr(ti, arch)):  # the engine asks after it has ended the old
+        raise RuntimeError("it finds no such device")
     own = {**_engine.start_options(arch), "log_level": ti.WARN}
     folder = os.environ.get(_engine.cache_variable) or options.get("offline_cache_file_path")
     _wait_for_cache(folder or _engine.part("lang.impl").default_cfg().offline_cache_file_path)

@@ -266,9 +266,9 @@ def require_alive(runtime: Runtime, operation: str) -> None:
             raise StaleRuntimeError(f"{operation}: {_why_forked()}")
         name, ti = engine.engine_in_use().title, engine.engine_in_use().alias
         raise StaleRuntimeError(
-            f"{operation}: it was made in {name} runtime epoch {runtime.epoch}, which a later {ti}.init() or "
-            f"{ti}.reset() ended; its memory is gone. Call {ti}.init() once, before creating stores and arrays, "
-            "and create this one again."
+            f"{operation}: it was made in {name} runtime epoch {runtime.epoch}, which a later tikv.init(), {ti}.init() "
+            f"or {ti}.reset() ended; its memory is gone. Call init() once, before creating stores and arrays, and "
+            "create this one again."
         )
 
 
@@ -315,7 +315,7 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
-            too new, or the process uses another one.
+            too new, or the process uses another one. If the machine has no such device, what is running continues.
         OptionError: the engine, or an option of it, is unknown; or the running engine has another value of
             ``invariant``. The running engine continues.
         StaleRuntimeError: this process was forked after the engine had started.
