@@ -77,6 +77,19 @@ def test_wrong_usage_ends_with_2_and_says_why(arguments):
         assert all(arch in child.stderr for arch in runtime.ARCHS)
 
 
+def test_an_option_that_a_command_lacks_shows_those_that_it_has():
+    child = run("doctor", "--jsn")
+    assert (child.returncode, child.stdout) == (2, "")
+    assert "[--json]" in child.stderr
+    assert child.stderr.endswith("tikv doctor: error: unrecognized arguments: --jsn\n")
+
+
+def test_no_command_shows_all_commands():
+    child = run()
+    assert (child.returncode, child.stdout) == (2, "")
+    assert "run real operations on each back end" in child.stderr
+
+
 def test_info_is_json_alone():
     child = run("info", "--json")
     assert child.returncode == 0, child.stderr

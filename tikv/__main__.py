@@ -431,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Not the TiKV database. `tikv COMMAND --help` says more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"tikv {doctor.VERSION}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     info = commands.add_parser(
         "info",
         aliases=["show-config", "collect-env"],
@@ -502,7 +502,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)
     add_export(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown:  # told by the command, whose usage lists what it takes
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if sys.stdout is None:  # `>&-`
         return _fail("stdout is closed; give it a file or a terminal", 1)
     try:
