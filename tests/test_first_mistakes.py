@@ -116,6 +116,26 @@ MISTAKES = {
         "has 9, and 3 rows are held",
         "not positions in the text",
     ),
+    "more taken back than was kept": (
+        lambda: compacted().trim(3),
+        "cannot go back beyond token 7, which compact() dropped",
+        "Drop at most 2",
+    ),
+    "a step's queries before its keys": (
+        lambda: tikv.compile_step(store(), layers=0).run(rows(1, 4), rows(), rows()),
+        "heads of k is 4",
+        "If these are queries, mind the order",
+    ),
+    "queries with tokens before heads, for scores of pages": (
+        lambda: tikv.page_scores(rows(1, 4)[None], *np.ones((2, 1, HEADS, 1, WIDTH), np.float32), 5),
+        "1 query heads",
+        "pass q.swapaxes(1, 2)",
+    ),
+    "a cache with tokens before heads": (
+        lambda: tikv.decode_attention(rows(1, 4), *[rows(8)[None]] * 2, 8),
+        "8 KV heads",
+        "Heads come before tokens",
+    ),
     "scores of pages for those of tokens": (
         lambda: tikv.select(np.ones((1, 1, 8), np.float32), 4, valid=100),
         "valid is 100, but there are scores for 8 tokens",
@@ -144,6 +164,12 @@ MISTAKES = {
         "4 axes",
         "all sequences one after the other",
     ),
+    "numbers of tokens for cu_seqlens": (
+        of_pool(lambda made, seq: made.append(0, rows(3), rows(3), [seq], [3])),
+        "length of cu_seqlens is 1",
+        "0, then where the rows of each",
+    ),
+    "text for token ids": (lambda: pool()[0].add("hello"), "is text, 'hello'", "Pass a list of integers"),
     "a full pool": (
         of_pool(lambda made, seq: made.append(0, rows(17), rows(17), [seq], cu_seqlens=[0, 17])),
         "5 blocks are needed",

@@ -446,8 +446,8 @@ def test_overlap_is_seen_when_only_addresses_change(arch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: [[1.0, 2.0]], "src is builtins.list, which is not an array"),
-        (lambda: None, "src is builtins.NoneType, which is not an array"),
+        (lambda: [[1.0, 2.0]], "src is list, which is not an array"),
+        (lambda: None, "src is NoneType, which is not an array"),
         (lambda: np.zeros((1, 2, 8), np.complex64), "src has dtype complex64. Use one of float32, float16"),
         (lambda: np.zeros((1, 2, 8), ">f4"), "src has dtype >f4"),
         (lambda: np.zeros((1, 2, 8), np.uint16), "src has dtype uint16"),

@@ -401,7 +401,7 @@ def test_what_a_run_refuses_before_it_writes(arch, rng):
         ({"at": np.zeros(2)}, tikv.DTypeError, "at is array"),
         ({"at": 5}, tikv.CapacityError, "position=5"),
         ({"at": -1}, tikv.PositionError, "at=-1"),
-        ({"src": 3}, tikv.DTypeError, "src is builtins.int, which is not an array"),
+        ({"src": 3}, tikv.DTypeError, "src is int, which is not an array"),
         ({"q": "q"}, tikv.DTypeError, "which is not an array"),
         ({"src": good["src"][:, :, :3]}, tikv.ShapeError, "width"),
         ({"cache": good["cache"][0]}, tikv.ShapeError, "cache"),

@@ -134,9 +134,10 @@ def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
         return _of_cuda_interface
     if hasattr(array, "__dlpack__"):
         return dlpack.read
+    called = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     raise DTypeError(
-        f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is not an array. Pass a NumPy array, a "
-        f"torch tensor, a ti.ndarray or an object with __dlpack__."
+        f"{operation}: {name} is {called}, which is not an array. Pass a NumPy array, a torch tensor, a ti.ndarray or "
+        f"an object with __dlpack__."
     )
 
 

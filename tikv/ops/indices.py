@@ -75,6 +75,8 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
         return values.tolist()  # type: ignore[no-any-return]
     if isinstance(values, int):
         raise ShapeError(f"{operation}: {name} is {values}, one integer. Pass a list: [{values}].")
+    if isinstance(values, str | bytes):
+        raise DTypeError(f"{operation}: {name} is text, {values[:20]!r}. Pass a list of integers.")
     array = view(values, name, operation)
     checks.rank(array, (1,), name, "a list of integers", operation)
     if array.dtype not in dtypes.INDICES:

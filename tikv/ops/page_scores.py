@@ -197,7 +197,12 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
     checks.extent(q.shape[0], batch, "the batch of q", operation, detail)
     checks.extent(q.shape[-1], width, "the head width of q", operation, detail)
     if heads == 0 or q.shape[1] % heads:
-        raise ShapeError(f"{operation}: {q.shape[1]} query heads do not divide among {heads} KV heads ({detail}).")
+        remedy = f"Use a multiple of {heads}."
+        if heads and q.ndim == 4 and q.shape[2] % heads == 0:
+            remedy = "In the other order of axes it fits: pass q.swapaxes(1, 2)."
+        raise ShapeError(
+            f"{operation}: {q.shape[1]} query heads do not divide among {heads} KV heads ({detail}). {remedy}"
+        )
     _check_lengths(lens, batch, operation)
     queries = q.shape[2] if q.ndim == 4 else 1
     items = checks.integer(batch * heads * queries * pages, "scores", operation, high=2**31 - 1)

@@ -159,9 +159,10 @@ def check_form(
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     if cache.heads == 0 or query.heads % cache.heads:
+        order = " Heads come before tokens, in q and in caches." * (cache.place != "table")
         raise ShapeError(
             f"{operation}: {query.heads} query heads do not divide among {cache.heads} KV heads (q: {describe(q)}, K: "
-            f"{describe(k)}). Use a multiple of {cache.heads}."
+            f"{describe(k)}). Use a multiple of {cache.heads}.{order}"
         )
     for name, a, width in (("K", k, cache.width), ("V", v, cache.width_v)):
         if width == 0:

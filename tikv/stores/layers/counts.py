@@ -190,8 +190,8 @@ class Layer:
         if self.history is not None and self.end - drop < self.history.first_whole:
             first = self.history.first_whole
             raise PositionError(
-                f"{operation}: cannot drop {n} tokens: a compaction dropped token {first - 1} of layer "
-                f"{self.index}, which would have to stay. Drop at most {length - first}, or reset()."
+                f"{operation}: cannot drop {n} tokens: layer {self.index} cannot go back beyond token {first - 1}, "
+                f"which compact() dropped. Drop at most {length - first}, or reset()."
             )
         wrapped = self.head_lengths is not None and self.ring > 0 and self.length > self.slots
         if wrapped or self.sinks < self.length - drop < self.valid_from:

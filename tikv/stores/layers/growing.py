@@ -258,8 +258,8 @@ class GrowingLayer(runtime.NotCopied):
             raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
         if n and self.end - n < self.whole_from:
             raise PositionError(
-                f"{operation}: cannot drop {n} tokens: a compaction dropped position {self.whole_from - 1}, which "
-                f"would have to stay. Drop at most {self.end - self.whole_from}, or reset()."
+                f"{operation}: cannot drop {n} tokens, since a layer cannot go back beyond position "
+                f"{self.whole_from - 1}, which was dropped. Drop at most {self.end - self.whole_from}, or reset()."
             )
         self._layer.length -= n
 

@@ -151,7 +151,10 @@ def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int,
         if tokens == wanted:
             remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}."
         elif heads and heads % wanted == 0:
-            remedy = " If heads were repeated for the query heads, pass them without the repetition."
+            remedy = (
+                " If these are queries, mind the order of arguments; if heads were repeated for the query heads, pass "
+                "them without the repetition."
+            )
         raise ShapeError(
             f"{operation}: the number of heads of {name} is {heads} where {wanted} is needed ({detail}).{remedy}"
         )
