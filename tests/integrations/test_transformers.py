@@ -600,7 +600,7 @@ def test_a_full_layer_is_compacted_by_head_and_gives_memory_back(arch, rng):
     assert layer.get_mask_sizes(torch.zeros(2)) == (5, 297)
     for got, old, added in zip(layer.update(*new), kept, new, strict=True):
         oracle.assert_same_bits(got.numpy(), torch.cat([old, added], dim=2).numpy())
-    with pytest.raises(tikv.PositionError, match=r"a compaction dropped position 298.*Drop at most 3"):
+    with pytest.raises(tikv.PositionError, match=r"cannot go back beyond position 298.*Drop at most 3"):
         layer.store.trim(4)
     layer.crop(-2)
     assert (layer.get_seq_length(), layer.keys.shape[2]) == (300, 3)

@@ -232,7 +232,7 @@ def test_a_full_layer_keeps_whole_groups_of_each_head(arch, rng, tmp_path, value
     store.compact(0, keep)
     cache.layers[1].compact(torch.from_numpy(keep))
     check(cache)
-    with pytest.raises(tikv.PositionError, match=r"a compaction dropped position 148.*Drop at most 1"):
+    with pytest.raises(tikv.PositionError, match=r"cannot go back beyond position 148.*Drop at most 1"):
         cache.crop(-2)
     check(cache)
     append(50, cache)
@@ -241,7 +241,7 @@ def test_a_full_layer_keeps_whole_groups_of_each_head(arch, rng, tmp_path, value
     both = [TikvCache.load(tmp_path / "cache.safetensors", config()), copy.deepcopy(cache)]
     for found in both:
         check(found)
-        with pytest.raises(tikv.PositionError, match="a compaction dropped position 148"):
+        with pytest.raises(tikv.PositionError, match="cannot go back beyond position 148"):
             found.layers[1].crop(-60)
     append(40, cache, *both)
     for found in (cache, *both):

@@ -199,7 +199,7 @@ def test_trim_stops_at_what_was_dropped(arch, rng):
     for layer in range(2):
         model.keep(layer, mask)
         model.append(layer, 2)
-    with pytest.raises(tikv.PositionError, match=r"cannot drop 6 tokens: a compaction dropped token 5.*at most 5"):
+    with pytest.raises(tikv.PositionError, match=r"layer 0 cannot go back beyond token 5.*at most 5"):
         model.store.trim(6)
     model.check()
     model.store.trim(4)

@@ -154,7 +154,7 @@ def test_compact_keeps_groups_as_a_whole(arch, rng, tmp_path, values, window, si
     model.check()
     assert (model.store.quantised(0), model.store.held(0), model.store.length) == (64, len(chosen[0]) + 20, 150)
     model.attend(0)
-    with pytest.raises(tikv.PositionError, match="a compaction dropped token 149"):
+    with pytest.raises(tikv.PositionError, match="cannot go back beyond token 149"):
         model.store.trim(1)
     model.extend(0, 30)
     model.check()
