@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import tikv
+
 BASELINE = "import numpy, ml_dtypes"
 
 
@@ -65,6 +67,11 @@ def test_a_module_whose_library_is_missing_says_so():
     assert child.stdout.startswith(
         "False False\ntikv.torch_ops needs torch, which is not installed. Install taichi-kv["
     )
+
+
+def test_a_cache_of_transformers_is_missed_by_the_name_of_its_module():
+    with pytest.raises(AttributeError, match=r"no attribute 'TikvCache'\. It is in tikv\.integrations\.transformers"):
+        _ = tikv.TikvCache
 
 
 def test_type_checkers_and_python_are_told_the_same_names():

@@ -133,7 +133,8 @@ if not TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
-            raise AttributeError(f"module 'tikv' has no attribute {name!r}")
+            where = ". It is in tikv.integrations.transformers" if name == "TikvCache" else ""
+            raise AttributeError(f"module 'tikv' has no attribute {name!r}{where}")
         home = _HOMES[name]
         try:
             holder = importlib.import_module(home)

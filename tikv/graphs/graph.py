@@ -57,7 +57,8 @@ class Graph(runtime.NotCopied):
     """Operations that run together, many times, with arrays of the same kinds as in the first run or of other kinds.
 
     Attributes:
-        arrays, scalars: names that `run` takes an array and an int for.
+        arrays: names that `run` takes an array for.
+        scalars: names that it takes an int for.
         lengths: names that it takes an array or an int for.
         outputs: names of the results that it returns.
         backend: "ti.graph" or "launches", see `GraphBuilder.compile`.

@@ -177,7 +177,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def length(self, seq: int) -> int:
-        """Tokens of a sequence, including shared ones. During a step it counts the layers that have appended."""
+        """Tokens of a sequence, including shared ones: those of the layer that has the most.
+
+        So in a step it grows when the first layer appends; `layer_length` and `next_position` are those of one layer.
+        """
         return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
 
     @locked

@@ -154,7 +154,7 @@ class Step(runtime.NotCopied):
         return tuple(calls)
 
     def run(self, k: Any, v: Any, q: Any = None) -> Any:
-        """Append k and v, and attend with q.
+        """Append k and v, and attend with q, in this order: a step that only writes has no q.
 
         Args:
             k, v: as `KVCacheStore.append` takes them, or `append_all` for all layers.

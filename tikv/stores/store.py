@@ -179,9 +179,10 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, minus those trimmed. During a step it counts the layers that have appended.
+        """Tokens appended since `reset`, minus those trimmed: those of the layer that has the most.
 
-        `layer_length` counts one layer. The repr says so if layers differ.
+        So in a step it grows when the first layer appends. `layer_length` and `next_position` are those of one layer,
+        and the repr shows whether layers differ.
         """
         return max(layer.end for layer in self._storage.counts)
 
@@ -643,8 +644,8 @@ class KVCacheStore(runtime.DeepCopied):
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         The position of the next token is still `length`. `positions` returns the positions of the kept tokens, and
-        `held` their number. New tokens take the free slots first. After that a sliding layer overwrites its oldest
-        tokens again; the first tokens that it holds are its sinks.
+        `held` their number. New tokens take the free slots first. When a sliding layer is full again, it
+        overwrites its oldest tokens, but not its sinks: these are now the first tokens that it kept.
 
         With groups along tokens, the tokens of a group share scales, so each head keeps all or none of those that it
         holds of a group. Of the newest tokens, those after the sinks and the first `quantised`, any may be kept. All

@@ -375,7 +375,21 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return not why
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append new tokens to a layer; see `TikvLayer.update`."""
+        """Append new tokens to a layer; returns all keys and values that these tokens may see, oldest first.
+
+        Args:
+            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides.
+            layer_idx: the layer's index.
+            *args, **kwargs: what else models pass; ignored.
+
+        Returns:
+            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache if it stores the model's dtype and
+            gradients are off, else copies. `get_mask_sizes` returns n beforehand.
+
+        Raises:
+            ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
+            CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
+        """
         try:
             layer = self.layers[layer_idx]
         except IndexError:
@@ -447,10 +461,18 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     get_max_length = get_max_cache_shape
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens of all layers, or of none if one of them raises; see `TikvLayer.crop`.
+        """Drop the newest tokens of all layers, or of none if one of them raises.
 
         Tokens that a window has overwritten do not come back. If the next query would then see fewer tokens than its
         window, the call is refused, unless `activate_past_recording` kept those tokens.
+
+        Args:
+            tokens_to_remove: a negative number drops that many. A positive number, before transformers 5.16, keeps that
+                many. 0 drops nothing since 5.14, and everything before.
+
+        Raises:
+            OptionError: the number is positive, since transformers 5.16.
+            PositionError: the next query would see too few tokens. Nothing is changed.
         """
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
