@@ -99,7 +99,8 @@ COPY = [
     ),
     (
         "heads", SRC, ((3, 5, 8), F32), {"position": 0}, tikv.ShapeError,
-        "copy: the number of heads of cache is 3 where 2 is needed (src: f32[3,2,8], cache: f32[3,5,8]).",
+        "copy: the number of heads of cache is 3 where 2 is needed (src: f32[3,2,8], cache: f32[3,5,8]). In the other "
+        "order of its axes, src fits.",
     ),
     (
         "width", SRC, ((2, 5, 4), F32), {"position": 0}, tikv.ShapeError,

@@ -131,6 +131,11 @@ MISTAKES = {
         "1 query heads",
         "pass q.swapaxes(1, 2)",
     ),
+    "a cache to copy to, with tokens before heads": (
+        lambda: tikv.copy(rows(3), rows(8), position=0),
+        "heads of cache is 8",
+        "In the other order of its axes, cache fits",
+    ),
     "a cache with tokens before heads": (
         lambda: tikv.decode_attention(rows(1, 4), *[rows(8)[None]] * 2, 8),
         "8 KV heads",

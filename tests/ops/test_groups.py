@@ -458,7 +458,7 @@ def test_strided_rows_and_parts_of_others(arch, rng):
         (lambda x: tikv.Quant(bits=4, group=48), tikv.OptionError, "group=48"),
         (lambda x: tikv.Quant(bits=4, axis="rows"), tikv.OptionError, "axis='rows' is not supported"),
         (lambda x: tikv.quantize(x[:, :96], tikv.Quant(4, 64)), tikv.ShapeError, "x is 96 wide"),
-        (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
+        (lambda x: tikv.quantize(x, "q5_0"), tikv.OptionError, "unknown format 'q5_0'. Use 'int8', 'q8_0'"),
         (lambda x: tikv.quantize(x, "float8_e4m3fn"), tikv.OptionError, "'int8', 'q8_0', 'q4_0', 'mxfp8', 'mxfp4'"),
         (lambda x: tikv.quantize(x, "mxfp4", scale_dtype="float16"), tikv.DTypeError, "Use float8_e8m0fnu"),
         (lambda x: tikv.quantize(x, "mxfp4", tensor_scale=2.0), tikv.OptionError, "mxfp4 has no scale for the whole"),

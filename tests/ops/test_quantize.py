@@ -156,7 +156,7 @@ def test_what_quantize_and_dequantize_refuse(arch, rng):
     for call, error, match in (
         (lambda: tikv.quantize(q), tikv.DTypeError, "x is i8.*float32, float16 or bfloat16"),
         (lambda: tikv.quantize(x, "bfloat16"), tikv.DTypeError, "scale_dtype bfloat16 is not supported for int8"),
-        (lambda: tikv.quantize(x, "half"), tikv.DTypeError, "unknown dtype"),
+        (lambda: tikv.quantize(x, "half"), tikv.OptionError, "unknown format 'half'. Use 'int8'"),
         (lambda: tikv.quantize(x[:, :, ::2]), tikv.ShapeError, "not contiguous"),
         (lambda: tikv.quantize(x[:, :, :0]), tikv.ShapeError, "at least one element"),
         (lambda: tikv.quantize(np.zeros((), np.float32)), tikv.ShapeError, "at least one element"),
@@ -166,6 +166,7 @@ def test_what_quantize_and_dequantize_refuse(arch, rng):
             "more than two axes",
         ),
         (lambda: tikv.dequantize(x, scale, out), tikv.DTypeError, "not int8"),
+        (lambda: tikv.dequantize(q), tikv.DTypeError, "scale is missing. Pass the scales"),
         (lambda: tikv.dequantize(q, scale.astype(BF16), out), tikv.DTypeError, "scale is bf16"),
         (lambda: tikv.dequantize(q, scale[:3], out), tikv.ShapeError, r"scale is f32\[3,3\]"),
         (lambda: tikv.dequantize(q, scale, out[:3]), tikv.ShapeError, "out is"),

@@ -270,7 +270,14 @@ def check_copy(
         else:
             require_quantizable(a, a_name, operation)
         detail = f"{a_name}: {describe(a)}, {c_name}: {describe(c)}"
-        checks.extent(c.shape[dst_head], a.shape[src_head], f"the number of heads of {c_name}", operation, detail)
+        remedy = ""
+        if c.shape[dst_slot] == a.shape[src_head]:
+            remedy = f"In the other order of its axes, {c_name} fits."
+        elif a.shape[src_token] == c.shape[dst_head]:
+            remedy = f"In the other order of its axes, {a_name} fits."
+        checks.extent(
+            c.shape[dst_head], a.shape[src_head], f"the number of heads of {c_name}", operation, detail, remedy
+        )
         width = format.columns(c.shape[2]) if format else c.shape[2]
         checks.extent(width, a.shape[2], f"the head width of {c_name}", operation, detail)
     checks.same_dtype(src[0], src[-1], src_names[0], src_names[-1], operation)

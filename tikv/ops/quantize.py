@@ -110,7 +110,8 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     operation = "quantize"
     live = runtime_of(x)
     row: Format | None = parse_format(format) or (FORMATS.get(format) if isinstance(format, str) else None)
-    if row is None and scale_dtype is None:
+    is_dtype = not isinstance(format, str) or format in [dtype.name for dtype in dtypes.STORED]
+    if row is None and scale_dtype is None and is_dtype:
         row, scale_dtype = FORMATS["int8"], format
     if row is None or not row.finds_scales:
         offered = ", ".join(repr(name) for name in ("int8", *GROUP_FORMATS) if not name.startswith("quant"))
@@ -174,6 +175,8 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
         if scale is not None:
             raise OptionError(f"{operation}: a Quantized has its own scales. Leave scale out.")
         return _dequantize_groups(live, operation, q, out)
+    if scale is None:
+        raise DTypeError(f"{operation}: q is not a Quantized, and scale is missing. Pass the scales of its int8 rows.")
     rows, scales = view(q, "q", operation), view(scale, "scale", operation)
     checks.on_device([("q", rows), ("scale", scales)], live, operation)
     int8 = FORMATS["int8"]

@@ -532,7 +532,7 @@ class KVCacheStore(runtime.DeepCopied):
             missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
             return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
-            mass_queries: count the mass of this many of the last queries; None for all.
+            mass_queries: count the mass of at most this many of the last queries; None for all.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count from the layer's first token; after a compaction, from the first token that it left.
 
