@@ -10,7 +10,7 @@ from typing import Any
 import griffe
 
 RAISES = re.compile(r"^Raises:\n    (As .*(?:\n    .*)*)", re.MULTILINE)
-LABEL = re.compile(r"\n[ \t]*(Exactness|Cost|Source|Threads|GPUs|Copies): ")
+LABEL = re.compile(r"\n[ \t]*(Exactness|Cost|Source|Threads|Processes|GPUs|Copies): ")
 
 
 class Labels(griffe.Extension):
