@@ -467,8 +467,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         window, the call is refused, unless `activate_past_recording` kept those tokens.
 
         Args:
-            tokens_to_remove: a negative number drops that many. A positive number, before transformers 5.16, keeps that
-                many. 0 drops nothing since 5.14, and everything before.
+            tokens_to_remove: a negative number drops that many, at most all. A positive number, before transformers
+                5.16, keeps that many. 0 drops nothing since 5.14, and everything before.
 
         Raises:
             OptionError: the number is positive, since transformers 5.16.
