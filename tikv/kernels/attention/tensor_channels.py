@@ -34,19 +34,24 @@ from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_sum
 from tikv.runtime import ti
 
-FORMATS = (("quant4_64", "quant4_64"), ("quant4_64", "f16"), ("quant8_64", "quant8_64"))  # of K and V
-WIDTH = 128  # of a head
 GROUP = 64  # tokens
 OF_LANE = 8  # of which a lane has so many neighbours
 TILES = GROUP // KEYS
 NUMBER_BYTES = 8  # a read of scales and biases: those of two channels
 TOP = -1  # the exponent of the largest number of a row of queries
-TILE = Tile(1, "keys", 2)
-MOST_BITS = 256  # of a token, in the channels whose codes are read while those of others are used
+TILE = Tile(1, "keys", 2, ahead=True)  # with `ahead`, V is read two tiles before it is used, otherwise one
+TILE_OF_4_BITS = Tile(1, "keys", 3, 3)  # for K and V in 4 bits; with others it spills registers
+MOST_BITS = {2: 256, 3: 128}  # of a token, in the channels whose codes are read at once; by the blocks of a tile
+
+
+def tile_of(cache: str, values: str) -> Tile:
+    """How the work is shared out, for the formats of K and V."""
+    both = codes_of(cache, GROUP), codes_of(values, GROUP)
+    return TILE_OF_4_BITS if all(codes is not None and codes.bits == 4 for codes in both) else TILE
 
 
 def word_bits(cache: str, values: str, width_v: int) -> tuple[int, int]:
-    """Bits of the words in which K and V are read."""
+    """Bits of the words in which K and V are read; 0 if a lane's piece of V is not a whole word of 32 bits."""
     kind = kind_of(values)
     of_values: int = kind.WORD_BITS if values in HALVES else kind.word_bits(values, width_v, width_v)[1]
     return codes_of(cache, GROUP).bits * OF_LANE, of_values
@@ -88,7 +93,7 @@ def make_attend_task(x, parts, of_v, c):
     codes, f = codes_of(c.cache, GROUP), kind_of(of_v.cache).make_fragments(x, of_v)
     decode_task = make_decode_task("cuda", GROUP * WARPS, c)
     load_halves = make_load_halves(x, Pieces(c.width // 8, 1, 2), [(0, 1)], [1.0], c, TOP)
-    PART = math.gcd(c.width, MOST_BITS // codes.bits)  # channels
+    PART = math.gcd(c.width, MOST_BITS[x.resident] // codes.bits)  # channels
     PARTS, STEPS, STEPS_OF_ALL = c.width // PART, PART // KEYS, c.width // KEYS
     load_keys, multiply_keys = make_load_keys(PART, codes), make_multiply_keys(codes)
     finish_scores, weigh_keys = make_finish_scores(codes, c), make_weigh_keys(x, of_v)
@@ -127,8 +132,9 @@ def make_attend_task(x, parts, of_v, c):
             load_keys(lane, group, 0, task, k, k_scale, next_kf, next_numbers, strides)
             find_values(0, group * GROUP, lane, slots)
             f.load_values(lane, slots, task, v, v_scale, next_vf, strides)
-            find_values(1, group * GROUP, lane, slots)
-            f.load_values(lane, slots, task, v, v_scale, later_vf, strides)
+            if ti.static(x.ahead):
+                find_values(1, group * GROUP, lane, slots)
+                f.load_values(lane, slots, task, v, v_scale, later_vf, strides)
         for _ in range((behind - group + (WARPS - 1)) // WARPS):
             at, coming = group * GROUP, ti.min(group + WARPS, behind - 1)
             s = [ti.f32(0.0) for _ in range(4 * TILES)]
@@ -153,9 +159,15 @@ def make_attend_task(x, parts, of_v, c):
             weigh_keys(at, low, high, whole, lane, s, m, l, acc, sums)
             for t in range(TILES):
                 for i in ti.static(range(f.values)):
-                    vf[i], next_vf[i] = next_vf[i], later_vf[i]
-                find_values((t + 2) % TILES, ti.select(t + 2 < TILES, at, coming * GROUP), lane, slots)
-                f.load_values(lane, slots, task, v, v_scale, later_vf, strides)
+                    vf[i] = next_vf[i]
+                if ti.static(x.ahead):
+                    for i in ti.static(range(f.values)):
+                        next_vf[i] = later_vf[i]
+                    find_values((t + 2) % TILES, ti.select(t + 2 < TILES, at, coming * GROUP), lane, slots)
+                    f.load_values(lane, slots, task, v, v_scale, later_vf, strides)
+                else:
+                    find_values((t + 1) % TILES, ti.select(t + 1 < TILES, at, coming * GROUP), lane, slots)
+                    f.load_values(lane, slots, task, v, v_scale, next_vf, strides)
                 add_values(t, at, low, high, whole, lane, s, vf, acc, sums)
             group = group + WARPS
         f.settle(acc, task, v_scale, strides, scalars)

@@ -95,17 +95,25 @@ def why_not_by_channel(live: runtime.Runtime, arrays: dict[str, ArrayView], cach
     """Why tensor cores cannot read keys that are codes by channel, see `CacheLayout.by_channel`; empty if they can."""
     if reason := launch.why_no_tensor_cores(live):
         return reason
-    from tikv.kernels.attention import tensor_channels, tensor_cores
+    from tikv.kernels.attention import tensor_channels, tensor_codes, tensor_cores
+    from tikv.kernels.attention.tensor_instructions import HALVES
+    from tikv.kernels.attention.tensor_kinds import kind_of
 
-    q, numbers = arrays["q"], arrays["k_scale"]
-    if (cache.k.storage, cache.v.storage) not in tensor_channels.FORMATS:
-        return f"K is {cache.k.format} by channel and V {cache.v.format or cache.v.array.dtype.name}"
-    if q.dtype.short != "f16":
+    q, storage, group = arrays["q"], cache.v.storage, tensor_channels.GROUP
+    codes, of_values = tensor_codes.codes_of(cache.k.storage, group), tensor_codes.codes_of(storage, cache.width_v)
+    if codes is None or (codes.group, codes.numbers) != (group, 2):
+        return f"K is {cache.k.format} by channel"
+    if q.dtype.short not in tensor_codes.QUERIES:
         return f"q is {q.dtype.name}, over codes by channel"
-    if not cache.width == cache.width_v == tensor_channels.WIDTH:
+    if cache.width != cache.width_v or cache.width not in tensor_codes.WIDTHS:
         return f"heads are {cache.width} and {cache.width_v} wide"
-    if any(scale.array.dtype.short != "f16" for scale in cache.scales):
-        return f"scales are {numbers.dtype.name}"
+    if storage not in HALVES and (of_values is None or kind_of(storage) is not tensor_codes):
+        return f"V is {cache.v.format or cache.v.array.dtype.name}"
+    if 0 in tensor_channels.word_bits(cache.k.storage, storage, cache.width_v):
+        return f"threads cannot share whole words of {storage} in heads {cache.width_v} wide"
+    for scale in cache.scales:
+        if scale.array.dtype.short != "f16":
+            return f"scales are {scale.array.dtype.name}"
     if row_bytes(arrays["k"], arrays["v"], cache, tensor_cores.ROW_BYTES) != tensor_cores.ROW_BYTES:
         return f"not every row begins at a multiple of {tensor_cores.ROW_BYTES} bytes"
     for scale in cache.scales:
@@ -128,7 +136,7 @@ def choose_tile(
     if cache.by_channel:
         from tikv.kernels.attention import tensor_channels
 
-        return tensor_channels.TILE
+        return tensor_channels.tile_of(cache.k.storage, cache.v.storage)
     if why_not_tensor_cores(live, arrays, cache):
         return None
     from tikv.kernels.attention import tensor_cores
