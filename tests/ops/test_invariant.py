@@ -2,6 +2,7 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -9,25 +10,38 @@ from invariance import invariant, same
 from ops.test_attention import random_rows
 
 import tikv
-from tikv import reference
+from tikv import arrays, launch, reference
+from tikv.launch import launcher
 from tikv.ops.attention import invariance
 
 KEYS = 128  # of a split, so that short sequences have several
 PAGE = 8
 WIDTH = 64
+HALF = {"dtype": "float16", "query_dtype": np.float16}
 
 
 class Work:
     """Sequences whose every token has a query, some of it computed at a time."""
 
-    def __init__(self, rng, *, dtype="float32", group=2, lens=(300, 150, 41), query_dtype=np.float32, **options):
-        self.rng, self.lens, self.heads, self.group = rng, lens, 2, group
-        shape = (len(lens), self.heads, max(lens), WIDTH)
+    def __init__(
+        self,
+        rng,
+        *,
+        dtype="float32",
+        group=2,
+        lens=(300, 150, 41),
+        query_dtype=np.float32,
+        width=WIDTH,
+        page=PAGE,
+        **options,
+    ):
+        self.rng, self.lens, self.heads, self.group, self.page = rng, lens, 2, group, page
+        shape = (len(lens), self.heads, max(lens), width)
         self.k, self.k_scale, self.k_real = random_rows(rng, shape, dtype)
         self.v, self.v_scale, self.v_real = random_rows(rng, shape, dtype)
         if dtype != "int8":  # seen by some queries, and not by those before
             self.v[:, 0, 30, 3], self.v[:, 1, 20, 5] = np.nan, np.inf
-        self.q = rng.standard_normal((len(lens), self.heads * group, max(lens), WIDTH)).astype(query_dtype)
+        self.q = rng.standard_normal((len(lens), self.heads * group, max(lens), width)).astype(query_dtype)
         self.options = options
 
     def run(self, arch, seqs, ends, tokens, pages=False, **more):
@@ -62,40 +76,41 @@ class Work:
 
     def in_pages(self, arrays, seqs, ends):
         """(block table, pools): the first tokens of sequences in pages of random order."""
-        counts = [-(-e // PAGE) for e in ends]
+        counts = [-(-e // self.page) for e in ends]
         order = iter(self.rng.permutation(sum(counts) + 3))
         table = np.full((len(seqs), max(counts)), -1, np.int32)
-        pools = [np.full((sum(counts) + 3, PAGE, self.heads, *a.shape[3:]), 77, a.dtype) for a in arrays]
+        pools = [np.full((sum(counts) + 3, self.page, self.heads, *a.shape[3:]), 77, a.dtype) for a in arrays]
         for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
             for n in range(counts[i]):
                 table[i, n] = next(order)
-                first, end = n * PAGE, min(e, (n + 1) * PAGE)
+                first, end = n * self.page, min(e, (n + 1) * self.page)
                 for pool, a in zip(pools, arrays, strict=True):
                     pool[table[i, n], : end - first] = np.moveaxis(a[s, :, first:end], 0, 1)
         return table, pools
 
-    def whole(self, arch):
-        """(out, lse) of every token of every sequence, from prompts of 64 tokens one sequence at a time."""
-        out = np.zeros((*self.q.shape[:3], WIDTH), self.q.dtype)
+    def whole(self, arch, first=0):
+        """(out, lse) of every token from `first` on, from prompts of 64 tokens one sequence at a time."""
+        out = np.zeros(self.q.shape, self.q.dtype)
         lse = np.zeros(self.q.shape[:3], np.float32)
         for s, length in enumerate(self.lens):
-            for first in range(0, length, 64):
-                end = min(length, first + 64)
-                out[s, :, first:end], lse[s, :, first:end] = (a[0] for a in self.run(arch, [s], [end], end - first))
+            for begin in range(first, length, 64):
+                end = min(length, begin + 64)
+                out[s, :, begin:end], lse[s, :, begin:end] = (a[0] for a in self.run(arch, [s], [end], end - begin))
         return out, lse
 
-    def cut(self):
-        """Random sequences in random order, up to which tokens, and how many of each."""
-        tokens = int(self.rng.choice([1, 1, 2, 5, 33]))
+    def cut(self, tokens, first=0):
+        """Random sequences in random order, up to which tokens, and how many of each, from `tokens`, after `first`."""
+        tokens = int(self.rng.choice(tokens))
         seqs = self.rng.permutation(len(self.lens))[: self.rng.integers(1, len(self.lens) + 1)]
-        return seqs, [int(self.rng.integers(tokens, self.lens[s] + 1)) for s in seqs], tokens
+        return seqs, [int(self.rng.integers(first + tokens, self.lens[s] + 1)) for s in seqs], tokens
 
-    def check(self, arch, cuts, **options):
-        """Fail unless random cuts of the work have the bits of the whole."""
-        out, lse = self.whole(arch)
+    def check(self, arch, cuts, pages=(False, True), tokens=(1, 1, 2, 5, 33), first=0, **options):
+        """Fail unless random cuts of the work have the bits of the whole, in tokens from `first` on."""
+        out, lse = self.whole(arch, first)
+        asked = tokens
         for n in range(cuts):
-            seqs, ends, tokens = self.cut()
-            paged = bool(n % 2) and "sinks" not in self.options
+            seqs, ends, tokens = self.cut(asked, first)
+            paged = pages[n % len(pages)] and "sinks" not in self.options
             got = self.run(arch, seqs, ends, tokens, paged, **options)
             for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
                 what = f"sequence {s}, {tokens} tokens before {e}, {'pages' if paged else 'contiguous'}"
@@ -119,7 +134,6 @@ SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1,
                     "sinks": 3,
                     "query_dtype": np.float16,
                 },
-                "window": {"dtype": "float16", "group": 3, "window": 140, "query_dtype": np.float16},
                 "slopes-logits": {"dtype": "int8", "slopes": SLOPES, "sink_logits": SINKS, "softcap": 20.0},
                 "logits-window": {"dtype": "int8", "sink_logits": SINKS, "window": 30},
             }.items()
@@ -131,6 +145,91 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(arch, rng, options):
     work = Work(rng, **options)
     with invariant(KEYS):
         work.check(arch, 16)
+
+
+@pytest.mark.archs("cuda")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tokens": (1, 33)}, id="plain"),
+        pytest.param({"width": 128, "group": 4, "far": 30.0, "tokens": (1, 2, 5, 33)}, id="zeros"),
+    ],
+)
+def test_tensor_cores_divide_the_work_without_changing_a_bit(arch, rng, tiles, options):
+    """Few rows, whose warps exchange logits, have the bits of prompts, whose warps have rows of their own."""
+    form = {**HALF, **options}
+    far, tokens = form.pop("far", 1.0), form.pop("tokens")
+    work = Work(rng, **form)
+    work.q *= work.q.dtype.type(far)  # so that most weights are 0, and maxima grow in many tiles
+    with invariant(KEYS):
+        work.check(arch, 24, pages=(False,), tokens=tokens)
+    assert {tile.shared_out for tile in tiles} == {"exchange", "rows"}
+
+
+@pytest.mark.archs("cuda")
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "pages"),
+    [
+        pytest.param({}, True, id="small-pages"),
+        pytest.param({"width": 128, "group": 4, "page": 16}, True, id="pages"),
+        pytest.param({"group": 1, "width": 256, "page": 16}, True, id="one-head"),
+        pytest.param({"group": 12, "width": 128, "softcap": 20.0}, False, id="many-heads"),
+        pytest.param({"group": 3, "window": 140}, False, id="window"),
+        pytest.param({"group": 3, "window": 140}, True, id="window-pages"),
+        pytest.param({"width": 512}, False, id="wide"),
+        pytest.param({"width": 128, "dtype": "bfloat16", "query_dtype": ml_dtypes.bfloat16}, False, id="bfloat16"),
+    ],
+)
+def test_tensor_cores_of_other_forms_divide_the_work(arch, rng, tiles, options, pages):
+    """In tokens from the second split on, whose kernels write parts."""
+    work = Work(rng, lens=(300, 190, 165), **HALF | options)
+    with invariant(KEYS):
+        work.check(arch, 24, pages=(pages,), tokens=(1, 33), first=KEYS)
+    ways = {"columns"} if work.q.shape[-1] == 512 else {"exchange", "rows"}
+    assert {tile.shared_out for tile in tiles} == ways
+
+
+@pytest.mark.archs("cuda")
+def test_a_captured_graph_has_the_bits_of_prompts(arch, rng, tiles):
+    """A token of each sequence by the tensor cores, as the sequences grow from launch to launch."""
+    torch = pytest.importorskip("torch")
+    if launch.launcher_report(arrays.runtime_of())["launcher"] != "native":
+        pytest.skip("a CUDA graph captures what the native launcher launches")
+    work = Work(rng, width=128, group=4, **HALF)
+    with invariant(KEYS):
+        out, lse = work.whole(arch)
+        q = torch.zeros((3, 8, 128), dtype=torch.float16, device="cuda")
+        k, v = (oracle.place(a, arch) for a in (work.k, work.v))
+        lens = torch.tensor([1, 1, 1], dtype=torch.int32, device="cuda")
+        step = lambda: tikv.decode_attention(q, k, v, lens, return_lse=True)  # noqa: E731
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for ends in ([300, 150, 41], [7, 149, 1], [257, 128, 16]):
+            q.copy_(oracle.place(np.stack([work.q[s, :, e - 1] for s, e in enumerate(ends)]), arch))
+            lens.copy_(torch.tensor(ends, dtype=torch.int32))
+            graph.replay()
+            torch.cuda.synchronize()
+            for s, e in enumerate(ends):
+                same((found[0][s], found[1][s]), (out[s, :, e - 1], lse[s, :, e - 1]), f"{e} tokens")
+
+
+@pytest.mark.archs("cuda")
+def test_without_the_native_launcher_the_plain_kernel_attends(arch, rng, monkeypatch):
+    """Other launchers may fuse products with sums, in one kernel of the tensor cores otherwise than in the next."""
+    monkeypatch.setattr(launcher, "_chosen", "direct")
+    work = Work(rng, lens=(70, 41), **HALF)
+    with invariant(KEYS) as live:
+        work.check(arch, 6, tokens=(1, 33))
+        plans = [plan for plan in live.plans.values() if hasattr(plan, "other_tile")]
+    assert plans
+    assert all(plan.other_tile is None for plan in plans)
 
 
 def test_without_it_the_bits_differ_somewhere(arch, rng):
@@ -157,8 +256,9 @@ def test_values_are_those_of_the_oracle(arch, rng, options):
 
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("pages", [False, True])
-def test_a_choice_of_all_rows_is_dense_attention(arch, rng, by_head, pages):
-    work = Work(rng, group=3)
+@pytest.mark.parametrize("options", [{}, pytest.param(HALF, marks=pytest.mark.thorough)], ids=["float32", "float16"])
+def test_a_choice_of_all_rows_is_dense_attention(arch, rng, by_head, pages, options):
+    work = Work(rng, group=3, **options)
     ends, tokens = [290, 1, 41], 1
     indices = np.full((3, 1, max(ends) + 5), -1)
     for row, end in zip(indices, ends, strict=True):

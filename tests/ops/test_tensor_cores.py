@@ -11,12 +11,14 @@ import types
 import numpy as np
 import oracle
 import pytest
+from invariance import invariant
 from ops.test_attention import Case, Pages
 from ops.test_chosen import choose, expected, spoil
 
 import tikv
 from tikv import arrays, dtypes, engines, launch
 from tikv.formats import FORMATS
+from tikv.launch import launcher
 from tikv.launch.cuda import compiler, driver
 from tikv.ops.attention import options, tensor_cores
 from tikv.ops.attention.launches import choose_most_rows
@@ -202,6 +204,46 @@ def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, mo
         cache.table[0, 2], cache.table[2, 2] = len(cache.k), -(2**31)
         case.lens = (32, 0, 32)
     check(case, cache.run(arch, lens=lens), case.expected())
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
+@pytest.mark.parametrize("queries", [None, 3, 40])
+def test_under_invariant(arch, rng, tiles, place, queries):
+    """Blocks that exchange logits, for one tile of rows and for two, and a block whose warps have rows of their own."""
+    with invariant(64):
+        if place == "ring":
+            case, _ = make(rng, queries=queries, lens=(98, 777, 41), ring=99, sinks=3, capacity=99)
+            check(case, case.run(arch), case.expected(window=99))
+        else:
+            for window in (None, 37):
+                attend(rng, arch, place, {"window": window}, queries=queries, lens=(300, 0, 64, 41), capacity=300)
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@on_cuda
+@pytest.mark.parametrize("queries", [None, 40])
+def test_options_under_invariant(arch, rng, tiles, queries):
+    form = {"dtype": "bfloat16", "queries": queries, "lens": (300, 0, 64, 41), "capacity": 300}
+    with invariant(64):
+        attend(rng, arch, "NHD", {"softcap": 5.0}, tolerance=2, **form)
+        attend(rng, arch, "NHD", {"causal": False}, **form)
+        attend_chosen(rng, arch, "NHD", **form)
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("width", "width_v", "queries"),
+    [
+        *((w, v, None) for w, v in ((64, 64), (96, 96), (64, 128), (192, 192), (256, 256), (576, 512))),
+        *((w, v, 9) for w, v in ((256, 256), (576, 512))),
+    ],
+)
+def test_widths_under_invariant(arch, rng, tiles, width, width_v, queries):
+    with invariant(64):
+        attend(rng, arch, width=width, width_v=width_v, queries=queries, lens=(130, 20), capacity=130)
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
 @on_cuda
@@ -433,8 +475,6 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "is cpu" in tikv.info()["tensor_cores"]
     quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
     assert "Quadrants cannot link bitcode" in launch.why_no_tensor_cores(quadrants)
-    invariant = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
-    assert "invariant=True" in launch.why_no_tensor_cores(invariant)
     ampere.setattr(driver, "generation", lambda index: 7)
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert tensor_cores.choose_tile(CUDA, *given()) is None
@@ -443,6 +483,24 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
 
     ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
     assert launch.why_no_tensor_cores(CUDA) == "/nowhere.bc is missing"
+
+
+@pytest.mark.archs("cpu")
+def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
+    live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
+    ampere.setattr(launcher, "launcher_of", lambda live: ("direct", "asked for"))
+    assert "by 'direct' (asked for)" in tensor_cores.why_not_tensor_cores(live, *given()[::2])
+    ampere.setattr(launcher, "launcher_of", lambda live: ("native", "asked for"))
+    tiles = [tensor_cores.choose_tile(live, *given(queries=n)) for n in (1, 2, 4, 8, 9, 100)]
+    assert [(tile.shared_out, tile.row_tiles) for tile in tiles] == [
+        ("exchange", 1), ("exchange", 1), ("exchange", 2), ("exchange", 2), ("rows", 2), ("rows", 2)
+    ]  # fmt: skip
+    narrow, wide = given(width=96), given(width=576, width_v=512)
+    assert [tensor_cores.choose_tile(live, *some).shared_out for some in (narrow, wide)] == ["rows", "columns"]
+    assert tensor_cores.choose_tile(live, *given(queries=4), softcap=True).row_tiles == 1
+    assert tensor_cores.choose_tile(live, *given(width=256), softcap=True).shared_out == "rows"
+    assert "over codes" in tensor_cores.why_not_tensor_cores(live, *given(dtype="int8", q_dtype="float16")[::2])
+    assert "invariant=True" in launch.why_no_warpgroups(live)
 
 
 @pytest.mark.archs("cpu")

@@ -11,10 +11,10 @@ KEYS, WIDTH, TOKENS = 128, 64, 200
 SINKS = np.array([0.5, -1, 3, 0.1], np.float32)
 
 
-def rows_of(rng, batch=1, tokens=TOKENS):
+def rows_of(rng, batch=1, tokens=TOKENS, dtype=np.float32):
     """q, k and v, token-major."""
     shapes = (batch, tokens, 4, WIDTH), (batch, tokens, 2, WIDTH), (batch, tokens, 2, WIDTH)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def store_of(batch, tokens, config):
@@ -44,13 +44,20 @@ def random_chunks(rng, tokens):
     [
         pytest.param({"dtype": "float16"}, id="float16"),
         pytest.param({"dtype": "float16", "window": 40, "sinks": 3}, id="ring", marks=pytest.mark.thorough),
+        pytest.param(
+            {"dtype": "float16", "window": 40, "sinks": 3, "rows": np.float16},
+            id="half-ring",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param({"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=pytest.mark.thorough),
         pytest.param({"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)}, id="tokens", marks=pytest.mark.thorough),
     ],
 )
 def test_chunks_of_a_prompt(arch, rng, config):
-    rows = rows_of(rng, 2)
-    options = {"sink_logits": oracle.place(SINKS, arch)} if "window" in config else {}
+    """Rows of q in float16 over such a store are attended to by CUDA's tensor cores, unless there are sink logits."""
+    config = dict(config)
+    rows = rows_of(rng, 2, dtype=(dtype := config.pop("rows", np.float32)))
+    options = {"sink_logits": oracle.place(SINKS, arch)} if "window" in config and dtype is np.float32 else {}
     with invariant(KEYS):
         _, want = extended(arch, rows, config, [1] * TOKENS, **options)
         for _ in range(3):
@@ -63,9 +70,10 @@ def test_chunks_of_a_prompt(arch, rng, config):
         same(got, tuple(a[1:] for a in want))
 
 
-def test_pools_and_layers(arch, rng):
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=pytest.mark.thorough)])
+def test_pools_and_layers(arch, rng, dtype):
     """Sequences of different lengths in one call, forks, and a layer of the same tokens."""
-    rows = rows_of(rng)
+    rows = rows_of(rng, dtype=dtype)
     with invariant(KEYS):
         _, want = extended(arch, rows, {"dtype": "float16"}, [TOKENS])
         pool = tikv.PagedKVCacheStore(
@@ -82,10 +90,11 @@ def test_pools_and_layers(arch, rng):
             same(got, expected)
 
 
-def test_per_head_pages_after_a_compaction(arch, rng):
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=pytest.mark.thorough)])
+def test_per_head_pages_after_a_compaction(arch, rng, dtype):
     """What a head keeps has the bits of the same tokens in a sequence of one head each."""
     _, k, v = rows_of(rng, tokens=60)
-    q = rng.standard_normal((1, 4, WIDTH)).astype(np.float32)
+    q = rng.standard_normal((1, 4, WIDTH)).astype(dtype)
     keep = np.zeros((2, 60), bool)
     keep[0, rng.permutation(60)[:50]], keep[1, rng.permutation(60)[:17]] = True, True
     place = lambda a: oracle.place(np.ascontiguousarray(a), arch)  # noqa: E731

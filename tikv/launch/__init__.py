@@ -33,6 +33,7 @@ from tikv.launch.launcher import require_native as require_native
 from tikv.launch.launcher import why_no_hopper as why_no_hopper
 from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.launcher import why_no_warpgroups as why_no_warpgroups
+from tikv.launch.launcher import why_not_native as why_not_native
 from tikv.launch.notices import notice as notice
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording

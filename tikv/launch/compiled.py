@@ -53,7 +53,7 @@ class Kernel(CompiledKernel):
                 return bound
             chosen = "direct"
         if self.needs_native:
-            what = "shared memory" if self.shared_bytes else "instructions of compute capability 9.0"
+            what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
             raise NeedsNativeLauncher(
                 f"{self.name}: it needs {what}, which only the native launcher provides, and that launcher "
                 f"cannot launch it ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "

@@ -127,8 +127,6 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
         return f"they exist on NVIDIA GPUs alone, and this is {live.arch}"
     if not live.engine.has_bitcode:
         return f"{live.engine.title} cannot link bitcode"
-    if live.invariant:
-        return "tikv.init(invariant=True) is set, and the order of their sums depends on the number of queries"
     try:
         generation = driver.generation(live.index)
     except ArchError as error:
@@ -147,6 +145,11 @@ def why_no_hopper(live: runtime.Runtime) -> str:
     generation = driver.generation(live.index)
     if generation != 9:
         return f"the GPU is of compute capability {generation}, and they need 9"
+    return why_not_native(live)
+
+
+def why_not_native(live: runtime.Runtime) -> str:
+    """Why a runtime's kernels do not have the native launcher; empty if they do."""
     try:
         name, why = launcher_of(live)
     except ArchError as error:
@@ -156,6 +159,8 @@ def why_no_hopper(live: runtime.Runtime) -> str:
 
 def why_no_warpgroups(live: runtime.Runtime) -> str:
     """Why a runtime's kernels cannot use products of warpgroups, for prompts and latents; empty if they can."""
+    if live.invariant:
+        return "tikv.init(invariant=True) is set, and they add up the keys of a prompt in an order of their own"
     if reason := why_no_hopper(live):
         return reason
     from tikv.kernels.attention.hopper import BITCODE

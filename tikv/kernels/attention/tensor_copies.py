@@ -355,7 +355,7 @@ def make_attend_copied(x, f, add_tile, step, c):
                 p = [ti.f32(0.0) for _ in range(4 * x.row_tiles)]
                 f.scores(kf, qf, p, scalars)
                 take_values(lane, own + use, vf)
-                whole = is_whole(at, seen, task)
+                whole = is_whole(at, seen, visible, task)
                 if ti.static(c.gaps):
                     some = ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(missing & ti.u32(1), ti.i32))
                     whole = ti.select(some != 0, 0, whole)

@@ -8,7 +8,8 @@ in `cuda`, results are rescaled only when a maximum grows.
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
 the rows, and read the same keys from shared memory (`staged`) or from the cache of their multiprocessor. For wide
 heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile. Where
-the GPU can, `tensor_copies` copies tiles of codes into shared memory ahead.
+the GPU can, `tensor_copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` one warp adds all
+tiles of a row in order: see `ops.attention.invariance`.
 `tensor_halves` turns K and V into fragments; `tensor_codes` does so for codes that are integers, and `tensor_floats`
 for codes that are floats. `tensor_infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
 has the instructions that Taichi does not know.
@@ -17,7 +18,14 @@ has the instructions that Taichi does not know.
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import staged, tensor_copies, tensor_floats, tensor_halves, tensor_infinities
+from tikv.kernels.attention import (
+    staged,
+    tensor_copies,
+    tensor_exchange,
+    tensor_floats,
+    tensor_halves,
+    tensor_infinities,
+)
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -40,6 +48,7 @@ from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS, inst
 from tikv.kernels.attention.tensor_kinds import kind_of
 from tikv.kernels.attention.tensor_tiles import (
     L,
+    has_bounds,
     has_whole_tiles,
     in_tile,
     make_find_keys,
@@ -48,8 +57,9 @@ from tikv.kernels.attention.tensor_tiles import (
     make_look_up,
     make_slot_behind,
     make_tile_at,
+    make_tile_bounds,
 )
-from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
+from tikv.kernels.attention.visible import make_in_bounds
 from tikv.kernels.codec import SIZE, make_store, word_array
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
 from tikv.runtime import ti
@@ -66,7 +76,7 @@ class Tile(NamedTuple):
     """How the warps of a block share the work."""
 
     row_tiles: int  # tiles of `ROWS` query rows that each warp computes
-    shared_out: str  # what the warps divide: "keys", "rows", or "columns" of the heads
+    shared_out: str  # what the warps divide: "keys", "rows", "columns" of the heads, or "exchange": keys, then columns
     resident: int  # blocks that a multiprocessor holds at once, which limits the registers of a thread
     filling: int = 2  # blocks that are enough to keep the memory busy
     ahead: bool = False  # whether the next tile's K and V are read while this one's are used
@@ -103,14 +113,38 @@ def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: 
     return Tile(2, "rows" if rows > 4 * ROWS else "keys", 3 if width <= 64 else 2)
 
 
+def invariant_tile_of(width: int, width_v: int, rows: int, long: bool) -> Tile:
+    """The same under `Choices.invariant`; every tile for these widths gives a row the same bits.
+
+    A kernel is `long` if there are a soft cap, sinks or chosen tokens, or if a tile's keys may not follow each other.
+    As in `tile_of`, it has fewer rows, or warps do not exchange logits; else LLVM makes two functions of it.
+    """
+    widest = max(width, width_v)
+    if widest > WIDTHS[-1]:
+        return Tile(1, "columns", 2)
+    row_tiles = 1 if widest > 128 or long else 2
+    if rows > 4 * ROWS or width_v % tensor_exchange.COLUMNS or (long and widest > 128):
+        return Tile(row_tiles, "rows", 2)
+    if rows <= ROWS and widest <= 128:
+        return Tile(1, "exchange", 3)
+    return Tile(row_tiles, "exchange", 2)
+
+
 def serves_widths(width: int, width_v: int) -> bool:
     """Whether there is a tile for these widths of heads in halves."""
     return (width in WIDTHS and width_v in WIDTHS) or (width in WIDE and width_v in WIDE_V)
 
 
 def share_of(x, c):
-    """The choices for the columns of a head that a warp takes: all, or its share."""
-    return c._replace(width=c.width // WARPS, width_v=c.width_v // WARPS) if x.shared_out == "columns" else c
+    """The choices for the columns of K and V that a warp takes: all, or its share."""
+    if x.shared_out == "columns":
+        c = c._replace(width=c.width // WARPS)
+    return c._replace(width_v=c.width_v // WARPS) if divides_columns(x) else c
+
+
+def divides_columns(x) -> bool:
+    """Whether each warp has its share of the columns of a result."""
+    return x.shared_out in ("columns", "exchange")
 
 
 def make_attend_tensor(tile, parts, c):
@@ -158,15 +192,29 @@ make_attend_tensor.needs_native = lambda tile, parts, c: c.cache in tensor_float
 make_attend_tensor.pairs = True  # neighbouring words of K and V may be read as one: see `launch.cuda.peepholes`
 
 
+def make_attend_tensor_in_order(tile, parts, c):
+    """`make_attend_tensor` for `Choices.invariant`: no compiler reorders its sums or fuses them with products.
+
+    Only the native launcher keeps products and sums apart, so no other may launch it.
+    """
+    return make_attend_tensor(tile, parts, c)
+
+
+make_attend_tensor_in_order.needs_native = lambda tile, parts, c: True
+make_attend_tensor_in_order.resident = make_attend_tensor.resident
+make_attend_tensor_in_order.pairs = True
+
+
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
-    decode_task = make_decode_task("cuda", step_of(x), c)
+    decode_task = make_decode_task("cuda", KEYS if c.invariant else step_of(x), c)
     limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     tile_at, add_tile = make_tile_at(c), make_add_tile(x, f, c)
-    STAGED, COLUMNS = is_staged(x, c), x.shared_out == "columns"
+    STAGED, COLUMNS, EXCHANGE = is_staged(x, c), x.shared_out == "columns", x.shared_out == "exchange"
     attend_staged = make_attend_staged(x, f, c) if STAGED else None
     attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
+    attend_exchange = tensor_exchange.make_attend_exchange(x, f, add_tile, c) if EXCHANGE else None
     attend_ahead = make_attend_ahead(x, f, c) if x.ahead else None
     attend_copied = tensor_copies.make_attend_copied(x, f, add_tile, step_of(x), c) if x.stages else None
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
@@ -200,6 +248,9 @@ def make_attend_task(x, parts, c):
         elif ti.static(COLUMNS):
             attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                            scalars)  # fmt: skip
+        elif ti.static(EXCHANGE):
+            attend_exchange(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
+                            scalars)  # fmt: skip
         elif ti.static(x.stages > 0):
             attend_copied(thread, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                           scalars)  # fmt: skip
@@ -237,6 +288,8 @@ def make_attend_task(x, parts, c):
                 add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
                 at = at + STEP
         f.settle(acc, task, v_scale, strides, scalars)
+        if ti.static(c.invariant):
+            tensor_infinities.note_results(task, warp, acc, notes)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
@@ -482,7 +535,7 @@ def make_add_tile(x, f, c):
 
 def make_mask(x, c):
     """mask(at, row, lane, counts, p, ...): writes `MASKED` over the logits of keys that a row does not see."""
-    query_bounds, in_bounds = make_query_bounds(), make_in_bounds(c)
+    tile_bounds, in_bounds = make_tile_bounds(c), make_in_bounds(c)
 
     @ti.func
     def mask(at, row, lane, counts: ti.template(), p: ti.template(), visible, params):
@@ -491,8 +544,8 @@ def make_mask(x, c):
             t = ti.min(row + behind, params[P.queries] * c.group - 1) // c.group
             for i in ti.static(range(2)):
                 found = counts[i]
-                if ti.static(c.masked):
-                    bounds = query_bounds(t, visible, params)
+                if ti.static(has_bounds(c)):
+                    bounds = tile_bounds(t, visible, params)
                     index = at + (lane >> 2) + ti.static(i * 8)
                     found = found * in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3])
                 n = ti.static(r // 2 * 4 + i * 2 + r % 2)
@@ -502,7 +555,10 @@ def make_mask(x, c):
 
 
 def make_rescale(x, c):
-    """rescale(p, m, l, acc, sums): rescales sums and results to the new maxima of their rows."""
+    """rescale(p, m, l, acc, sums): rescales sums and results to the new maxima of their rows.
+
+    Under `invariant` a row keeps its maximum if another row of the warp grew: its factor is then 2 ** 0, exactly 1.
+    """
     exp2 = instructions().exp2
     NV = c.width_v // KEYS
 
@@ -511,6 +567,8 @@ def make_rescale(x, c):
         for r in ti.static(range(2 * x.row_tiles)):
             i = ti.static(r // 2 * 4 + r % 2)  # the row's first key; the other one is at i + 2
             top = butterfly_max(ti.max(m[r], ti.max(p[i], p[ti.static(i + 2)])), KEY_DISTANCES)
+            if ti.static(c.invariant):
+                top = ti.select(top > m[r] + ti.f32(LAG), top, m[r])
             below, fade = m[r] - top, ti.f32(0.0)
             exp2(fade, below)
             m[r] = top
@@ -524,12 +582,16 @@ def make_rescale(x, c):
 
 
 def make_store_rows(x, f, parts, c):
-    """finish(...) if the warps divide the rows or columns: each lane stores its columns of two rows of a tile."""
+    """finish(...) if the warps divide the rows or columns: each lane stores its columns of two rows of a tile.
+
+    Under `invariant` a result is rounded as `merge` rounds it.
+    """
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
-    in_pairs = not parts and c.out in HALVES  # float32 results, such as the two parts of `extend`, are stored directly
+    # Float32 results, such as the two parts of `extend`, are stored directly.
+    in_pairs = not parts and c.out in HALVES and not c.invariant
     pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
-    own, COLUMNS = share_of(x, c), x.shared_out == "columns"
+    own, COLUMNS = share_of(x, c), divides_columns(x)
     NV = own.width_v // KEYS
 
     @ti.func

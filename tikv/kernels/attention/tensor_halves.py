@@ -91,7 +91,8 @@ def make_load_keys(c):
 def make_load_values(c):
     """load_values(lane, slots, task, v, ..., vf, strides): the same of its values.
 
-    They are two side by side of every 16, or one of the last 8.
+    They are two side by side of every 16, or one of the last 8; of the last 4, if columns are a multiple of 16 alone,
+    half a word.
     """
     _, v_offset, _ = make_slot_offsets(c)
     NV = c.width_v // KEYS
@@ -110,6 +111,9 @@ def make_load_values(c):
                 word = v[at]
                 vf[ti.static(NV * i + 2 * n)] = ti.cast(word, ti.u32)
                 vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
+            if ti.static(NV % 2 == 1):
+                word = v[row + ti.static(NV // 2 * 8) + (lane >> 3)]
+                vf[ti.static(NV * i + NV - 1)] = ti.cast(word >> ti.cast((lane >> 2 & 1) * 32, ti.u64), ti.u32)
 
     return load_values
 
@@ -181,7 +185,8 @@ def make_add_values(x, c):
 
 def make_column_of(c):
     """column_of(t, lane) -> the first of the two columns of the result that a lane has in fragment t of O^T."""
-    pairs = c.width_v // (4 * KEYS) * 2  # as in `make_load_values`
+    NV = c.width_v // KEYS
+    pairs = NV // 4 * 2  # as in `make_load_values`
 
     @ti.func
     def column_of(t: ti.template(), lane):
@@ -189,6 +194,8 @@ def make_column_of(c):
         column = ti.static(n // 2 * 64 + n % 2 * 4 + t % 2 * 2) + (lane >> 2) * 8
         if ti.static(n >= pairs):
             column = ti.static(n // 2 * 64 + t % 2 * 2) + (lane >> 2) * 4
+        if ti.static(t == NV - 1 and NV % 2 == 1):
+            column = ti.static(n * 32) + (lane >> 2) * 2
         return column
 
     return column_of

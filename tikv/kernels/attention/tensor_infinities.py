@@ -3,16 +3,20 @@
 A tensor core multiplies the weights of all rows by the values of all keys, and 0 times an infinity is NaN. So if some
 row does not see every key of a tile, infinities and NaNs are left out and the tile is noted. After the results are
 stored, a plain loop over the noted tiles adds them to the rows that see them. Few tasks have such tiles.
+
+Which tiles are noted depends on the other rows of a task. Under `Choices.invariant` a row must not: a result that is
+infinite or NaN is noted with all its tiles, and becomes the sum of the infinities and NaNs that its row sees.
 """
 
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets
-from tikv.kernels.attention.parameters import P
+from tikv.kernels.attention.addresses import make_output_offsets
+from tikv.kernels.attention.parameters import NAN, P
 from tikv.kernels.attention.softmax import is_finite
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tensor_instructions import ROWS, WARPS
 from tikv.kernels.attention.tensor_kinds import kind_of
-from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
+from tikv.kernels.attention.tensor_tiles import has_bounds, make_find_slot, make_first_of, make_tile_bounds
+from tikv.kernels.attention.visible import V, make_in_bounds
 from tikv.kernels.codec import SIZE, make_load, make_store
 from tikv.kernels.lanes import BLOCK
 from tikv.runtime import ti
@@ -45,6 +49,17 @@ def note(at, warp, notes: ti.template()):
     ti.atomic_max(notes[2 * warp + 1], at + KEYS)
 
 
+@ti.func
+def note_results(task, warp, acc: ti.template(), notes: ti.template()):
+    """Note all tiles of the task if a result of the lane is infinite or NaN."""
+    total = ti.f32(0.0)
+    for i in ti.static(range(len(acc))):
+        total += acc[i]
+    if not is_finite(total):
+        ti.atomic_min(notes[2 * warp], task[T.begin])
+        ti.atomic_max(notes[2 * warp + 1], task[T.end])
+
+
 def make_restore(x, parts, c):
     """restore(thread, notes, arrays, ...): adds the values that tiles left out to the warp's, or the block's, rows.
 
@@ -52,7 +67,8 @@ def make_restore(x, parts, c):
     """
     by_warp = x.shared_out == "rows"
     value_at = kind_of(c.cache).make_value_at(c)
-    query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
+    tile_bounds, in_bounds, find_slot = make_tile_bounds(c), make_in_bounds(c), make_find_slot(c)
+    first_of = make_first_of(c)
     output_offsets = make_output_offsets(parts, c)
     load, store = make_load(c.out, 1, SIZE[c.out] * 8), make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
     threads, most, DV = 32 if by_warp else BLOCK, ROWS * x.row_tiles, c.width_v
@@ -61,10 +77,13 @@ def make_restore(x, parts, c):
     def left_out(t, column, begin, end, visible, task, arrays: ti.template(), strides, params):
         """The sum of the infinities and NaNs in a column that query t sees."""
         v, table, v_scale = ti.static((arrays[2], arrays[4], arrays[6]))
-        found, bounds = ti.f32(0.0), query_bounds(t, visible, params)
-        for index in range(ti.max(begin, task[T.begin]), ti.min(end, task[T.end])):
-            if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0:
-                slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        found, bounds = ti.f32(0.0), tile_bounds(t, visible, params)
+        for n in range(ti.max(begin, first_of(task, visible)), ti.min(end, task[T.end])):
+            seen = 1
+            if ti.static(has_bounds(c)):
+                seen = in_bounds(n, bounds[0], bounds[1], bounds[2], bounds[3])
+            if seen > 0:
+                slot = find_slot(task, t, n, visible, table, strides, params)
                 if slot >= 0:
                     value = value_at(slot, column, task, v, v_scale, strides)
                     if not is_finite(value):
@@ -73,7 +92,7 @@ def make_restore(x, parts, c):
 
     @ti.func
     def restore(thread, notes: ti.template(), arrays: ti.template(), strides, params):
-        out = ti.static(arrays[7])
+        out, lse = ti.static((arrays[7], arrays[8]))
         ti.simt.block.sync()  # other threads stored results, and other warps made notes
         begin, end = NONE, 0
         for w in ti.static(range(WARPS)):
@@ -85,12 +104,20 @@ def make_restore(x, parts, c):
             row = task[T.row]
             if ti.static(by_warp):
                 row = row + thread // 32 * most
-            count = ti.min(most, params[P.queries] * c.group - row) * DV
+            behind = params[P.queries] * c.group
+            if ti.static(c.chosen > 0):
+                behind = task[T.row] + c.rows
+            count = ti.min(most, behind - row) * DV
             for n in range((count - thread % threads + threads - 1) // threads):
                 r, column = row + (n * threads + thread % threads) // DV, (n * threads + thread % threads) % DV
                 missing = left_out(r // c.group, column, begin, end, visible, task, arrays, strides, params)
                 if not is_finite(missing):
-                    to = output_offsets(task[T.kv_head], r, task[T.split], strides, params)[0] + column
-                    store(out, to, ti.Vector([load(out, to)[0] + missing]), ti.f32(1.0))
+                    at, lse_at = output_offsets(task[T.kv_head], r, task[T.split], strides, params)
+                    rest = ti.f32(0.0)
+                    if ti.static(not c.invariant):
+                        rest = load(out, at + column)[0]
+                    elif lse[lse_at] == ti.u32(NAN):
+                        rest = ti.bit_cast(ti.u32(NAN), ti.f32)
+                    store(out, at + column, ti.Vector([rest + missing]), ti.f32(1.0))
 
     return restore

@@ -8,9 +8,30 @@ nothing that decides the order of a row's sums may depend on any of these:
   merged one after another; a part in which a row sees no key leaves its bits unchanged.
 - One kernel serves prompts and single tokens; its tasks have the same number of rows for any number of queries. Within
   a split, keys are processed in blocks that start at multiples of the block length, whether they are seen or not.
-- Kernels that do not work so are not used: on CUDA those of the tensor cores, whose tiles depend on the number of
-  queries, and that of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which
-  read pages and contiguous memory with different loops; and torch's.
+- Kernels that do not work so are not used: on CUDA those of warpgroups, those of the tensor cores over codes, and that
+  of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which read pages and
+  contiguous memory with different loops; and torch's.
+
+On CUDA the tensor cores attend with float16 and bfloat16 if q, K and V have the same type, in another order than the
+kernel for all types. So which of the two attends to a row never depends on the number of queries or sequences, or on
+lengths or pages. It depends on the types, the widths of the heads, the terms (sink logits, slopes, trees), and whether
+each row of K and V is in one piece and begins at a multiple of 16 bytes. With the tensor cores, too, the number of
+queries decides how the warps of a block divide the work, and the bits stay the same, for these reasons:
+
+- A tile has 16 keys from a multiple of 16 positions on. A warp adds the tiles of a split one after another. A product
+  of tensor cores computes each query row by itself, whichever of the 8 rows of an instruction it is.
+- If the warps divide the rows, each has all tiles of its own rows. With few rows, they exchange the logits of four
+  tiles and divide the columns of V (`tensor_exchange`), so each column has the same products in the same order. The
+  logits of a tile are always computed by one warp; in heads wider than 256, always by four, in a fixed order.
+- A row's maximum grows only if its own logits exceed it by enough; if another row of the warp grew, the row is
+  multiplied by 2 ** 0, which is exactly 1.
+- A tile in which the row sees no key changes no bit: the masked logits are below every maximum, so the row's maximum
+  stays; their weights are 2 to a power below -126, which is exactly 0; and adding zeros leaves sums as they are. So
+  it does not matter where the tiles of a task begin and end. Values that are infinite or NaN are taken out of tiles
+  that some row does not see entirely; `tensor_infinities` adds them with the same result for either kind of tile.
+- The kernel is compiled without fast arithmetic, so no sum is reordered or fused with a product. Only the native
+  launcher keeps the two apart, so with another launcher the plain kernel attends: in that one, every row has the same
+  instructions. If the native launcher refuses a kernel, attention raises, since the plain kernel's bits differ.
 
 A store's ring, whose new tokens overwrite keys that a prompt's first queries see, takes a prompt one token at a time.
 """
@@ -21,7 +42,7 @@ from tikv import runtime
 from tikv.errors import OptionError
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
 
-SPLIT_KEYS = {"cpu": 1024, "cuda": 512, "vulkan": 512, "metal": 512, "amdgpu": 512}  # whole blocks of every kernel
+SPLIT_KEYS = {"cpu": 1024, "cuda": 1024, "vulkan": 512, "metal": 512, "amdgpu": 512}  # whole blocks of every kernel
 MOST_PARTS = 1 << 24  # numbers in the parts of one launch; more queries take several launches
 FEW_ROWS, MANY_ROWS = 4, 8  # query rows of a task on a GPU, by the query heads of a KV head
 
@@ -40,8 +61,11 @@ def refuse_splits(live: runtime.Runtime, operation: str, options: AttentionOptio
 
 
 def fixed_rows(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, most: int) -> int:
-    """Query rows of a task, the same for any number of queries, at most `most` on a GPU; 0 if they may be chosen."""
-    if not live.invariant:
+    """Query rows of a task, the same for any number of queries, at most `most` on a GPU; 0 if they may differ.
+
+    `cache.fixed_rows` says whether they may not.
+    """
+    if not cache.fixed_rows:
         return 0
     if live.is_cpu:
         from tikv.kernels.attention import cpu

@@ -471,6 +471,8 @@ class AttentionLaunches(Plan):
             if isinstance(tile, hopper.Warpgroups):
                 return hopper.make_attend_hopper, (tile._replace(paired=paired),)
             if tile is not None:
+                if choices.invariant:
+                    return tensor_cores.make_attend_tensor_in_order, (tile,)
                 return tensor_cores.make_attend_tensor, (tile,)
             if choices.bits == cuda.WORD_BITS and not choices.invariant:
                 width = max(self.cache.width, self.cache.width_v)

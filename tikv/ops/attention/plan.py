@@ -120,7 +120,8 @@ class AttentionPlan(Plan):
             cache = cache._replace(chosen=True)
         self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
-        cache = cache._replace(fixed_rows=int(live.invariant))  # this decides the width of words
+        fixed = live.invariant and self.other_tile is None
+        cache = cache._replace(fixed_rows=int(fixed))  # this decides the width of words
         most_rows = choose_most_rows(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
         self.needs_native = self.warpgroups_serve or (self.other_tile is not None and needs_native(cache))

@@ -184,7 +184,8 @@ def rows_of_task(
 ) -> int:
     """Query rows that one task computes, among those that share a KV head; with tensor cores, those of a `Tile`.
 
-    For a prompt they are 4 or the most, whatever its length: a kernel for each number would take seconds to compile.
+    For a prompt they are 4 or the most, whatever its length: a kernel for each number would take seconds to compile. If
+    warps exchange logits, which they do in prompts too, they are those of the tile.
     If each query has chosen tokens of its own, or the kernel wants it, they are rows of one query, and divide its rows
     evenly.
     """
@@ -194,7 +195,7 @@ def rows_of_task(
     if fixed:
         return fixed
     rows = queries * group
-    if queries > 1:
+    if queries > 1 or (tile is not None and tile.shared_out == "exchange"):
         return int(tile.rows) if tile is not None else 4 if rows <= 4 else most
     blocks = -(-rows // (most if tile is None else tile.rows))
     return -(-rows // blocks)

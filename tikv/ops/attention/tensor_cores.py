@@ -28,11 +28,15 @@ def why_no_products(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: 
     """Why tensor cores cannot multiply q, K and V as they are stored; empty if they can."""
     if reason := launch.why_no_tensor_cores(live):
         return reason
+    if live.invariant and (reason := launch.why_not_native(live)):
+        return f"tikv.init(invariant=True) is set, and {reason}"  # others may fuse products with sums
     from tikv.kernels.attention import tensor_cores
     from tikv.kernels.attention.tensor_instructions import HALVES
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if cache.k.storage not in HALVES:
+        if live.invariant:
+            return "tikv.init(invariant=True) is set, and the order of their sums over codes depends on the queries"
         if reason := _why_not_codes(live, q, cache):
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
@@ -93,6 +97,8 @@ def copies_tiles(live: runtime.Runtime, cache: CacheLayout) -> bool:
 
 def why_not_by_channel(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
     """Why tensor cores cannot read keys that are codes by channel, see `CacheLayout.by_channel`; empty if they can."""
+    if live.invariant:
+        return "tikv.init(invariant=True) is set, and the order of their sums over codes depends on the queries"
     if reason := launch.why_no_tensor_cores(live):
         return reason
     from tikv.kernels.attention import tensor_channels, tensor_codes, tensor_cores
@@ -140,10 +146,15 @@ def choose_tile(
     if why_not_tensor_cores(live, arrays, cache):
         return None
     from tikv.kernels.attention import tensor_cores
+    from tikv.kernels.attention.staged import KEYS
     from tikv.kernels.attention.tensor_instructions import HALVES
 
     group, codes = query.heads // cache.heads, "" if cache.k.storage in HALVES else cache.k.storage
     rows, long = group * query.queries, softcap or cache.sinks > 0
+    if live.invariant:
+        rows = group if cache.chosen else rows
+        long = long or cache.chosen or cache.place == "ring" or cache.page % KEYS != 0
+        return tensor_cores.invariant_tile_of(cache.width, cache.width_v, rows, long)
     if cache.chosen:
         rows = group  # a task has the rows of one query
     else:
