@@ -3,6 +3,8 @@
 The values are the first 512 columns of the keys, which have 576.
 """
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -11,6 +13,10 @@ from ops.test_chosen import choose, expected, spoil
 from ops.test_tensor_cores import check, make
 
 import tikv
+from tikv import reference
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.request import AttendRequest
 
 on_cuda = pytest.mark.archs("cuda")
 LENS = (300, 1, 0, 64, 17)
@@ -67,10 +73,13 @@ def test_storages_and_queries(arch, rng, warpgroups, place, queries, group):
 @on_cuda
 @pytest.mark.parametrize("group", [16, 64])
 @pytest.mark.parametrize("queries", [None, 3])
-def test_rings(arch, rng, queries, group):
-    ring = {"ring": 99, "sinks": 3, "capacity": 99}
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_rings(arch, rng, warpgroups, queries, group, sinks):
+    ring = {"ring": 99, "sinks": sinks, "capacity": 99}
     case, cache = of_keys(*make(rng, lens=(98, 99, 777, 41), queries=queries, group=group, **WIDE, **ring))
     check(case, run(case, cache, arch), case.expected(window=99))
+    if queries and sinks:
+        check(case, run(case, cache, arch, num_splits=2), case.expected(window=99))
 
 
 @on_cuda
@@ -119,15 +128,61 @@ def test_maxima_that_grow_with_every_tile(arch, rng, warpgroups, group):
 
 
 @on_cuda
-def test_sinks(arch, rng):
-    for queries, group in ((None, 16), (6, 64), (6, 16), (6, 5)):
-        made = make(rng, capacity=200, lens=(200, 90, 6), sinks=20, queries=queries, group=group, **WIDE)
-        case, cache = of_keys(*made)
-        check(case, run(case, cache, arch, window=31, sinks=20), case.expected(window=31))
+@pytest.mark.parametrize(("queries", "group"), [(None, 16), (6, 64), (6, 16), (6, 5)])
+def test_sinks(arch, rng, warpgroups, queries, group):
+    """Which a window leaves visible: all of them, or those that are older than a query."""
+    made = make(rng, capacity=200, lens=(200, 90, 6), sinks=20, queries=queries, group=group, **WIDE)
+    case, cache = of_keys(*made)
+    check(case, run(case, cache, arch, window=31, sinks=20), case.expected(window=31))
 
 
 @on_cuda
-def test_kv_heads_and_their_own_lengths_and_pages(arch, rng):
+@pytest.mark.parametrize("group", [16, 64])
+def test_what_a_query_does_not_see_of_a_ring_or_behind_sinks_may_be_nan(arch, rng, warpgroups, group):
+    for which, spoiled, seen, kept in (
+        (0, -1, {"window": 99}, {"ring": 99, "sinks": 3, "capacity": 99}),
+        (1, -12, {"window": 31}, {"sinks": 20, "capacity": 777}),
+    ):
+        made = make(rng, queries=2, lens=(98, 777), spoiled=spoiled, group=group, **WIDE, **kept)
+        case, cache = of_keys(*made)
+        got, want = run(case, cache, arch, sinks=case.sinks, **seen), case.expected(**seen)
+        check(case, [a[:, :, which] for a in got], [a[:, :, which] for a in want])
+        assert np.isnan(got[0][:, :, 1 - which]).any()
+
+
+@on_cuda
+@pytest.mark.parametrize(("queries", "group"), [(None, 16), (3, 16), (2, 64)])
+def test_padding(arch, rng, warpgroups, queries, group):
+    """The first slots of a sequence, which it does not see, hold NaN."""
+    lens, starts = np.array((200, 66, 9)), np.array((70, 0, 9 - (queries or 1)))
+    case, _ = of_keys(*make(rng, lens=lens, capacity=200, queries=queries, group=group, **WIDE))
+    q = case.q if queries else case.q[:, :, None]
+    want = []
+    for b, start in enumerate(starts):
+        case.k[b, :, :start] = np.nan
+        for h, t in itertools.product(range(group), range(q.shape[2])):
+            at = reference.visible_positions(lens[b], t, q.shape[2], first_valid=start)
+            keys = case.k_real[b, 0, at]
+            want.append(reference.attention(q[b, h, t], keys, keys[:, :512], scale=576**-0.5))
+    want = [np.array(a) for a in zip(*want, strict=True)]
+    both = np.stack((lens, starts), 1).astype(np.int32).ravel()
+    q, k, both = (oracle.place(a, arch) for a in (case.q, case.k, both))
+    caches = ContiguousCaches(k, None, both, head_dim_v=512, starts=True)
+    got = contiguous_call("decode_attention", q, caches, AttendRequest()).attend(q, Results(return_lse=True))
+    got = [oracle.to_numpy(a).astype(np.float64) for a in got]
+    check(case, got, [a.reshape(b.shape) for a, b in zip(want, got, strict=True)])
+
+
+@on_cuda
+@pytest.mark.parametrize(("queries", "group"), [(3, 16), (2, 64)])
+@pytest.mark.parametrize("place", ["linear", "NHD", "HND"])
+def test_kv_heads(arch, rng, warpgroups, place, queries, group):
+    wide = {**WIDE, "heads": 3}
+    attend(rng, arch, place, {"window": 80}, lens=(150, 20), capacity=150, queries=queries, group=group, **wide)
+
+
+@on_cuda
+def test_kv_heads_and_their_own_lengths_and_pages(arch, rng, warpgroups):
     wide = {**WIDE, "heads": 2}
     case, cache = of_keys(*make(rng, capacity=300, lens=((300, 17), (0, 64)), group=16, **wide))
     check(case, run(case, cache, arch), case.expected())
@@ -178,7 +233,7 @@ def test_chosen(arch, rng, warpgroups, place, group, queries):
 
 
 @on_cuda
-def test_the_longest_kernel_is_one_function(arch, rng):
+def test_the_longest_kernel_is_one_function(arch, rng, warpgroups):
     seen = {"window": 60, "softcap": 5.0}
     for group in (16, 64):
         attend(rng, arch, "NHD", seen, lens=(150, 9), tolerance=2, dtype="bfloat16", group=group, queries=4)

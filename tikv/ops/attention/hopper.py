@@ -8,7 +8,7 @@ from typing import Any
 from tikv import launch, runtime
 from tikv.arrays import ArrayView
 from tikv.ops.attention.launches import row_bytes
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape, lens_by_head
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
 from tikv.ops.attention.tensor_cores import why_no_products, why_not_tensor_cores, why_not_terms
 from tikv.ops.attention.terms import tree_of
 
@@ -93,8 +93,6 @@ def why_not_latents(live: runtime.Runtime, arrays: dict[str, ArrayView], query: 
         return reason
     if (cache.width, cache.width_v) != (latent.WIDTH, latent.WIDTH_V):
         return f"heads are {cache.width} and {cache.width_v} wide"
-    if cache.ring or cache.sinks or cache.starts or cache.heads > 1 or lens_by_head(arrays):
-        return "rings, sinks, padding and latents of several KV heads have not been compared on such a GPU yet"
     return _why_not_rows_of_queries(arrays["q"], query)
 
 
