@@ -195,7 +195,8 @@ def rows_of_task(
     if fixed:
         return fixed
     rows = queries * group
-    if queries > 1 or (tile is not None and tile.shared_out == "exchange"):
+    exchange = getattr(tile, "shared_out", None) == "exchange"  # tiles of warpgroups share nothing out among warps
+    if queries > 1 or exchange:
         return int(tile.rows) if tile is not None else 4 if rows <= 4 else most
     blocks = -(-rows // (most if tile is None else tile.rows))
     return -(-rows // blocks)
