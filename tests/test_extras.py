@@ -13,7 +13,10 @@ import tikv
 from tikv import extras
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SMALL = "import tikv, numpy as np; store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=8); "
+SMALL = (
+    "import tikv, numpy as np; tikv.init('cpu'); "
+    "store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=8); "
+)
 
 # (the package that is missing, what is done, who needs it, the extra that brings it)
 NEEDS = [

@@ -100,7 +100,7 @@ def test_prompts(arch, rng, warpgroups):
     attend(rng, arch, queries=3, group=8, lens=(200, 3), capacity=200)
     attend(rng, arch, queries=9, group=64, lens=(200, 10, 9), capacity=200)
     attend(rng, arch, "NHD", {"window": 50}, queries=9, group=48, lens=(200, 10, 9))
-    attend(rng, arch, seen={"causal": False}, queries=5, group=16, lens=(100, 7))
+    attend(rng, arch, seen={"causal": False}, queries=5, group=16, lens=(100, 7), capacity=100)
 
 
 @on_cuda

@@ -91,8 +91,8 @@ def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, querie
         return
     lens = LENS if queries is None else (300, 0, 64, 41)
     for window in (None, 37):
-        attend(rng, arch, monkeypatch, name, place, {"window": window}, queries=queries, lens=lens, capacity=300)
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            attend(rng, arch, patched, name, place, {"window": window}, queries=queries, lens=lens, capacity=300)
 
 
 @on_cuda
@@ -252,8 +252,8 @@ def test_scales_of_floats_of_8_bits(arch, rng, tiles, monkeypatch, name, place, 
         case.k_real, case.v_real = (
             real * scale.astype(np.float64)[:, None, None] for real, scale in ((k_real, k_scale), (v_real, v_scale))
         )
-        check(case, coded.run(arch, monkeypatch, **seen, **scales), case.expected(**seen))
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            check(case, coded.run(arch, patched, **seen, **scales), case.expected(**seen))
 
 
 @on_cuda
@@ -285,11 +285,13 @@ def test_tiles_that_registers_hold(arch, rng, tiles, monkeypatch, name):
 
 @on_cuda
 def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
-    attend(rng, arch, monkeypatch, "quant4_64", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
-    monkeypatch.undo()
-    attend(rng, arch, monkeypatch, "int8", seen={"causal": False}, queries=3, lens=(40, 11))
-    monkeypatch.undo()
-    attend(rng, arch, monkeypatch, "float8_e4m3fn", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
+    for name, seen, more in (
+        ("quant4_64", {"scale": 1.3, "softcap": 2.5}, {"tolerance": 2}),
+        ("int8", {"causal": False}, {"queries": 3}),
+        ("float8_e4m3fn", {"scale": 1.3, "softcap": 2.5}, {"tolerance": 2}),
+    ):
+        with monkeypatch.context() as patched:
+            attend(rng, arch, patched, name, seen=seen, lens=(40, 11), **more)
 
 
 @on_cuda

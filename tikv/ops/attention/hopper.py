@@ -9,7 +9,7 @@ from tikv import launch, runtime
 from tikv.arrays import ArrayView
 from tikv.ops.attention.launches import row_bytes
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
-from tikv.ops.attention.tensor_cores import why_no_products, why_not_tensor_cores, why_not_terms
+from tikv.ops.attention.tensor_cores import why_no_products, why_not_tensor_cores
 from tikv.ops.attention.terms import tree_of
 
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
@@ -73,11 +73,6 @@ def _why_not_codes(arrays: dict[str, ArrayView], cache: CacheLayout, options: At
     least = hopper_codes.piece_bytes(storage, cache.width)
     if row_bytes(arrays["k"], arrays["v"], cache, least) != least:
         return f"not every row begins at a multiple of {least} bytes"
-    many = cache.sinks and cache.k.format and cache.k.format.numbers_of(cache.width) > 4
-    if options.softcap is not None and (many or why_not_terms(arrays)):
-        return "a soft cap with terms, or with sinks over small groups, has not been compared on such a GPU yet"
-    if "sink_logits" in arrays:
-        return "sink_logits over codes have not been compared on such a GPU yet"
     return ""
 
 
