@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tikv import reference, runtime
-from tikv.kernels.attention import hopper, hopper_consumer, hopper_terms, hopper_tiles, task, tree, visible
+from tikv.kernels.attention import hopper_consumer, hopper_terms, hopper_tiles, task, tree, visible
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -168,21 +168,3 @@ def test_each_key_is_seen_once(arch, rng, monkeypatch, width, sinks, form):
             mask = rng.random((queries, queries)) < 0.5
             mask[5] = False  # it sees nothing new
             check(look, c, mask, length, splits, window, held)
-
-
-def test_blocks_share_out_all_tasks(arch):
-    """Each task once, and as many to each block, but for one."""
-
-    @ti.kernel
-    def count(done: INDICES, had: INDICES, tasks: ti.i32, blocks: ti.i32):
-        ti.loop_config(serialize=True)
-        for block in range(blocks):
-            had[block] = hopper.count_tasks(block, blocks, tasks)
-            for j in range(had[block]):
-                done[hopper.number_of(j, block, blocks)] += 1
-
-    for tasks, blocks in ((1, 1), (7, 1), (7, 7), (512, 132), (528, 132), (600, 132), (5, 2), (9, 4)):
-        done, had = np.zeros(tasks, np.int32), np.zeros(blocks, np.int32)
-        count(done, had, tasks, blocks)
-        assert done.tolist() == [1] * tasks
-        assert had.max() - had.min() <= 1

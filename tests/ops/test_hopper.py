@@ -16,7 +16,6 @@ import tikv
 from tikv import dtypes, launch, reference
 from tikv.launch.cuda import driver
 from tikv.ops.attention import hopper
-from tikv.ops.attention.launches import AttentionLaunches
 from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.attention.splits import choose_splits, rows_of_task
 from tikv.ops.layouts import Scale
@@ -51,84 +50,6 @@ def test_widths_and_groups(arch, rng, warpgroups, width, group):
 def test_page_sizes(arch, rng, warpgroups, page):
     for window in (None, 5, 170):
         attend(rng, arch, "NHD", {"window": window}, page=page, width=64, queries=40, lens=(400, 64, 0, 41))
-
-
-def few_blocks(monkeypatch, blocks):
-    """Let launches think that the GPU has so many multiprocessors."""
-    monkeypatch.setattr("tikv.launch.multiprocessors", lambda live: blocks)
-
-
-@on_cuda
-@pytest.mark.parametrize("blocks", [1, 5])
-@pytest.mark.parametrize(
-    ("place", "width", "dtype"),
-    [
-        ("linear", 64, "bfloat16"),
-        ("linear", 96, "float16"),
-        ("linear", 128, "float16"),
-        ("HND", 128, "bfloat16"),
-        ("NHD", 256, "float16"),
-        ("ring", 64, "float16"),
-        ("ring", 128, "bfloat16"),
-    ],
-)
-def test_persistent_blocks(arch, rng, monkeypatch, warpgroups, place, width, dtype, blocks):
-    """Of 16 or 12 tasks in a window, of which some have no keys and others several tiles."""
-    few_blocks(monkeypatch, blocks)
-    form, whole = place_of(place, width=width, queries=40, dtype=dtype)
-    for window in [whole["window"]] if whole else [37, 280]:
-        case, cache = make(rng, place, **form)
-        asked = {} if whole else {"window": window}
-        check(case, cache.run(arch, num_splits=1, **asked), case.expected(window=window))
-    assert all(tile.persistent for tile in warpgroups)
-
-
-@on_cuda
-@pytest.mark.parametrize("sinks", [4, 130])
-def test_persistent_blocks_of_sinks_and_windows(arch, rng, monkeypatch, warpgroups, sinks):
-    """Where a task has tiles of sinks alone, and the next one none."""
-    few_blocks(monkeypatch, 2)
-    case, _ = make(rng, capacity=900, lens=(900, 0, 290, 86), sinks=sinks, queries=86)
-    got = case.run(arch, window=sinks + 71, sinks=sinks, num_splits=1)
-    check(case, got, case.expected(window=sinks + 71))
-
-
-@on_cuda
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("place", ["linear", "NHD"])
-def test_more_tasks_than_multiprocessors(arch, rng, warpgroups, place, splits):
-    """Three rounds of them on 132, of ragged and empty sequences; splits have a block each."""
-    lens = (700, 0, 640, 655, 900, 0, 641, 800, 777)
-    case, cache = make(rng, place, lens=lens, capacity=900, queries=640, width=64)
-    check(case, cache.run(arch, window=150, num_splits=splits), case.expected(window=150))
-    assert all(tile.persistent for tile in warpgroups)
-
-
-@on_cuda
-@pytest.mark.parametrize("form", ["parents", "bits"])
-def test_persistent_blocks_of_trees_in_a_ring(arch, rng, monkeypatch, warpgroups, form):
-    few_blocks(monkeypatch, 2)
-    options, window = place_of("ring", width=128, queries=40)
-    case, cache = make(rng, "ring", **options)
-    masks, given = trees(rng, arch, form, len(case.lens), 40)
-    terms = Terms(rng, case, slopes="head")
-    got = cache.run(arch, num_splits=1, **given, **terms.given(arch))
-    check(case, got, expected(case, terms, masks, **window))
-
-
-@on_cuda
-def test_infinities_of_a_task_do_not_meet_those_of_the_next(arch, rng, monkeypatch, warpgroups):
-    few_blocks(monkeypatch, 1)
-    cache = make(rng, "NHD", lens=(300, 140, 300), queries=40)[1]
-    cache.v[cache.table[1, 110 // 16], 110 % 16, :, 7] = np.inf
-    out = cache.run(arch, window=29, num_splits=1)[0]
-    sees = np.array([100 + t >= 110 > 100 + t - 29 for t in range(40)])
-    assert sees.any()
-    assert not sees.all()
-    assert np.isfinite(out[::2]).all()
-    assert np.isfinite(np.delete(out[1], 7, axis=-1)).all()
-    np.testing.assert_array_equal(np.isposinf(out[1, :, :, 7]), np.broadcast_to(sees, (8, 40)))
-    np.testing.assert_array_equal(np.isfinite(out[1, :, :, 7]), np.broadcast_to(~sees, (8, 40)))
 
 
 @on_cuda
@@ -534,31 +455,6 @@ def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, que
     cache = cache._replace(tile=hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS))
     assert rows_of_task(queries, 4, cache.tile) == rows
     assert choose_splits(CUDA, query, cache, 8192) == splits
-
-
-@pytest.mark.archs("cpu")
-@pytest.mark.parametrize(
-    ("form", "window", "persistent"),
-    [({}, 1024, True), ({}, None, False), ({"dtype": "int8", "q_dtype": "float16"}, 1024, False)],
-)
-def test_only_in_a_window_blocks_are_persistent(arch, hopper_gpu, form, window, persistent):
-    arrays, query, cache = given(queries=512, **form)
-    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=0, offset=0, shape=(1, 8, 512, 128))
-    scale = Scale(types.SimpleNamespace(dtype=dtypes.float16, ptr=0, offset=0))
-    cache = cache._replace(k=cache.k._replace(scale=scale), v=cache.v._replace(scale=scale))
-    tile = hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS._replace(span=window))
-    assert tile.persistent == persistent
-
-
-@pytest.mark.archs("cpu")
-@pytest.mark.parametrize(
-    ("persistent", "splits", "tasks", "blocks"),
-    [(True, 1, 512, 132), (True, 1, 128, 128), (True, 3, 512, 512), (False, 1, 512, 512)],
-)
-def test_a_multiprocessor_has_a_persistent_block(arch, hopper_gpu, persistent, splits, tasks, blocks):
-    tile = types.SimpleNamespace(persistent=persistent)
-    launches = types.SimpleNamespace(splits=splits, live=CUDA, cache=types.SimpleNamespace(tile=tile))
-    assert AttentionLaunches._blocks_of(launches, tasks) == blocks
 
 
 @pytest.mark.archs("cpu")

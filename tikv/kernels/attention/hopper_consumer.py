@@ -35,7 +35,7 @@ LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weig
 
 
 def make_consume(x, parts, c):
-    """consume(thread, half, ring, ...) -> `ring`, as in `hopper_producer`: attend for a half of a task's rows."""
+    """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
     scores, values = (getattr(ext, f"{name}_{c.query}_{c.width}") for name in ("scores", "values"))
     pack = getattr(ext, f"pack_{c.query}")
@@ -44,18 +44,16 @@ def make_consume(x, parts, c):
     wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
-    PERSISTENT = x.persistent
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
     OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
 
     @ti.func
-    def consume(thread, half, ring: ti.template(), shared, barriers, seen, visible, task, arrays: ti.template(),
-                terms: ti.template(), strides, params, scalars):  # fmt: skip
+    def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), terms: ti.template(),
+                strides, params, scalars):  # fmt: skip
         v, table, v_scale, out, lse = ti.static((arrays[2], arrays[4], arrays[6], arrays[7], arrays[8]))
         lane = thread % 32
         row = task[T.row] + half * hopper_ir.ROWS  # first of the warpgroup
-        if ti.static(not PERSISTENT):
-            load_queries(thread % GROUP, half, row, shared, task, strides, params)
+        load_queries(thread % GROUP, half, row, shared, task, strides, params)
         own = row + thread % GROUP // 32 * 16 + lane // 4  # the first of the thread's rows; the other is 8 further on
         qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (hopper_ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
         kd = ti.u32(OF_KEYS) + ((shared + ti.u32(memory.k)) >> 4)
@@ -69,15 +67,11 @@ def make_consume(x, parts, c):
         s = [ti.f32(0.0) for _ in range(NS)]
         p = [ti.u32(0) for _ in range(NS // 2)]
         own_turn, other_turn, both = ti.cast(half + 3, ti.u32), ti.cast(4 - half, ti.u32), ti.u32(2 * GROUP)
-        # Of a tile, and of the one before.
-        tiles, stage, other, phase, other_phase = seen[R.tiles], 0, STAGES - 1, ti.u32(0), ti.u32(1)
-        if ti.static(PERSISTENT):
-            stage, phase = ring[0], ti.cast(ring[1], ti.u32)
-            other, other_phase = (STAGES if stage == 0 else stage) - 1, phase
+        tiles, stage, other = seen[R.tiles], 0, STAGES - 1  # of a tile, and of the one before
+        phase, other_phase = ti.u32(0), ti.u32(1)
         exists = [ti.u32(0) for _ in range(4)]
-        if ti.static(not PERSISTENT):
-            if half == 1 and tiles > 0:
-                ext.let_pass(other_turn, both)
+        if half == 1 and tiles > 0:
+            ext.let_pass(other_turn, both)
         for n in range(tiles):
             there, note = (
                 barriers + ti.cast(B.k_there + stage * 8, ti.u32),
@@ -97,9 +91,7 @@ def make_consume(x, parts, c):
                 ext.barrier_wait(there, other_phase)
                 ext.for_products()
             values(*acc, *p, of_v, more)
-            if ti.static(PERSISTENT):
-                ext.let_pass(other_turn, both)
-            elif half == 0 or n + 1 < tiles:
+            if half == 0 or n + 1 < tiles:
                 ext.let_pass(other_turn, both)
             wait_scores(*s)
             grown = weigh(n, own, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m, l,
@@ -127,15 +119,9 @@ def make_consume(x, parts, c):
             of_v, more = vd + ti.cast(other * (memory.tile >> 4), ti.u32), ti.cast(tiles > 1, ti.u32)
             values(*acc, *p, of_v, more)
             wait_values(*acc)
-            if ti.static(PERSISTENT):
-                if lane == 0:
-                    done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
-                    ext.barrier_arrive(done)
         store_rows(own, lane, task, m, l, acc, lse, strides, params, scalars)
         if ti.static(c.masked):
             add_spoiled(own, lane, barriers, seen, visible, task, terms, v, table, v_scale, out, strides, params)
-        if ti.static(PERSISTENT):
-            return ti.Vector([stage, ti.cast(phase, ti.i32)])
 
     return consume
 

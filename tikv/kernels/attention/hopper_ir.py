@@ -299,7 +299,6 @@ def others() -> list[str]:
                  uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
                            "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
                  given=["i32", "float"]),
-        function("count_blocks", "blocks of the launch", ["mov.u32 $0, %nctaid.x;"], made=["i32"], pure=True),
         function("bits_from", "all bits from number n on", ["{", ".reg .s32 n;", "max.s32 n, $1, 0;",
                  "shl.b32 $0, -1, n;", "}"], made=["i32"], given=["i32"], pure=True),
     ]  # fmt: skip

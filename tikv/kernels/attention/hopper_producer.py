@@ -1,12 +1,11 @@
-"""The producer of `hopper`: K and V of a task, tile by tile, into shared memory; in a persistent block queries too."""
+"""The producer of `hopper`: K and V of a task, tile by tile, into shared memory."""
 
-from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
 from tikv.kernels.attention.hopper_tiles import (
     FAR,
     KEYS_OF,
     PANEL_ROW,
     PIECE,
-    ROWS,
     B,
     R,
     instructions,
@@ -17,18 +16,14 @@ from tikv.kernels.attention.hopper_tiles import (
     panels,
     place_of,
 )
-from tikv.kernels.attention.parameters import P
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tensor_instructions import INFINITE
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
 
-def make_produce(persistent, c):
-    """produce(thread, ring, ...) -> `ring`: copy the tiles of a task; by all threads of the first warpgroup.
-
-    `ring` is the stage of the next tile, and the parity of the phase in which the last one there is done with; it is
-    returned in a `persistent` block, whose producer copies the queries too.
+def make_produce(c):
+    """produce(thread, shared, barriers, seen, ...): copy the tiles of a task; by all threads of the first warpgroup.
 
     A lane of a warp looks up the row of one key, and all of them copy the rows of the warp's keys, in pieces.
     """
@@ -38,13 +33,11 @@ def make_produce(persistent, c):
     tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
-    copy_rows, clean, copy_queries = make_copy_rows(c.width, keys), make_clean(OWN, c), make_copy_queries(c)
+    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(OWN, c)
     STAGES = memory.stages
 
     @ti.func
-    def produce(
-        thread, ring: ti.template(), shared, barriers, seen, visible, task, arrays: ti.template(), strides, params
-    ):
+    def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
         lane, warp = thread % 32, thread // 32
         k, v = ti.u64(0), ti.u64(0)
@@ -53,7 +46,7 @@ def make_produce(persistent, c):
         k += ti.cast(task[T.k_first], ti.u64) * ti.u64(8)
         v += ti.cast(task[T.v_first], ti.u64) * ti.u64(8)
         before, slot, coming = -1, -1, -1  # slots of a lane's key of three tiles: the next is looked up ahead
-        tiles, stage, phase = seen[R.tiles], ring[0], ring[1]
+        tiles, stage, phase = seen[R.tiles], 0, 1
         # Keys of a tile, then values of the tile before, as they are asked for; the first and the last of these do not
         # exist.
         for n in range(ti.select(tiles > 0, 2 * tiles + 4, 0)):
@@ -61,9 +54,6 @@ def make_produce(persistent, c):
             if of_v == 0:
                 before, slot = slot, coming
             tile = round - 1 - of_v
-            if ti.static(persistent):
-                if n == 1:
-                    copy_queries(lane, warp, stage, phase, shared, barriers, task, strides, params)
             if tile >= 0 and tile < tiles:
                 row, at, parity = slot, stage, phase
                 if of_v != 0:
@@ -97,46 +87,18 @@ def make_produce(persistent, c):
                 if index < seen[R.end] and round < tiles:
                     coming = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
             elif round > 0:
-                if ti.static(persistent):
-                    if round > tiles:
-                        break  # the first tile of the next task takes this stage
                 stage += 1
                 if stage == STAGES:
                     stage, phase = 0, phase ^ 1
-        if ti.static(persistent):
-            return ti.Vector([stage, phase])
 
     return produce
-
-
-def make_copy_queries(c):
-    """copy_queries(lane, warp, stage, phase, ...): a task's queries are under way; behind the last, that one again.
-
-    They arrive with the first keys, and begin when the products of the task before are done: those of its last keys.
-    """
-    ext = instructions()
-    copy_rows, query_row, STAGES = make_copy_rows(c.width, ROWS), make_query_row(c), memory_for(c).stages
-    OWN = ROWS // 4
-
-    @ti.func
-    def copy_queries(lane, warp, stage, phase, shared, barriers, task, strides, params):
-        before, parity = (STAGES if stage == 0 else stage) - 1, ti.cast(phase ^ (0 if stage == 0 else 1), ti.u32)
-        done = barriers + ti.cast(B.k_done + before * 8, ti.u32)
-        ext.barrier_wait(done, parity)
-        q, all_there = ti.u64(0), ti.u32((1 << OWN) - 1)
-        ext.address_q(q)
-        row = ti.min(task[T.row] + warp * OWN + lane, params[P.queries] * c.group - 1)
-        words = query_row(task[T.sequence], task[T.head], row, strides, params) // 4
-        copy_rows(lane, warp, shared, q, words, all_there)
-
-    return copy_queries
 
 
 def make_copy_rows(width, keys):
     """copy_rows(lane, warp, to, base, row, there): a warp's rows of a tile are under way; a lane knows one's begin."""
     ext = instructions()
     pieces, OWN = width * 2 // PIECE, keys // 4
-    QUICK = width % 64 == 0 and keys == KEYS_OF.get(width, keys)  # else there is no such function
+    QUICK = width % 64 == 0
     copy = getattr(ext, f"copy_rows_{width}") if QUICK else None
 
     @ti.func

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tikv.formats import OF_CODE
 from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.parameters import P
-from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.attention.tree import first_new
 from tikv.kernels.attention.visible import V, make_query_bounds
@@ -34,7 +34,6 @@ class Warpgroups(NamedTuple):
     paired: bool = True  # whether two columns of the result begin at a multiple of their size
     producers: int = 1  # warpgroups that produce: see `producers_of`
     of_one_query: bool = False  # whether the rows of a task always belong to one query
-    persistent: bool = False  # whether a block goes from one task to the next, if there are more tasks; not over codes
 
     @property
     def threads(self) -> int:
@@ -167,22 +166,6 @@ def make_range(c):
         return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap])
 
     return find_range
-
-
-def make_find_task(c):
-    """find_task(number, lens, strides, params) -> (the vectors `VisibleRange`, `Task` and `Range` of a task)."""
-    decode_task, find_range = make_decode_task("cuda", KEYS_OF[c.width], c), make_range(c)
-
-    @ti.func
-    def find_task(number, lens: ti.template(), strides, params):
-        # Of a KV head's rows the last come first: those of a prompt see most, and what comes last shall take least.
-        split, others = number % params[P.splits], number // params[P.splits]
-        block = params[P.row_blocks] - 1 - others % params[P.row_blocks]
-        others = others // params[P.row_blocks] * params[P.row_blocks] + block
-        visible, task = decode_task(others * params[P.splits] + split, lens, strides, params)
-        return visible, task, find_range(task[T.row], visible, task, params)
-
-    return find_task
 
 
 def make_tile_at(c):

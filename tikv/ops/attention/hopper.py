@@ -115,9 +115,4 @@ def choose_warpgroups(
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    halves = cache.k.storage in HALVES
-    # In a window all tasks have about as many keys, so each block can have as many tasks. Where some have more keys,
-    # tasks wait for a multiprocessor that is free.
-    return hopper.Warpgroups(
-        producers=hopper.producers_of(not halves, cache.width), persistent=halves and options.span is not None
-    )
+    return hopper.Warpgroups(producers=hopper.producers_of(cache.k.storage not in HALVES, cache.width))

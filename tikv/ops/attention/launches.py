@@ -252,14 +252,14 @@ class AttentionLaunches(Plan):
             terms = [logits, slopes, tree or unused, chosen]
             numbers = term_numbers(arrays, tree, self.query.queries)
             term_vector = [numbers._replace(newer=self.options.newer, others=self.options.sharded[1])]
-        blocks = self._blocks_of(params.tasks)
-        paired = split or _in_pairs(to, query_shape(to, "out", self.operation))
-        factory, own_choices = self._factory(style, choices, paired, persistent=blocks < params.tasks)
+        factory, own_choices = self._factory(
+            style, choices, split or _in_pairs(to, query_shape(to, "out", self.operation))
+        )
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         used, merged = [*cached, *written, *terms], [partials, partial_lse, to, lse]
         numbers = params._replace(out_lse_first=_first(lse))
         for at, some in self._pieces(strides, numbers, split):
-            items = min(blocks, some.tasks) * _threads_of_task(style, cache.tile)
+            items = some.tasks * _threads_of_task(style, cache.tile)
             found.append(Launch(kernel.bind(items, *used, at, some, scalars, *term_vector), used))
             if split:
                 items = query.batch * query.heads * some.queries
@@ -302,12 +302,6 @@ class AttentionLaunches(Plan):
         """The number of query rows in a task of attention."""
         cache = self.cache
         return rows_of_task(self.query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
-
-    def _blocks_of(self, tasks: int) -> int:
-        """The number of blocks for so many tasks: fewer where blocks go from one to the next, but not with splits."""
-        if self.splits > 1 or not getattr(self.cache.tile, "persistent", False):
-            return tasks
-        return min(tasks, launch.multiprocessors(self.live))
 
     def _mass_launch(
         self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
@@ -460,7 +454,7 @@ class AttentionLaunches(Plan):
             )
         )
 
-    def _factory(self, style: str, choices: Any, paired: bool, persistent: bool) -> tuple[Any, tuple[Any, ...]]:
+    def _factory(self, style: str, choices: Any, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices that it takes before the common ones."""
         if style == "cpu":
             from tikv.kernels.attention.cpu import make_attend_cpu
@@ -475,7 +469,7 @@ class AttentionLaunches(Plan):
             if isinstance(tile, latent.Latents):
                 return latent.make_attend_latents, (tile,)
             if isinstance(tile, hopper.Warpgroups):
-                return hopper.make_attend_hopper, (tile._replace(paired=paired, persistent=persistent),)
+                return hopper.make_attend_hopper, (tile._replace(paired=paired),)
             if tile is not None:
                 if choices.invariant:
                     return tensor_cores.make_attend_tensor_in_order, (tile,)
