@@ -36,6 +36,23 @@ def _slots(a: ArrayView, first: int, count: int) -> ArrayView:
     return a.restrided((*a.shape[:2], count, *a.shape[3:]), a.strides, first * a.strides[2])
 
 
+def droppable(operation: str, n: int, length: int, end: int, whole_from: int) -> int:
+    """The number of newest tokens to drop, of `length` up to position `end`, all there from `whole_from` on.
+
+    Raises:
+        PositionError: the layer has fewer, or one that would have to stay was dropped.
+    """
+    n = checks.integer(n, "n", operation)
+    if n > length:
+        raise PositionError(f"{operation}: cannot drop {n} tokens of {length}. Drop at most {length}.")
+    if n and end - n < whole_from:
+        raise PositionError(
+            f"{operation}: cannot drop {n} tokens, since a layer cannot go back beyond position {whole_from - 1}, "
+            f"which was dropped. Drop at most {end - whole_from}, or reset()."
+        )
+    return n
+
+
 def takes_nothing(k: Any, v: Any, room: int) -> int:
     """An `append_alike` that appends nothing."""
     return 0
@@ -253,15 +270,7 @@ class GrowingLayer(runtime.NotCopied):
         """Drop the ``n`` newest tokens; PositionError beyond the last token that `compact` dropped."""
         operation = "GrowingLayer.trim"
         require_alive(self.runtime, operation)
-        n = checks.integer(n, "n", operation)
-        if n > self.length:
-            raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
-        if n and self.end - n < self.whole_from:
-            raise PositionError(
-                f"{operation}: cannot drop {n} tokens, since a layer cannot go back beyond position "
-                f"{self.whole_from - 1}, which was dropped. Drop at most {self.end - self.whole_from}, or reset()."
-            )
-        self._layer.length -= n
+        self._layer.length -= droppable(operation, n, self.length, self.end, self.whole_from)
 
     def reset(self) -> None:
         """Forget all tokens; the next one is at position 0. The memory and its contents stay."""

@@ -13,7 +13,6 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device, view_all
 from tikv.dtypes import DType
-from tikv.errors import PositionError
 from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
@@ -21,7 +20,7 @@ from tikv.runtime import require_alive
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.group_compaction import put_newest
-from tikv.stores.layers.growing import AppendAlike, takes_nothing
+from tikv.stores.layers.growing import AppendAlike, droppable, takes_nothing
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import room_of
 from tikv.stores.layers.token_groups import TokenGroupLayers
@@ -153,13 +152,7 @@ class GrowingGroups(runtime.NotCopied):
     def refuse_trim(self, n: int) -> None:
         """Raise PositionError if `trim` would."""
         operation = "TikvCache.crop"
-        if checks.integer(n, "n", operation) > self.length:
-            raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
-        if n and self.end - n < self.whole_from:
-            raise PositionError(
-                f"{operation}: cannot drop {n} tokens, since a layer cannot go back beyond position "
-                f"{self.whole_from - 1}, which was dropped. Drop at most {self.end - self.whole_from}, or reset()."
-            )
+        n = droppable(operation, n, self.length, self.end, self.whole_from)
         self._layers.refuse_trim(operation, n, self._layers.counts[0].length)
 
     def trim(self, n: int) -> None:
