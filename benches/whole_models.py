@@ -27,8 +27,8 @@ FIELDS = {
     "peak_mb": ("peak memory beyond the weights", True),
     "cache_mb": ("the cache alone", False),
     "first_call_s": ("first call", False),
-    "as_dynamic": ("tokens as with DynamicCache", True),
-    "as_eager": ("as with torch's attention", True),
+    "as_dynamic": ("new tokens that equal DynamicCache's", True),
+    "as_eager": ("that equal those with torch's attention", False),
 }
 PANELS = ("token_ms", "prompt_ms", "peak_mb", "first_call_s")
 
@@ -93,16 +93,14 @@ def about(found: dict) -> str:
 
 
 def markdown(found: dict, short: bool = False) -> str:
-    """The table as a page has it; `short`: fewer columns, rows that have a figure there, and no commands."""
-    columns = []
+    """The table as a page has it, one row for each run and cache; `short`: fewer columns, and no commands."""
+    fields = [field for field, (_, brief) in FIELDS.items() if brief or not short]
+    fields = [field for field in fields if any(measured(part, field) for part in parts(found))]
+    lines = [["texts", "cache", *(FIELDS[field][0] for field in fields)], ["---"] * (2 + len(fields))]
     for part in parts(found):
-        chosen = [field for field in FIELDS if measured(part, field) and (FIELDS[field][1] or not short)]
-        columns += [(part, field, f"{title(part)}: " * (field == chosen[0]) + FIELDS[field][0]) for field in chosen]
-    names = list(dict.fromkeys(row["name"] for part in parts(found) for row in part["rows"]))
-    if short:
-        names = [name for name in names if any(name in measured(part, field) for part, field, _ in columns)]
-    lines = [["cache", *(head for *_, head in columns)], ["---"] * (1 + len(columns))]
-    lines += [[name, *(cell(part, field, name) for part, field, _ in columns)] for name in names]
+        for row in part["rows"]:
+            if row.get("failed") or any(row.get(field) is not None for field in fields):
+                lines.append([title(part), row["name"], *(cell(part, field, row) for field in fields)])
     text = about(found)
     if not short:
         text += (
@@ -115,13 +113,12 @@ def markdown(found: dict, short: bool = False) -> str:
     return "\n\n".join(told) + "\n"
 
 
-def cell(run: dict, field: str, name: str) -> str:
-    """A figure as the table has it; "not measured" where there is not one."""
-    row = next((row for row in run["rows"] if row["name"] == name), {})
+def cell(run: dict, field: str, row: dict) -> str:
+    """A figure of a row as the table has it; why the row failed, or "not measured", where there is not one."""
     if row.get("failed"):
         return row["failed"].partition(":")[0]
     if row.get(field) is None:
-        return "not measured" if "batch" in run else ""
+        return "not measured"
     text = f"{row[field]} of {run['tokens']}" if field.startswith("as_") else spelled(row[field], field)
     return text + " (*)" * (field in row.get("another_run", ()))
 
