@@ -58,7 +58,6 @@ EXCEPTIONS = {
     "the first 512 of which": "columns",
     "at 0.84 of the rate": "3 times 4.5 of 16 bits",
     "x 128 x 2 bytes, or 1.07 GB": "bytes",
-    "beyond 448 or 6 times the scale": "the largest numbers of two formats",
     "memory of 3900 GB/s, a link of 350 GB/s and 35 us": "what examples/cluster.py assumes",
     "predicts 310 us": "what examples/cluster.py computes",
     "at least 64 MB": "a limit in the source",
