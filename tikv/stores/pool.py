@@ -37,7 +37,7 @@ from tikv.stores.row_format import Divisor
 
 
 class PagedKVCacheStore(runtime.DeepCopied):
-    """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
+    """Keys and values of many sequences in one pool of blocks; forks and sequences with a common prefix share blocks.
 
     A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice. Its tokens
     are kept in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one of them
@@ -54,11 +54,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
             With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
             holds whole groups, and the newest R to R + group tokens of each sequence are kept beside the pool, with
             room for four sequences at first and twice as many whenever that is full. Such a pool has no ``layout``,
-            ``per_head``, prefixes by token ids, `write_qkv` or `commit`, and `compact` keeps or drops whole groups.
+            ``per_head``, summaries of pages, prefixes by token ids, `write_qkv` or `commit`, and `compact` keeps or
+            drops whole groups.
         v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
-        layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
-            (N, H, D, bs).
+        layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
+            K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 (N, bs, H), and of the scales and biases of a `tikv.Quant`
             (N, bs, H, n): float16 or float32. "q8_0" and "q4_0" have float16.
@@ -177,9 +178,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def length(self, seq: int) -> int:
-        """Tokens of a sequence, including shared ones: those of the layer that has the most.
+        """Tokens of a sequence, including shared ones, in the layer that has the most.
 
-        So in a step it grows when the first layer appends; `layer_length` and `next_position` are those of one layer.
+        So in a step it grows when the first layer appends; `layer_length` and `next_position` return the numbers of one
+        layer.
         """
         return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
 
@@ -210,7 +212,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def held(self, layer: int, seq: int) -> Any:
-        """Tokens of a sequence that one layer can read: an int, or (H,) int32 by head with ``per_head``."""
+        """Tokens of a sequence that one layer holds: an int, or (H,) int32 by head with ``per_head``."""
         operation = "PagedKVCacheStore.held"
         layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
         return self._pages.sequences.held(layer, state)
@@ -240,8 +242,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """The scales of K and of V in place; None for one that has no scales.
 
         For int8 each is (N, bs, H). For groups each is (N, bs, H, n): the scales of a row, and after each its bias if
-        there is one. If rows of K and V have different numbers of them, n is the larger, for int8 too, and the first
-        ones are used. For 8-bit floats they are (1,) or (H,), as the store was given them.
+        there is one. If K and V need different numbers of them per row, both arrays have the larger n, also for int8
+        beside groups, and a row uses its first entries. For 8-bit floats they are (1,) or (H,), as you passed them to
+        the store.
 
         Raises:
             DTypeError: the store has no scales.
@@ -258,11 +261,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def page_summaries(self, layer: int, seqs: Sequence[int]) -> tuple[CacheArray, CacheArray]:
-        """The least and the greatest key of each page of sequences, as `tikv.summarize_pages` gives them of `tokens`.
+        """The least and the greatest key of each page of sequences, as `tikv.summarize_pages` computes them.
 
-        Pass them to `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n``
-        of those that a sequence holds is in page ``n // page``. Every call that changes the store updates them.
-        Summaries of full pages are kept with their blocks; a last page that is not full is summarised in this call.
+        Pass them to `tikv.page_scores`, and its result to `tikv.select`, both with the store's ``page_summaries`` as
+        ``page``. Token ``n`` of those that a sequence holds is in page ``n // page``. Every call that changes the store
+        updates them. Summaries of full pages are kept with their blocks; a last page that is not full is summarised in
+        this call.
 
         Args:
             layer: its index.
@@ -317,7 +321,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
         That sequence may have been freed, as long as its blocks were not reused. Tokens whose ids were not passed to
         `add`, such as generated text, are not found. `length` says how many tokens are in the pool already; append only
-        the others of ``token_ids``. Pass all ids but the last to keep one token for the model.
+        the rest. If all ids were found, no token would be left whose logits the model computes: to prevent that, pass
+        all ids but the last.
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
@@ -365,8 +370,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 or bfloat16.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
-                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None means one token each. Rows after the last one
-                are padding.
+                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None means one token each. Rows from
+                ``cu_seqlens[-1]`` on are padding.
             layout: of k and v, "token_major", or "head_major" for (H, T, D).
 
         Raises:
@@ -470,15 +475,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
             return_mass, mass_queries: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
-            shared_prefix: with "auto", first blocks that neighbours among ``seqs`` share, after `fork` or `add` with
-                token ids, are read once for all of them if that saves time; results differ by rounding only. With
-                "off", each sequence is read separately; so it is with a window, slopes, masks, indices or mass, with
-                ``per_head``, and under ``tikv.init(invariant=True)``.
+            shared_prefix: with "auto", the first blocks that neighbours among ``seqs`` share, after `fork` or `add`
+                with token ids, are read once for all of them if that saves time; results differ by rounding only. With
+                "off", each sequence is read separately. That is always so with a window, slopes, masks, indices or
+                mass, with ``per_head``, and under ``tikv.init(invariant=True)``.
 
         Returns:
             ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
-            shape without the last axis; with ``return_mass`` the mass last, float32: (B, num_kv_heads, longest) by
-            position, or with ``indices`` (B, num_kv_heads, T, K) in their order.
+            shape without the last axis; with ``return_mass`` the mass last, float32: (B, num_kv_heads, n) in the order
+            of `tokens`, where n is the most that a sequence holds; or with ``indices`` (B, num_kv_heads, T, K) in their
+            order.
 
         Raises:
             PositionError: a sequence does not exist, is swapped out, or has some tokens but fewer than queries; an
@@ -607,10 +613,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def fork(self, seq: int) -> int:
-        """Make a new sequence with the same tokens. Both share all blocks; a block is copied before one writes to it.
+        """Make a new sequence with the same tokens. Both share all blocks, each of which is copied before a write.
 
-        The fork may continue differently. It keeps the ``token_ids`` passed to `add` for the full blocks that every
-        layer holds; `add` does not find what the fork appends later.
+        The fork may continue differently. It takes over the token ids that ``seq`` has from `add`, up to the last full
+        block that every layer holds; `add` does not find what the fork appends later.
 
         Returns:
             The number of the new sequence.
@@ -630,8 +636,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks after them.
 
         Raises:
-            PositionError: ``seq`` does not exist, is swapped out or holds fewer than ``n``; a layer was compacted when
-                it had more; or part of a group of codes along tokens would be kept. Nothing is changed.
+            PositionError: ``seq`` does not exist, is swapped out or has fewer than ``n`` tokens; a layer had more than
+                ``n`` when it was compacted; or part of a group along tokens would be kept. Nothing is changed.
 
         Cost: none on the device.
         """
@@ -648,7 +654,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def free(self, seq: int) -> None:
-        """Forget a sequence. Blocks that no other sequence holds become free; `add` finds full ones until their reuse.
+        """Forget a sequence. Blocks that only it holds become free; `add` finds full ones until they are reused.
 
         Raises:
             PositionError: ``seq`` does not exist.
@@ -673,14 +679,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 holds. With ``per_head`` also (H, n) or (H, m), different for each head; a mask may keep a different
                 number for each.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
-                returns 0, 1 and so on, and `next_position` continues from the largest number kept. Without ``rope``
-                it is `length`.
+                returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+                Without ``rope`` it is `length`.
 
         Raises:
             OptionError: the layout is VLLM, or ``rope`` is given with groups along tokens.
             CapacityError: too few blocks are free to copy those that another sequence shares.
-            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold;
-                part of a group of codes along tokens would be kept; ``seq`` does not exist.
+            PositionError: the indices are not strictly ascending, or one points outside; a mask keeps a token that a
+                head does not hold; part of a group along tokens would be kept; ``seq`` does not exist.
             ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
                 that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 
@@ -718,17 +724,17 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 `extend`.
 
         Raises:
-            PositionError: an index falls, repeats or is outside the draft; different numbers of tokens were appended to
-                the layers of a sequence; a `compact` came after the draft; a sequence does not exist, is swapped out or
-                is named twice.
+            PositionError: the indices are not strictly ascending, or one is outside the draft; different numbers of
+                tokens were appended to the layers of a sequence; a `compact` came after the draft; a sequence does not
+                exist, is swapped out or is named twice.
             ShapeError: the path is not a list of integers for each sequence.
             CapacityError: too few blocks are free to copy those that another sequence shares.
             OptionError: the layout is VLLM. Nothing is changed.
 
         Exactness: rows, scales and codes keep their bits, as if only its path had been appended to each sequence.
         Cost: rows that move are read and written once, in one launch for all layers that share one piece of memory,
-            keys, values and scales together; in layout HND, scales take one more. Paths of the first drafted tokens
-            take none. Shared blocks in which rows change are copied first.
+            keys, values and scales together; in layout HND, scales take one more. If each path is the first n drafted
+            tokens, nothing moves, and no launch is needed. Shared blocks in which rows change are copied first.
 
         Examples:
             >>> import numpy as np, tikv
@@ -750,7 +756,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def swap_out(self, seq: int) -> None:
         """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
 
-        Until then only its `length` can be read, and it can be freed.
+        Until then, its counts and `positions` can be read, and it can be saved or freed; other calls refuse it.
 
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out already.
@@ -765,12 +771,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def swap_in(self, seq: int) -> None:
-        """Bring a swapped-out sequence back into the pool. Blocks that its prefix finds there are shared, not copied.
+        """Bring a swapped-out sequence back into the pool. Blocks of its prefix that are still there are shared.
 
         Raises:
             CapacityError: too few blocks are free.
-            PositionError: ``seq`` does not exist, or is not swapped out.
-            After any error, the sequence is still swapped out and the blocks taken for it are free again.
+            PositionError: ``seq`` does not exist, or is not swapped out. After any error, the sequence is still swapped
+                out, and the blocks taken for it are free again.
 
         Cost: the blocks that are not shared are written once, in all layers.
         """
@@ -790,11 +796,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
-        """Save sequences to a .safetensors file: written beside it, synced, then renamed.
+        """Save sequences to a .safetensors file; a synced temporary file is renamed to it.
 
-        A block that several of them hold is saved once and shared again when it is loaded. `add` finds prefixes again:
-        the file contains the token ids of full blocks and the salts, and anyone with access can read them. Slots of a
-        block that the sequences have not filled are saved as zeros. A swapped-out sequence is loaded as swapped out.
+        A block that several of them hold is saved once and shared again when it is loaded. After loading, `add` finds
+        their prefixes again: the file contains the token ids of full blocks and the salts, and anyone with access can
+        read them. Slots of a block that the sequences have not filled are saved as zeros. A sequence that was saved
+        while it was swapped out is swapped out after loading too.
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
@@ -859,13 +866,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Blocks that they share with each other are shared here too; none is shared with sequences of this pool. `add`
         finds their prefixes by the token ids in the file, unless this pool already has such a prefix; old files have no
-        token ids. Nothing can check that the rows belong to these tokens: load a file from an untrusted source with its
-        own ``salt`` or with ``share_prefixes=False``.
+        token ids. Nothing can check that the rows belong to these tokens: load a file from an untrusted source with a
+        ``salt`` that you use for nothing else, or with ``share_prefixes=False``.
 
         Args:
             path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
-            share_prefixes: if False, no `add` finds them, and they find nothing here when they are swapped in.
-            salt: the salt under which `add` finds them, whatever the file says; None for the file's salt of each.
+            share_prefixes: if False, `add` never finds their prefixes, and `swap_in` gives them no shared blocks.
+            salt: the salt under which `add` finds their prefixes, whatever the file says; None for the salts in the
+                file.
 
         Returns:
             Their numbers in this pool, in the order in which they were saved.

@@ -56,12 +56,13 @@ class KVCacheStore(runtime.DeepCopied):
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
             "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
-            groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
-            ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns, or
-            as ``v_dtype`` says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop
-            new tokens or whole groups; `commit` and appends at positions on the device are refused.
+            groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group tokens stay in
+            ``scale_dtype``, and each older group is quantised once: keys by channel, and values in groups of columns,
+            or as ``v_dtype`` says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact`
+            drop any tokens that are not quantised yet, and whole groups of the others; `commit` and appends at
+            positions on the device are refused.
         v_dtype: the format of stored values, if it differs from that of keys.
-        k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
+        k_scale, v_scale: scales: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are
             divided by them before they are stored, and multiplied by them when they are read. None means 1.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
             or a list with one of these for each layer.
@@ -71,12 +72,12 @@ class KVCacheStore(runtime.DeepCopied):
         page_summaries: tokens per page, to keep the least and the greatest key of each page for `page_summaries`; None
             keeps no summaries. Layers with a window keep none. Groups along tokens and float64 do not allow it.
         place: "device", or "host" for a cache larger than the memory of a GPU: all layers are in page-locked memory of
-            the host, and the GPU has copies of ``resident_layers`` of each window. The next layer is copied while one
-            is used, in the order 0 to ``num_layers - 1`` and then 0 again; other orders are correct but slower. New
-            tokens go straight to the host. It needs CUDA with the native launcher. Where the device computes in the
-            host's memory, on CPU and Metal, it is a plain store: ``store.place`` is "device", and the repr says why.
-            A captured graph cannot use it: ``positions=``, `positions_on_device`, `advance`, steps, ``seq_lens=``,
-            `keys`, `values` and `scales` are refused.
+            the host, and the GPU has copies of ``resident_layers`` of them; if layers have different windows, of as
+            many for each window. The next layer is copied while one is used, in the order 0 to ``num_layers - 1`` and
+            then 0 again; other orders are correct but slower. New tokens go straight to the host. It needs CUDA with
+            the native launcher. Where the device computes in the host's memory, on CPU and Metal, it is a plain store:
+            ``store.place`` is "device", and the repr says why. A captured graph cannot use it: ``positions=``,
+            `positions_on_device`, `advance`, steps, ``seq_lens=``, `keys`, `values` and `scales` are refused.
         resident_layers: see ``place``; with 2, one layer is copied while another is used. With more, layers are copied
             less often.
 
@@ -98,9 +99,10 @@ class KVCacheStore(runtime.DeepCopied):
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8.
-    Cost: an append takes one launch for any length. Reading `length` never waits for the device. Layers are kept in as
-    few blocks of memory as launches can address, nearly always one; `append_all` takes one launch for each block. If
-    K and V have different formats, an append or a read takes a launch for each; attention takes one for both.
+    Cost: an append takes one launch for any length. Reading `length` never waits for the device. All layers are in one
+    block of memory, or in several if one would be larger than a launch can address; `append_all` takes one launch for
+    each block. If K and V have different formats, an append or a read takes a launch for each; attention takes one for
+    both.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
     GPUs: the memory is on the GPU that is torch's current one when the store is made.
     Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
@@ -179,10 +181,10 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, minus those trimmed: those of the layer that has the most.
+        """Tokens appended since `reset`, minus those trimmed, in the layer that has the most.
 
-        So in a step it grows when the first layer appends. `layer_length` and `next_position` are those of one layer,
-        and the repr shows whether layers differ.
+        So in a step it grows when the first layer appends. `layer_length` and `next_position` return the numbers of one
+        layer, and the repr shows whether layers differ.
         """
         return max(layer.end for layer in self._storage.counts)
 
@@ -229,7 +231,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of the device's memory: `nbytes`, or those of the copies if `place` is "host"."""
+        """Bytes that the store takes on the device: `nbytes`, or those of the copies if `place` is "host"."""
         return self._storage.resident_nbytes
 
     @property
@@ -270,7 +272,7 @@ class KVCacheStore(runtime.DeepCopied):
     def quantised(self, layer: int) -> int:
         """How many of a layer's oldest tokens, after its sinks, became codes, in a store with groups along tokens.
 
-        After a compaction, it counts among the tokens that were left and those appended since.
+        After a compaction, only the tokens that it kept and those appended since are counted.
 
         Raises:
             OptionError: the store has no groups along tokens.
@@ -303,9 +305,9 @@ class KVCacheStore(runtime.DeepCopied):
         """The scales of K and of V; None for one that has no scales.
 
         For int8 each is (batch_size, num_kv_heads, slots). For groups each is (batch_size, num_kv_heads, slots, n): the
-        scales of a row, and after each its bias if there is one. If rows of K and V have different numbers of them, n
-        is the larger, for int8 too, and the first ones are used. For 8-bit floats they are (1,) or (num_kv_heads,), as
-        the store was given them.
+        scales of a row, and after each its bias if there is one. If K and V need different numbers of them per row,
+        both arrays have the larger n, also for int8 beside groups, and a row uses its first entries. For 8-bit floats
+        they are (1,) or (num_kv_heads,), as you passed them to the store.
 
         Raises:
             DTypeError: the store has no scales.
@@ -320,10 +322,11 @@ class KVCacheStore(runtime.DeepCopied):
         return k, v
 
     def page_summaries(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The least and the greatest key of each page of a layer, as `tikv.summarize_pages` gives them of its tokens.
+        """The least and the greatest key of each page of a layer, as `tikv.summarize_pages` computes them.
 
-        Pass them to `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n``
-        of those that the layer holds is in page ``n // page``. Every call that changes a layer updates them.
+        Pass them to `tikv.page_scores`, and its result to `tikv.select`, both with the store's ``page_summaries`` as
+        ``page``. Token ``n`` of those that the layer holds is in page ``n // page``. Every call that changes a layer
+        updates them.
 
         Returns:
             (least, greatest), each (batch_size, num_kv_heads, ceil(capacity / page), head_dim), in place, not a copy;
@@ -343,7 +346,7 @@ class KVCacheStore(runtime.DeepCopied):
             ([1.0, 2.0, 4.0], [3.0, 5.0, 4.0])
             >>> q = np.full((1, 1, 1, 1), -1, np.float32)
             >>> chosen = tikv.select(tikv.page_scores(q, least, greatest, 5, page=2), 1, page=2, valid=5)
-            >>> store.attend(0, q, indices=chosen).item()  # over the tokens 3 and 1
+            >>> store.attend(0, q, indices=chosen).item()  # over the tokens with keys 3 and 1
             1.2384...
         """
         operation = "KVCacheStore.page_summaries"
@@ -419,8 +422,9 @@ class KVCacheStore(runtime.DeepCopied):
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all equal to `length`: positions for launches that a graph captures.
 
-        In the captured step, pass them to `append` and add the number of the step's tokens to them; then replay it, and
-        call `advance` to tell the store. Call the array's ``torch()`` once, before the capture.
+        In the captured step, pass them to `append` and add the number of the step's tokens to them. Then replay it, and
+        tell the store with `advance` how many tokens were appended. Call the array's ``torch()`` once, before the
+        capture.
 
         Raises:
             PositionError: `length` does not fit int32.
@@ -444,7 +448,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def advance(self, tokens: int) -> None:
-        """Count ``tokens`` more tokens in every layer, which appends with ``positions`` have written after `length`.
+        """Add ``tokens`` to every layer's count: the number of tokens that appends with ``positions`` have written.
 
         Raises:
             CapacityError: a layer without a window has no room for them; the appends skipped them.
@@ -511,11 +515,11 @@ class KVCacheStore(runtime.DeepCopied):
         parents: Any = None,
         indices: Any = None,
     ) -> Any:
-        """Attend with the queries of the newest tokens over what a layer holds, in place, as `tikv.decode_attention`.
+        """Attend with the newest tokens' queries over what a layer holds, in place, as `tikv.decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer, `layer_length`; a layer that missed an append
-        has fewer than others, and the repr of the store shows that. Several queries belong to a prompt. In a sliding
-        layer its last tokens may have overwritten tokens that its first queries see; use `extend` for that.
+        has fewer than others, and the repr of the store shows that. In a sliding layer, the last tokens of a prompt may
+        have overwritten tokens that its first queries see; use `extend` for that.
 
         Args:
             layer: its index.
@@ -538,17 +542,18 @@ class KVCacheStore(runtime.DeepCopied):
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
-            log-sum-exp, float32 in the shape of the result without its last axis; the mass last, float32 (batch,
-            num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a KV head; with
-            ``indices`` (batch, num_kv_heads, T, K) in their order.
+            log-sum-exp, float32 in the shape of the result without its last axis; with ``return_mass`` the mass last,
+            float32 (batch, num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a
+            KV head; or with ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
             PositionError: there are more queries than tokens; ``missing`` is "raise" and a token is missed; an index on
                 the host is not a token; or, without ``return_lse``, the layer has no tokens and other layers have some.
-                With it, and if no layer has tokens, the result is 0 and -inf, which other results can be merged with.
-            OptionError: mass is asked for with ``seq_lens``, so that the host does not know what is held; or
+                With ``return_lse`` such a layer gives 0 and a log-sum-exp of -inf, which can be merged with other
+                results. A store without any tokens gives the same.
+            OptionError: ``return_mass`` is used with ``seq_lens``, since the host then does not know what is held; or
                 ``indices`` are given for keys that are quantised over groups of tokens.
-            ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: as in `tikv.decode_attention`.
 
         Examples:
             >>> import numpy as np, tikv
@@ -610,13 +615,14 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             As `append` and `attend`. Nothing is written. If Ctrl-C or a lack of memory stops it after its checks, the
-            layer is as before; or, if new tokens have overwritten older ones, the error says how many.
+            layer is as before; or, if new tokens have overwritten older ones already, the layer keeps those new
+            tokens, and the error says how many they are.
 
-        Exactness: attention reads the tokens as they are stored: rounded to the store's dtype, or int8. Arithmetic is
-            in float32, with one rounding at the end. Appended rows have the bits that `append` writes.
+        Exactness: attention reads the tokens as they are stored, rounded or quantised to the store's dtype. Arithmetic
+            is in float32, with one rounding at the end. Appended rows have the bits that `append` writes.
         Cost: as `append` and then `attend`, 256 queries at a time. Where a prompt overwrites a sliding layer's tokens,
-            the layer and the new tokens are read by one launch each and a third one merges; new tokens that the store
-            converts are written twice. The cache is never copied.
+            the layer and the new tokens are read by one launch each, and a third launch merges the results; new tokens
+            that the store converts are written twice. The cache is never copied.
 
         Examples:
             >>> import numpy as np, tikv
@@ -644,12 +650,13 @@ class KVCacheStore(runtime.DeepCopied):
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         The position of the next token is still `length`. `positions` returns the positions of the kept tokens, and
-        `held` their number. New tokens take the free slots first. When a sliding layer is full again, it
+        `held` returns their number. New tokens take the free slots first. When a sliding layer is full again, it
         overwrites its oldest tokens, but not its sinks: these are now the first tokens that it kept.
 
-        With groups along tokens, the tokens of a group share scales, so each head keeps all or none of those that it
-        holds of a group. Of the newest tokens, those after the sinks and the first `quantised`, any may be kept. All
-        heads keep equally many groups and equally many of the newest tokens. If groups are kept, all sinks must be.
+        With groups along tokens, the tokens of a group share scales, so a head keeps either all tokens that it holds
+        from a group or none of them. `quantised` says how many tokens after the sinks became codes; of the newer ones,
+        any may be kept. All heads keep equally many groups and equally many of the newer tokens. If groups are kept,
+        all sinks must be kept too.
 
         Args:
             layer: its index.
@@ -657,20 +664,21 @@ class KVCacheStore(runtime.DeepCopied):
                 mask (batch, H, held) or (batch, held), which may keep a different number for each head. On the host or
                 the device.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
-                returns 0, 1 and so on, and `next_position` continues from the largest number kept. Without ``rope``
-                it is `length`.
+                returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+                Without ``rope`` it is `length`.
 
         Raises:
-            PositionError: an index falls, repeats or is not held; with groups along tokens, part of a group would be
-                kept, or groups without all sinks. Nothing is written.
+            PositionError: the indices are not strictly ascending, or one is not held; with groups along tokens, part of
+                a group would be kept, or groups without all sinks. Nothing is written.
             ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
                 keys; with groups along tokens, ``rope`` is always refused, since codes would be quantised a second
                 time, and so are heads that would keep different numbers of tokens or groups.
 
         Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
-        Cost: rows that move are read and written once, in one launch; a sliding layer that has wrapped twice takes two
-            for each array, and so do groups along tokens. The host reads and checks ``keep``. The store keeps its
-            memory. If heads keep different numbers of tokens, each later append takes one more launch.
+        Cost: rows that move are read and written once, in one launch; in a sliding layer that has wrapped, and with
+            groups along tokens, they are read and written twice, in two launches for each array. The host reads and
+            checks ``keep``. The store keeps its memory. If heads keep different numbers of tokens, each later append
+            takes one more launch.
 
         Examples:
             >>> import numpy as np, tikv
@@ -742,14 +750,14 @@ class KVCacheStore(runtime.DeepCopied):
             drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
 
         Raises:
-            PositionError: an index falls, repeats or is outside the draft; layers have different lengths, or `compact`
-                left the heads of one with different lengths; the drafted tokens have overwritten older ones of a
-                sliding layer, unless all are kept. Nothing is changed.
+            PositionError: the indices are not strictly ascending, or one is outside the draft; layers have different
+                lengths, or `compact` left the heads of one with different lengths; the drafted tokens have overwritten
+                older ones of a sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
 
         Exactness: the same bits as in a store to which only the path was appended.
-        Cost: one launch; if layers have different windows, one for each run of layers with equal windows. A path of
-            the first drafted tokens takes none.
+        Cost: one launch; if layers have different windows, one for each run of layers with equal windows. If the path
+            is the first n drafted tokens, nothing moves, and no launch is needed.
 
         Examples:
             >>> import numpy as np, tikv
@@ -802,7 +810,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def repeat(self, n: int) -> None:
-        """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
+        """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch becomes ``n`` times as large.
 
         Raises:
             PositionError: ``n`` is less than one.
@@ -834,7 +842,7 @@ class KVCacheStore(runtime.DeepCopied):
             OptionError, ShapeError: it is not a snapshot, or its store had a different form.
             CapacityError: a layer has too little room for the snapshot's tokens, or would be larger than a launch can
                 address with the snapshot's batch. Nothing is changed.
-            StaleRuntimeError: the runtime of one of them is gone.
+            StaleRuntimeError: the runtime of the store or of the snapshot is gone.
         """
         operation = "KVCacheStore.restore"
         if not isinstance(snapshot, Snapshot):
@@ -845,7 +853,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
+        """Save the filled slots and all counts to a .safetensors file; a synced temporary file is renamed to it.
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; if it is a
@@ -882,7 +890,7 @@ class KVCacheStore(runtime.DeepCopied):
             CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote; its counts or shapes
                 contradict its tensors, even if its checksums are right; or this machine has too little memory for its
                 capacity, in which case the error is a CapacityError too.
-            DTypeError: this arch cannot hold it.
+            DTypeError: this arch does not support the dtype of the saved store.
         """
         operation = "KVCacheStore.load"
         place = checks.option(place, "place", operation, PLACES)
@@ -917,8 +925,8 @@ class KVCacheStore(runtime.DeepCopied):
 
         Args:
             path: ends in ``.svg``; None writes no file.
-            mass: the attention mass (batch, H, held) of each layer by its index, or of layer 0 alone, as `attend` gives
-                it. It colours the tokens: the greatest mass of a head is the darkest.
+            mass: a dict from a layer's index to its attention mass (batch, H, held), as `attend` gives it; or the mass
+                of layer 0 alone. It colours the tokens: the greatest mass of a head is the darkest.
 
         Returns:
             The SVG text, as `tikv.PagedKVCacheStore.draw` gives it.

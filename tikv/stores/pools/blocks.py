@@ -95,14 +95,17 @@ def slots_of(block_table: Sequence[int], positions: Host, block_size: int) -> Ho
 class BlockPool:
     """Reference counts and free lists of ``num_blocks`` blocks.
 
-    Freed blocks are taken again last in, first out, beginning with block 0. Blocks that are the only ones registered
-    under a digest are taken last, the longest unused first, and then lose their digest.
+    A full block may be registered under a digest, a hash of all tokens up to its end, by which it is found again. At
+    first, blocks are taken in order from block 0 on; freed blocks are taken again before them, last in, first out.
+    Blocks that are the only ones registered under a digest are taken last, the longest unused first, and then lose
+    their digest.
 
     Args:
         num_blocks: the number of blocks.
 
     Examples:
-        >>> pool = BlockPool(4)
+        >>> import tikv
+        >>> pool = tikv.BlockPool(4)
         >>> a = pool.allocate(2)
         >>> pool.acquire(a[:1])
         >>> a, pool.holders(0), pool.num_free, pool.num_shared
@@ -138,7 +141,7 @@ class BlockPool:
     def allocate(
         self, n: int, operation: str = "BlockPool.allocate", lost: dict[int, bytes] | None = None
     ) -> list[int]:
-        """Take ``n`` free blocks, each with one holder, or CapacityError if fewer are free.
+        """Take ``n`` free blocks, each with one holder, or raise CapacityError if fewer are free.
 
         The digests under which they were registered are put into ``lost``, for `give_back`.
         """
@@ -161,7 +164,7 @@ class BlockPool:
         return found
 
     def give_back(self, blocks: Sequence[int], lost: dict[int, bytes]) -> None:
-        """Undo an `allocate`: blocks that ``lost`` a digest and were not written get it back, and their old order."""
+        """Undo an `allocate`: the blocks in ``lost``, not written since, get back their digests and their order."""
         for block, digest in lost.items():
             self.register(block, digest)
         self.release(blocks)
@@ -178,7 +181,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block of a sequence, given in its order; blocks without holders are then free.
 
-        The last is freed first, so that the first is taken again first, and a prefix stays longer than what follows it.
+        The last block is freed first. So of registered blocks the last is also taken again first, and a prefix stays
+        longer than what follows it; of other blocks the first is taken again first.
         """
         holders = self._holders
         for block in reversed(blocks):
@@ -193,7 +197,7 @@ class BlockPool:
                 self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a full, held block findable by its digest, unless it already is by one."""
+        """Make a full, held block findable by its digest, unless it has a digest already."""
         if block not in self._digest_of:
             self._blocks_of.setdefault(digest, {})[block] = None
             self._digest_of[block] = digest
