@@ -568,7 +568,7 @@ def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
         pytest.param(
             {"lens": [[9, 9], [9, 9]], "impl": "torch"}, tikv.OptionError, "different lengths", marks=NEEDS_TORCH
         ),
-        ({"lens": np.ones((2, 2, 1), np.int32)}, tikv.ShapeError, "by KV head"),
+        ({"lens": np.ones((2, 2, 1), np.int32)}, tikv.ShapeError, "per KV head"),
         ({"lens": np.array([1.0, 2.0])}, tikv.DTypeError, "int32 or int64"),
         ({"dtype": np.int8}, tikv.DTypeError, "needs k_scale"),
         ({"dtype": np.float64}, tikv.DTypeError, "f64"),

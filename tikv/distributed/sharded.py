@@ -48,9 +48,9 @@ class NotSharedError(OptionError, AttributeError):
 class ShardedKVCacheStore:
     """The keys and values of a model's layers, sharded over the processes of a `torch.distributed` group.
 
-    Every process creates the store with the sizes of the whole model and makes the same calls in the same order.
-    If it is sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no
-    call communicates. If it is sharded by tokens, every rank is given and returns k, v, q and results with all tokens.
+    Every process creates the store with the sizes of the whole model and makes the same calls in the same order. If it
+    is sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no call
+    communicates. If it is sharded by tokens, every rank takes k, v and q with all tokens, and returns their results.
     Each rank stores its share of the tokens, in blocks of ``interleave``, and attends over those; one all_gather of
     small tensors merges the partial results by their log-sum-exps. A two-dimensional mesh does both.
 
@@ -70,13 +70,13 @@ class ShardedKVCacheStore:
     Raises:
         GroupError: the group does not exist, or torch is not installed.
         OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh's dimensions, or the number of KV heads
-            is not a multiple of the ranks.
-        As `KVCacheStore`.
+            is not a multiple of the number of ranks.
+        TikvError: as `KVCacheStore` raises it.
 
     If it is sharded by heads, it has all methods of `KVCacheStore`. If it is sharded by tokens, it has these: `append`,
     `append_all`, `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`,
-    `snapshot`, `restore`, `save`, `load` and the counts. It refuses the others, since a rank has only some of the
-    tokens; ``local`` has those methods.
+    `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`. It refuses the others, since a rank
+    has only some of the tokens; ``local`` has those methods.
 
     Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in a different
         order, in float32, with one rounding at the end.
@@ -84,8 +84,8 @@ class ShardedKVCacheStore:
     * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
     collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
     one rank only, whose cache then lacks an append: let that end the process, or `reset` all ranks. With
-    ``tikv.init(debug=True)``, calls and lengths are compared first, and all ranks raise `GroupError`. If a rank dies,
-    the next collective of the others raises `GroupError`, at the latest after that timeout.
+    ``tikv.init(debug=True)``, calls and lengths are compared first, and if they differ, all ranks raise `GroupError`.
+    If a rank dies, the next collective of the others raises `GroupError`, at the latest after that timeout.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
@@ -141,7 +141,7 @@ class ShardedKVCacheStore:
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
-        Where tokens are sharded, ``positions`` need one token per sequence.
+        Where tokens are sharded, a call with ``positions`` has one token per sequence.
 
         Raises:
             As `KVCacheStore.append`. Nothing is written.
@@ -184,9 +184,9 @@ class ShardedKVCacheStore:
             layer: its index.
             q: as in `KVCacheStore.attend`, with the query heads that read this rank's KV heads.
             layout, scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in
-                `KVCacheStore.attend`; logits and slopes are for q's heads. Where tokens are sharded, ``seq_lens`` need
-                one query per sequence, no slopes, and windows that are, without the sinks, a multiple of the number of
-                ranks times ``interleave``.
+                `KVCacheStore.attend`; logits and slopes are for q's heads. Where tokens are sharded, a call with
+                ``seq_lens`` has one query per sequence and no slopes, and the window of its layer, without the sinks,
+                is a multiple of the number of ranks times ``interleave``.
             return_mass, mass_queries: as in `KVCacheStore.attend`; every rank gets the mass of the tokens of all ranks,
                 for its own heads. Where tokens are sharded, this takes one more collective.
             **options: the other options, which are supported only where just the heads are sharded.
@@ -195,7 +195,7 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`: for this rank's heads, over all tokens.
 
         Raises:
-            As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
+            As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes a different call.
         """
         operation = "ShardedKVCacheStore.attend"
         request = AttendRequest(
@@ -268,7 +268,8 @@ class ShardedKVCacheStore:
             As `append` and `attend`. The lengths are then unchanged, even if a process was lost meanwhile. New tokens
             of a sliding layer may already have overwritten older ones.
 
-        Cost: one collective for any prompt. Where tokens are sharded, one launch serves a block's queries, at most 256.
+        Cost: one collective, however long the prompt. Where tokens are sharded, one launch serves a block's queries, at
+            most 256.
         """
         operation = "ShardedKVCacheStore.extend"
         request = AttendRequest(
@@ -355,13 +356,13 @@ class ShardedKVCacheStore:
         """A new store with the arguments, counts and contents of a saved one, sharded as these processes ask.
 
         Args:
-            path: the index that `save` wrote; it may have had another number of ranks and another sharding.
+            path: the index that `save` wrote, perhaps with a different number of ranks and a different sharding.
             group_or_mesh, shard, interleave: as for the class.
 
         Raises:
             CacheFileError: the index or a file is missing, damaged, or not one that `save` wrote.
             GroupError: a process is gone, or could not load it.
-            As the class.
+            TikvError: as the class raises it.
 
         Cost: every rank reads every file.
         """
@@ -384,7 +385,7 @@ class ShardedKVCacheStore:
         return self.local.nbytes
 
     def held(self, layer: int) -> Any:
-        """The tokens of a layer that can still be seen, over all ranks."""
+        """The number of tokens that a layer holds, over all ranks. See `KVCacheStore.held`."""
         return self.local.held(layer)
 
     def __getattr__(self, name: str) -> Any:

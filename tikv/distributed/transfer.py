@@ -47,8 +47,9 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         GroupError: the receiver refused, for the reason given, or is gone. Its pool is unchanged.
 
     Exactness: every bit is kept. Cost: the blocks that the receiver lacks are sent once, layer by layer; blocks that
-        are scattered in the pool are first read and written once more. With groups along tokens, the newest tokens of
-        each sequence, which are stored outside the blocks, are sent through the host.
+        are scattered in the pool are first read and written once more. With groups along tokens
+        (``tikv.Quant(axis="tokens")``), the newest tokens of each sequence, which are stored outside the blocks, are
+        sent through the host.
 
     Example: see `recv_sequence`.
     """
@@ -109,7 +110,9 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     Exactness, cost: as `send_sequence`. On CUDA it may return before the blocks have arrived, as torch's own `recv`
         does; work launched later on torch's current stream comes after them.
 
-    Example, in each of two processes:
+    Examples:
+        Each of two processes calls this:
+
         >>> def prefill_and_decode(pool, rank):
         ...     from tikv.distributed import recv_sequence, send_sequence
         ...     if rank == 0:

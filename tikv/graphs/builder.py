@@ -32,7 +32,7 @@ class GraphBuilder(runtime.NotCopied):
 
     Raises:
         OptionError: a name is not an identifier, is already taken, or stands for an array in one place and for a
-            number in another; or the function does not have an option.
+            number in another; or an option is given that the function does not have.
 
     Examples:
         A decode step with a shared prefix writes the new token, attends to the prefix and to the sequence's own
@@ -53,7 +53,7 @@ class GraphBuilder(runtime.NotCopied):
         ...     results = step.run(fixed | {"k": k, "v": 2 * v, "q": q, "position": position, "length": position + 1})
         >>> caches[1, 0, 0, :, 0].tolist()
         [2.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
-        >>> results["out"][0, 0].tolist()  # 4 own values of 2 and 4 shared ones of 1, all with one weight
+        >>> results["out"][0, 0].tolist()  # 4 own values of 2 and 4 shared ones of 1, all with the same weight
         [1.5, 1.5, 1.5, 1.5]
     """
 
@@ -235,13 +235,14 @@ class GraphBuilder(runtime.NotCopied):
 
         Raises:
             OptionError: there are no calls, or the backend does not exist.
-            ArchError: the backend is "ti.graph" on CPU or CUDA. It takes only whole `ti.ndarray`s, not the addresses of
-                NumPy or torch arrays, and there the kernels take the number of their iterations from an array's extent.
+            ArchError: the backend is "ti.graph" on CPU or CUDA. A `ti.graph` takes only whole `ti.ndarray`s, not the
+                addresses of NumPy or torch arrays, and kernels on CPU and CUDA take the number of their iterations from
+                an array's extent.
 
         Exactness: both backends give the same bits.
-        Cost: none yet; the first `Graph.run` with arrays of a kind compiles the kernels. A launch by a `ti.graph` takes
-            0.65 of one by hand on Vulkan (lavapipe), and 6 times a kept one on CPU:
-            ``pytest benches/graphs/bench_graph.py --arch cpu,vulkan`` measures it.
+        Cost: none yet; the first `Graph.run` with arrays of a kind compiles the kernels. On Vulkan (lavapipe), a launch
+            by a `ti.graph` takes 0.65 times as long as one by hand; on CPU, it would take 6 times as long as one
+            through a kept launch context. ``pytest benches/graphs/bench_graph.py --arch cpu,vulkan`` times whole steps.
         """
         operation = "GraphBuilder.compile"
         if not self._calls:

@@ -101,8 +101,8 @@ class Graph(runtime.NotCopied):
             OptionError: a name is missing or unknown.
             DTypeError: an int is given where an array is needed, or an array where an int is needed.
             StaleRuntimeError: Taichi was started again since `compile`.
-            ArchError: a CUDA graph is being captured that would keep this run's numbers or host arrays, or these arrays
-                are of a kind that no run or `prepare` has seen.
+            ArchError: a CUDA graph is being captured, and it would keep this run's numbers or host arrays, or no run or
+                `prepare` has seen arrays of this kind.
             ShapeError, DTypeError, CapacityError, PositionError: as the calls raise them, before anything is launched.
 
         Exactness: the same bits as the calls one by one.

@@ -44,7 +44,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
 
     Exactness: bit-exact.
     Cost: each block named is read once and written once; one launch.
-    Source: the copies that copy-on-write needs, which the original left as stubs.
+    Source: the copies that copy-on-write needs, which the source system left as stubs.
 
     Examples:
         >>> import numpy as np, tikv
@@ -100,7 +100,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     Exactness: bit-exact.
     Cost: each block named is read once and written once. Between host and device, only these blocks are transferred,
         through a compact buffer; the call then returns once they have arrived.
-    Source: ``swap_out`` and ``swap_in``, whose copies the original left as stubs.
+    Source: ``swap_out`` and ``swap_in``, whose copies the source system left as stubs.
 
     Examples:
         >>> import numpy as np, tikv

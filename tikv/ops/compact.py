@@ -27,8 +27,8 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
 
     Args:
         cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. int8 codes are moved unchanged:
-            move their scales, (B, H, S, 1), with a call of their own. Or a `Quantized` of that shape, as `quantize`
-            made it, whose codes, scales and biases move together.
+            move their scales, (B, H, S, 1), with a call of their own. Or a `Quantized` of that shape, made by
+            `quantize`, whose codes, scales and biases move together.
         keep: ascending indices, int32 or int64, (B, H, n), or (B, n) for all heads of a sequence; or a bool mask,
             (B, H, S) or (B, S), that may keep a different number of rows for each head. On the host or the device.
         lengths: how many rows of the cache are in use, (B,), (B, H) or one integer; None for all of them. Indices must

@@ -36,9 +36,10 @@ def copy(
 
     Args:
         src: (T, H, D) token-major or (H, T, D) head-major; any strides with a contiguous last axis.
-        cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype. Other conversions:
-            float32 to float16 or bfloat16, bfloat16 to float32, and float8_e4m3fn or float8_e5m2 to or from any of
-            these three. Or a `Quantized` of that shape, as `quantize` made it, if ``src`` is one of these three.
+        cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype or of one that it
+            converts to: float32 converts to float16 and bfloat16, bfloat16 to float32, and each of these three to and
+            from float8_e4m3fn and float8_e5m2. Or a `Quantized` of that shape, made by `quantize`, if the dtype of
+            ``src`` is one of these three.
         position: absolute position of the first row copied, counted from 0; not a slot.
         window: slots of a sliding cache, at most the capacity; None for a linear cache.
         num_tokens: rows to copy; None for all from ``src_offset`` on.
@@ -52,8 +53,8 @@ def copy(
         PositionError: a position is negative or too large, or the source range leaves the source.
         OptionError: an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, and overflow becomes inf, or in 8 bits
-        the largest number; groups of codes are as in `quantize`.
+    Exactness: bit-exact for equal dtypes; a narrowing conversion rounds to nearest even, and overflow becomes inf, or
+        in an 8-bit float the largest number. A `Quantized` gets the codes that `quantize` gives.
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 
@@ -93,14 +94,14 @@ def copy_kv(
     Args:
         k, v: (T, H, D) and (T, H, D_v) token-major, or (H, T, ...) head-major, of one dtype.
         k_cache, v_cache: (H, capacity, D) and (H, capacity, D_v) head-major, or (capacity, H, ...), of one dtype; or
-            each a `Quantized` of one format, and of one width.
+            both a `Quantized`, with the same format and width.
         position, window, num_tokens, src_offset, src_layout, cache_layout: as in `copy`.
 
     Raises:
         ShapeError, DTypeError, CapacityError, PositionError, OptionError: as in `copy`; also when K and V disagree.
 
-    Exactness: the same bits as two calls of `copy`.
-    Cost: as two calls of `copy`, in one launch.
+    Exactness: the same bits as two calls to `copy`.
+    Cost: as two calls to `copy`, in one launch.
     Source: covers ``kv_cache_copy_*_dual`` and ``*_kv_dual``.
 
     Examples:

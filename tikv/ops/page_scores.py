@@ -31,7 +31,7 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
         summarised from the tokens that it has; a page without tokens is 0 in both.
 
     Raises:
-        ShapeError, DTypeError: arrays that do not agree, or keys that are int8 or codes.
+        ShapeError, DTypeError: arrays that do not agree, or keys that are int8 or a `Quantized`.
         CapacityError: a length on the host is greater than S; lengths on the device are limited to S.
 
     Exactness: exact, whatever the order of the keys: -0 is less than 0, and a NaN is the least and the greatest.
@@ -64,7 +64,7 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
 
 
 def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int = 16) -> Any:
-    """An upper bound of ``q.k`` over the keys of each page, summed over the query heads of a KV head.
+    """An upper bound on ``q.k`` over the keys of each page, summed over the query heads of a KV head.
 
     Each channel counts with its least or its greatest, whichever gives more: no key of the page scores higher.
 
@@ -73,7 +73,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
             contiguous last axis.
         least, greatest: (B, H, P, D), as `summarize_pages` gives them; H divides Hq.
         seq_lens: (B,) int32 or int64, or one int for all: tokens of each sequence, the newest included.
-        page: tokens per page. Give `select` the same number: its default is scores of tokens.
+        page: tokens per page. Give `select` the same number: without it, scores count as those of tokens.
 
     Returns:
         (B, H, T, P) float32 of q's array kind. A page that begins after a query's own token scores -infinity.
@@ -82,8 +82,8 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
         ShapeError, DTypeError: arrays that do not agree.
         CapacityError: a length on the host reaches beyond the pages; lengths on the device are limited to them.
 
-    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN, as does 0
-        times infinity; on CUDA it does only if no other query head of the KV head multiplies that infinity.
+    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN. So does 0
+        times infinity, but on CUDA only if no other query head of the KV head multiplies that infinity.
     Cost: one launch, which reads the summaries once; on CPU, Vulkan and Metal once for each query head.
 
     Examples:

@@ -46,27 +46,27 @@ def write_slots(
 ) -> None:
     """Write new keys and values into page pools, token ``t`` into slot ``slot_mapping[t]``, in place, in one launch.
 
-    A slot is ``block * bs + offset``. A negative slot skips its token.
+    A slot is ``block * bs + offset``, where ``bs`` is the number of slots in a block. A negative slot skips its token.
 
     Args:
         k, v: (T, H, D) and (T, H, D_v), of one dtype; any strides with a contiguous last axis.
-        k_pool, v_pool: "NHD" (N, bs, H, D); "HND" (N, H, bs, D); "VLLM" K (N, H, D/x, bs, x) and V (N, H, D, bs) with x
-            elements in 16 bytes. Dtypes as in `copy`; or int8 for float32, float16 and bfloat16 rows; or, in "NHD",
-            each a `Quantized` of that shape, of one format, as `quantize` made it.
+        k_pool, v_pool: "NHD" (N, bs, H, D); "HND" (N, H, bs, D); "VLLM" K (N, H, D/x, bs, x) and V (N, H, D, bs), where
+            x elements take 16 bytes. Dtypes as in `copy`; or int8 for float32, float16 and bfloat16 rows; or, in "NHD",
+            both a `Quantized` of that shape, with the same format, made by `quantize`.
         slot_mapping: (T,) int32 or int64, on the host or the device.
         layout: "NHD", "HND" or "VLLM".
-        k_scale, v_scale: for int8 pools, arrays (N, bs, H), both float16 or both float32, which are written. For pools
-            of 8-bit floats, a number or (H,) each, which is read: ``row / scale`` is stored; None for 1. Other pools
-            take none.
+        k_scale, v_scale: for int8 pools, arrays (N, bs, H), both float16 or both float32, into which scales are
+            written. For pools of 8-bit floats, a number or (H,) each: ``row / scale`` is stored; None for 1. Not for
+            other pools.
 
     Raises:
         PositionError: a slot on the host is beyond the pool. A token whose slot on the device is beyond the pool is
             skipped; with ``tikv.init(debug=True)`` the slots are read back and this raises. In debug mode two tokens
-            for one slot raise as well; otherwise either of them may be the one that is stored.
+            for one slot raise as well; otherwise either of the two may be stored.
         ShapeError, DTypeError, OptionError: arrays that do not agree, a pool without its scales, an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; a quotient by a scale is rounded to
-        float32 first; int8 and groups are as in `quantize`.
+    Exactness: bit-exact for equal dtypes; a narrowing conversion rounds to nearest even; a quotient by a scale is
+        rounded to float32 first. int8 pools and a `Quantized` get the codes that `quantize` gives.
     Cost: each element is read once and written once; one launch.
     Source: ``int8_kv_append_paged`` and ``split_qkv_norm_rope_into_paged_cache`` without norm and rotation.
 
@@ -370,8 +370,8 @@ def gather_paged(
         block_table: (at least ceil(length / bs),) int32 or int64, on the host or the device; the rest is not read.
         length: tokens to read.
         layout: "NHD", "HND" or "VLLM".
-        scale: (N, bs, H) for an int8 pool; a number or (H,) for a pool of 8-bit floats; other pools take none.
-        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; with a scale float32, float16 or
+        scale: (N, bs, H) for an int8 pool; a number or (H,) for a pool of 8-bit floats; not for other pools.
+        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; with a scale, float32, float16 or
             bfloat16.
 
     Returns:
@@ -380,13 +380,13 @@ def gather_paged(
 
     Raises:
         PositionError: the table is too short, or a table on the host names a block outside the pool. If the table is
-            on the device, the tokens of such a block stay as they are in ``out`` and are zero in a new array; with
-            ``tikv.init(debug=True)`` it raises.
+            on the device, the rows of such a block's tokens are left unchanged in ``out``, and are zero in a new array;
+            with ``tikv.init(debug=True)`` this raises.
         ShapeError, DTypeError, OptionError: as in `write_slots`.
 
-    Exactness: as in `write_slots`; with a scale ``stored * scale`` in float32, rounded once to the dtype of ``out``.
+    Exactness: as in `write_slots`; with a scale, ``stored * scale`` in float32, rounded once to the dtype of ``out``.
     Cost: each element is read once and written once; one launch.
-    Source: the paged caches' tests, which compare pages with a contiguous cache.
+    Source: the tests of the source systems' paged caches, which compare pages with a contiguous cache.
 
     Examples:
         >>> import numpy as np, tikv

@@ -60,8 +60,8 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     and becomes 0 in a format without NaN. Zeros keep their sign.
 
     - OCP's blocks of 32 have a power of two as their scale, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` in
-      mxfp8, ``- 2`` in mxfp4, at least 2**-126; a block of which every finite number is below 2**-100 counts as 0, and
-      an infinity in it too.
+      mxfp8, ``- 2`` in mxfp4, at least ``2**-126``; a block of which every finite number is below ``2**-100`` counts
+      as 0, and an infinity in it too.
     - NVIDIA's blocks of 16 have a float8_e4m3fn scale: ``max|x| / 6``, rounded to nearest, at most 448; if it is 0, all
       codes are 0. All numbers are first divided by ``tensor_scale``.
 

@@ -26,18 +26,18 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 
     Args:
         k_new, v_new: (B, H, L, d_k) and (B, H, L, d_v), of one dtype; any strides with a contiguous last axis.
-        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; the same dtypes convert as in `copy`. Or
-            each a `Quantized` of that shape, of one format, as `quantize` made it.
+        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; dtypes convert as in `copy`. Or both a
+            `Quantized` of that shape, with the same format, made by `quantize`.
         cache_offsets: (B,) int32 or int64, on the host or the device, of any sign.
 
     Raises:
         ShapeError: arrays that do not agree, overlap, are read-only, or have no contiguous last axis.
         DTypeError: no conversion exists, or the offsets are not integers.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; groups of codes as in `quantize`.
-        Deterministic.
-    Cost: each row that fits is read once and written once; one launch. How many rows each sequence has does not matter,
-        and nothing waits for the device, wherever the offsets lie.
+    Exactness: bit-exact for equal dtypes; a narrowing conversion rounds to nearest even. A `Quantized` gets the codes
+        that `quantize` gives. Deterministic.
+    Cost: each row that fits is read once and written once; one launch. The lengths of the sequences do not matter, and
+        nothing waits for the device, even if the offsets lie there.
     Source: ``KvCacheAppendPlan``.
 
     Examples:

@@ -32,14 +32,14 @@ class Transform(NamedTuple):
 class NormRope:
     """The transform of Q and K before they are stored: an RMS norm over the head width, and a rotation (RoPE).
 
-    In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
-    ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
-    normalised but not rotated. Each product, sum, quotient and root is rounded on its own, and squares are added in a
-    fixed order (`tikv.reference.sum_of_squares`), so every back end and launcher gives the same bits. On a device that
-    flushes subnormals, squares below 1e-38 count as zero, which matters if ``eps`` is about as small.
+    In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``. Then pair ``j`` at position ``p``, ``(a, b)``, becomes
+    ``(a * cos[p, j] - b * sin[p, j], b * cos[p, j] + a * sin[p, j])``. Elements from ``rope_dim`` on are normalised but
+    not rotated. Each product, sum, quotient and root is rounded on its own, and squares are added in a fixed order
+    (`tikv.reference.sum_of_squares`), so every back end and launcher gives the same bits. On a device that flushes
+    subnormals, squares below 1e-38 count as zero, which matters if ``eps`` is about as small.
 
     Args:
-        mode: "none"; "half" rotates pairs (i, i + rope_dim / 2), "interleaved" pairs (2i, 2i + 1); "norm_half" and
+        mode: "none"; "half" rotates pairs (j, j + rope_dim / 2), "interleaved" pairs (2j, 2j + 1); "norm_half" and
             "norm_interleaved" normalise first.
         eps: added to the mean of squares.
         q_weight, k_weight: (D,) float32 weights of the norm; None for 1.
@@ -54,7 +54,8 @@ class NormRope:
         ShapeError, DTypeError: arrays of the wrong shape or dtype; an odd ``rope_dim``.
         PositionError: a negative ``eps``.
 
-    Source: ``qk_mode`` 0 to 3 of ``split_qkv_norm_rope_into_paged_cache``, and 3 of its partial-rotary form.
+    Source: ``split_qkv_norm_rope_into_paged_cache`` with ``qk_mode`` 0 to 3, and its partial-rotary form with
+        ``qk_mode`` 3.
 
     Examples:
         >>> import numpy as np, tikv

@@ -21,12 +21,13 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
     """The tokens with the highest scores, for ``indices=`` of attention.
 
     Args:
-        scores: (B, T, N), or (B, H, T, N) by KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
+        scores: (B, T, N), or (B, H, T, N) per KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
             strides with a contiguous last axis. -infinity is never chosen; NaN is chosen before all numbers.
         k: how many tokens or pages are chosen, including those that are always kept.
         page: tokens per page, if scores are those of pages: the number that `page_scores` took (its default is 16).
-            None if scores are those of tokens. The scores do not tell which they are, so without ``page`` the numbers
-            of pages are returned as if they were tokens; an error is raised only if ``valid`` on the host shows it.
+            None if scores are those of tokens. The scores do not tell which they are, so without ``page`` the indices
+            of pages are returned as if they were those of tokens; an error is raised only if ``valid`` on the host
+            shows it.
         sinks: how many of the first tokens are always chosen, with their whole pages if scores are those of pages.
         recent: the same for the newest tokens.
         valid: the number of valid tokens: an int for all, (B,), or (B, T) for each query, int32 or int64, on the host
@@ -89,7 +90,7 @@ class SelectPlan(Plan):
         names = ("scores", *["valid"] * len(given), "out")
         super().__init__(live, operation, names, [False] * len(arrays) + [True])
         checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
-        checks.rank(scores, (3, 4), "scores", "(B, T, N), or (B, H, T, N) by KV head", operation)
+        checks.rank(scores, (3, 4), "scores", "(B, T, N), or (B, H, T, N) per KV head", operation)
         checks.readable(scores, "scores", operation)
         if scores.dtype is not dtypes.float32:
             raise DTypeError(f"{operation}: scores is {describe(scores)}; scores must be float32.")

@@ -275,30 +275,31 @@ def write_qkv(
         qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
             stride.
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
-            ``qkv``, or of one that `copy` converts it to, or int8; or each a `Quantized`, its pools in "NHD".
+            ``qkv``, or of one that `copy` converts it to, or int8; or both a `Quantized`, in "NHD" if they are pools.
         num_q_heads: Hq; H is taken from the destinations.
         norm_rope: the transform of Q and K; None leaves them unchanged.
         position: absolute position of row 0 in a contiguous cache; row ``t`` goes to ``position + t``.
         window: slots of a sliding cache; None for a linear cache.
         slot_mapping: (T,) int32 or int64 slots of a pool; a negative slot skips K and V of its row, but not Q.
-        rope_positions: (T,) int32 or int64 rows of the tables; None for ``position + arange(T)``. Required with
-            ``slot_mapping`` if the mode rotates.
+        rope_positions: (T,) int32 or int64 rows of the tables in ``norm_rope``; None for ``position + arange(T)``.
+            Required with ``slot_mapping`` if ``norm_rope`` rotates.
         layout: "head_major" or "token_major" for caches; "NHD", "HND" or "VLLM" for pools.
         q_layout: "token_major" gives Q as (T, Hq, D), "head_major" as (Hq, T, D).
         k_scale, v_scale: float16 or float32 scales to write, (H, capacity) for caches and (N, bs, H) for pools: only
             for int8 destinations.
-        out: array for Q, of that shape and the dtype of ``qkv``, with a contiguous last axis.
+        out: array for Q, of the shape that ``q_layout`` gives and the dtype of ``qkv``, with a contiguous last axis.
 
     Returns:
         Q, in the dtype of ``qkv``: ``out``, or a new array of the same kind as ``qkv``.
 
     Raises:
         ShapeError: arrays that do not agree, overlap, or are read-only; an odd head_dim where pairs are rotated.
-        DTypeError: a pair of dtypes without a conversion; scales for destinations that take none.
+        DTypeError: a pair of dtypes without a conversion; scales for destinations that are not int8.
         CapacityError: a linear cache would overflow, or the window is larger than the cache.
         PositionError: ``position`` and ``slot_mapping`` are both given or both missing; a rope position is beyond the
             tables; a slot is beyond the pool. If rope positions are on the device, a row whose position is beyond the
-            tables is skipped, and its Q stays as it was, or zero if new; with ``tikv.init(debug=True)`` it raises.
+            tables is skipped, and its Q is left unchanged in ``out``, and is zero in a new array; with
+            ``tikv.init(debug=True)`` this raises.
         OptionError: an unknown layout.
 
     Exactness: arithmetic in float32, one rounding at each store; the same bits as `tikv.norm_rope` followed by `copy`,

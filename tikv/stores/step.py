@@ -48,7 +48,8 @@ def compile_step(
     Args:
         store: a `KVCacheStore`, of any dtype, with windows and sinks or without.
         layers: one layer's index; None for all layers at once, whose arrays are stacked on a leading axis. None is for
-            callers who have the arrays of all layers before any layer attends, as in a drafted or replayed step.
+            callers who have the arrays of all layers before any layer attends; in a model, each layer needs the result
+            of the one before.
         layout: of k, v and q, "token_major" or "head_major".
         attend: False for a step that only writes.
         scale, softcap, return_lse: as in `KVCacheStore.attend`.
@@ -57,7 +58,7 @@ def compile_step(
     Raises:
         PositionError, DTypeError: the layer does not exist, or a layer was compacted.
         OptionError: the layout or the backend does not exist; the store is of another kind, or only the host can count
-            its tokens, as with groups along tokens.
+            its tokens, as in a store with groups along tokens (``tikv.Quant(axis="tokens")``).
         StaleRuntimeError: the store's runtime is gone, now or at a run.
 
     Exactness: the same bits as `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
@@ -154,16 +155,16 @@ class Step(runtime.NotCopied):
         return tuple(calls)
 
     def run(self, k: Any, v: Any, q: Any = None) -> Any:
-        """Append k and v, and attend with q, in this order: a step that only writes has no q.
+        """Append k and v, then attend with q, which comes last since a step that only writes has no q.
 
         Args:
             k, v: as `KVCacheStore.append` takes them, or `append_all` for all layers.
-            q: as `KVCacheStore.attend` takes it, with a leading axis of layers for all of them; None when the step only
-                writes.
+            q: as `KVCacheStore.attend` takes it, with a leading axis of layers if the step has all layers; None when
+                the step only writes.
 
         Returns:
-            What `KVCacheStore.attend` returns, in a list for all layers; None when the step only writes. The step owns
-            the memory, and the next run overwrites it.
+            What `KVCacheStore.attend` returns, as a list if the step has all layers; None when the step only writes.
+            The step owns the memory, and the next run overwrites it.
 
         Raises:
             CapacityError: a layer without a window has no room. Nothing is written.

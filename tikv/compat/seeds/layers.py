@@ -315,7 +315,7 @@ class PagedKVLayer(KVLayer):
 
     Raises:
         ShapeError: the given pool does not agree with the other arguments.
-        As `KVPool` does.
+        TikvError: as `KVPool` raises it.
 
     Threads: each call that writes or reads is atomic; calls of several threads run one after the other.
     Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool

@@ -33,7 +33,7 @@ def check_indices(
     a = arrays["indices"]
     checks.on_device([("indices", a)], live, operation)
     checks.indices(a, "indices", operation)
-    checks.rank(a, (3, 4), "indices", "(B, T, K), or (B, H, T, K) by KV head", operation)
+    checks.rank(a, (3, 4), "indices", "(B, T, K), or (B, H, T, K) per KV head", operation)
     lead = (query.batch, cache.heads) if a.ndim == 4 else (query.batch,)
     needed = (*lead, query.queries)
     if a.shape[:-1] != needed:

@@ -68,20 +68,21 @@ def decode_attention(
             float8_e4m3fn, float8_e5m2, or int8 with scales; or each a `Quantized` of such a shape; any strides with a
             contiguous last axis. Their dtypes may differ. Query head ``h`` reads head ``h // (Hq // H)``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, including the newest; or one
-            int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own;
-            windows, sinks and rings then count by it too.
+            int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own,
+            by which its window, sinks and ring are counted too.
         scale: factor of the scores; None for ``1 / sqrt(D)``.
         causal: False lets every query see what the newest query sees.
         window: tokens that a query sees, including itself and the sinks; for a ring also the number of slots in use.
-        ring: the slots after the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all slots do.
-        sinks: first tokens that stay visible in spite of the window.
+        ring: True if the slots after the sinks are a ring, as when `copy` writes with ``window``. Without ``window``
+            all slots of the cache are in use.
+        sinks: number of first tokens that stay visible in spite of the window.
         k_scale, v_scale: for int8 caches (B, H, capacity) float16 or float32; for caches of 8-bit floats a number, (H,)
             or (B, H) each, by which their values are multiplied; not for other caches.
         return_lse: also return the log-sum-exp of each query's scaled scores.
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        num_splits: number of parts of the keys that are read in parallel; None chooses. Results differ by rounding
-            only.
+        num_splits: number of parts of the keys that are read in parallel; None lets tikv choose. Results differ by
+            rounding only.
         return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
             the KV head and over the queries. Eviction methods rank tokens by it. Slots that no query sees have 0. With
             ``indices`` it is (B, H, T, K), in the order of each query's tokens.
@@ -90,61 +91,64 @@ def decode_attention(
             used with a length for each head.
         impl: "taichi"; "torch" for torch's attention over the same memory, for plain contiguous caches; or "auto",
             which chooses. If torch is imported, "auto" uses it on CPU for float32 and float16 prompts of at least 64
-            queries, for which it converts float16 caches to float32, and on CUDA where tensor cores cannot be used; or
-            as ``tikv bench --attention`` has measured on this device for each kind of call: causal with as many queries
-            as keys, causal with fewer, and not causal (`tikv.info()["attention_auto"]` says which). torch lets a NaN
-            reach queries that do not see it; if a causal call has one, which the host waits to know, tikv's own kernels
-            compute the result.
-        sink_logits: (Hq,) float32: one more logit for each query head. It takes its share of the weight and has no
-            value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
+            queries, for which it converts float16 caches to float32, and on CUDA where tensor cores cannot be used.
+            ``tikv bench --attention`` replaces this rule for the kinds of calls that it times (causal with as many
+            queries as keys, causal with fewer, and not causal): for these, "auto" then takes what was faster on this
+            device. `tikv.info()["attention_auto"]` says what it takes. torch lets a NaN reach queries that do not see
+            it. So the host waits for the result of a causal call, and if a NaN is in it, tikv's own kernels compute it
+            again.
+        sink_logits: (Hq,) float32: one more logit for each query head. It takes its share of the weight but adds
+            nothing to the result; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
         alibi_slopes: (Hq,) or (B, Hq) float32: ``slope * (key position - query position)`` is added to each score,
             after a soft cap. Not with ``return_mass``.
         mask: (B, T, T) bool, or uint8 (B, T, ceil(T / 8)) of packed bits, the lowest first: which of the T new tokens
             each query sees, instead of those up to its own. All queries see the earlier tokens. NumPy or torch.
-        parents: (B, T) int32 or int64, a tree of new tokens: the parent of each among them, -1 for the earlier tokens.
-            A query sees its ancestors and itself. With a mask or parents, the depth of a query is the number of new
-            tokens that it sees, and windows and slopes count by depth, not by slots. Not with ``return_mass``.
+        parents: (B, T) int32 or int64, a tree of new tokens: for each, the index of its parent among the new tokens, or
+            -1 if it follows the earlier tokens. A query sees its ancestors and itself. With a mask or parents, the
+            depth of a query is the number of new tokens that it sees, and windows and slopes count by depth, not by
+            slots. Not with ``return_mass``.
         head_dim_v: with ``v_cache=None``, the values are the first ``head_dim_v`` columns of the keys (latent
             attention), and an 8-bit cache has only ``k_scale``.
-        indices: (B, T, K) int32 or int64, or (B, H, T, K) by KV head: the tokens that each query reads, in any order,
+        indices: (B, T, K) int32 or int64, or (B, H, T, K) per KV head: the tokens that each query reads, in any order,
             counted from the first of its sequence as ``seq_lens`` counts them; -1 stands for no token. No other row is
-            read. Tokens that ``causal``, ``window``, ``sinks``, a mask or a ring hides stay hidden. A token that is
-            named twice counts twice; in debug mode that is an error.
+            read. Tokens that ``causal``, ``window``, a mask or a ring hides stay hidden. A token that is named twice
+            counts twice; in debug mode that is an error.
 
     Returns:
-        ``out``, or a new array of q's kind: of NumPy, torch, or a library with ``from_dlpack`` such as JAX, otherwise a
-        `CacheArray`; with ``return_lse`` also the log-sum-exp, float32 (B, Hq) or (B, Hq, T), and with ``return_mass``
-        the mass. A query that sees nothing, or whose head has no keys, gets 0 and -inf.
+        ``out``, or a new array of q's kind, if that is NumPy, torch, or a library with ``from_dlpack`` such as JAX;
+        otherwise a `CacheArray`; with ``return_lse`` also the log-sum-exp, float32 (B, Hq) or (B, Hq, T), and with
+        ``return_mass`` the mass. A query that sees nothing, or whose head has no keys, gets 0 and -inf.
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
             token; an index on the host is not a token of its sequence. Lengths and parents that only the device knows
-            are limited to the valid range, and such an index is ignored.
-        CapacityError: a length on the host is beyond the capacity, or the window does not fit the sinks or the
-            capacity.
+            are limited to the valid range, and indices that only it knows are ignored if they are outside of it.
+        CapacityError: a length on the host is beyond the capacity, the window is not larger than the sinks, or the
+            window of a ring is larger than the capacity.
         ShapeError, DTypeError, OptionError: the arrays do not fit, int8 has no scales, or ``impl`` is unknown.
 
     Exactness: products and sums are float32, rounded once at the end; the last bits differ between splits and back
         ends, and with the batch unless ``tikv.init(invariant=True)`` was called. A NaN in a query, or in a key or value
-        that it sees, shows in everything that depends on it, and other NaNs never do; infinities behave as in a softmax
-        in float32.
+        that it sees, reaches every result that depends on it; a NaN that no query sees never reaches a result.
+        Infinities behave as in a softmax in float32.
         CUDA's tensor cores are used if q, K and V are all float16 or all bfloat16 and heads are 64 to 256 wide in steps
-        of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128. They round weights to that dtype
-        before they multiply V, and divide by the sum of the rounded weights, so the result is within 2**-10 or 2**-7
-        of its largest number. They are also used for int8 and groups of 8 or 4 bits, with float16 scales, q of float16
-        or bfloat16, and heads of 64, 96 or 128; weights and the numbers of V are then rounded to float16, within the
-        same bounds. They are used for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but
-        float8_e5m2 and mxfp4 need compute capability 9.0 and the native launcher. There, prompts of at least 128 query
-        rows per KV head over int8, 8-bit floats and groups of 8 or 4 bits, in heads of 64, 96, 128 or 256, round the
-        numbers of K and V to the dtype of q, and their results are within these bounds of attention over the rounded
-        numbers; with float16, numbers beyond 65,504 become infinite.
-        ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them all is float32, and so it is
-        with sink logits, slopes, masks or trees, unless the prompt has at least 128 query rows per KV head of float16
-        or bfloat16 on compute capability 9.0.
+        of 32, or keys are up to 576 wide in steps of 64 and values up to 512 in steps of 128. They round weights to
+        that dtype before they multiply V, and divide by the sum of the rounded weights, so errors are at most the
+        result's largest number times ``2**-10`` in float16 and ``2**-7`` in bfloat16. They are also used for int8 and
+        for formats with groups of 8-bit or 4-bit codes, with float16 scales, q of float16 or bfloat16, and heads of 64,
+        96 or 128; weights and dequantised values are then rounded to float16, and the same bounds hold. They are used
+        for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but float8_e5m2 and mxfp4 need
+        compute capability 9.0 and the native launcher. With both, K and V in int8, 8-bit floats or groups of 8-bit or
+        4-bit codes, in heads of 64, 96, 128 or 256, are rounded to the dtype of q for prompts of at least 128 query
+        rows per KV head. Results are then within these bounds of attention over the rounded numbers; with float16,
+        numbers beyond 65,504 become infinite.
+        ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, all arithmetic is float32. It
+        is also float32 with sink logits, slopes, masks or trees, except in prompts of at least 128 query rows per KV
+        head in float16 or bfloat16 on compute capability 9.0.
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
-        splits. Heads of different lengths take the time of equally many keys in heads of one length.
+        splits. Heads of different lengths take as long as heads of equal lengths with as many keys in total.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
-        for each query and all query heads of a group; tensor cores gather them.
+        per query for all query heads of a group; tensor cores gather them.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Examples:

@@ -175,7 +175,7 @@ def check_form(
         checks.integer(options.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
     if "lens" in arrays:
         checks.indices(arrays["lens"], "lengths", operation)
-        checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) by KV head", operation)
+        checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) per KV head", operation)
         given = batch * (2 if cache.starts else 1)
         checks.extent(arrays["lens"].shape[0], given, "the number of lengths", operation, f"K: {describe(k)}")
         if lens_by_head(arrays):

@@ -74,9 +74,10 @@ def paged_decode_attention(
         window: tokens that a query sees, including itself.
         k_scale, v_scale: (N, bs, H) for int8 pools; a number, (H,) or (B, H) each for pools of 8-bit floats; not for
             other pools.
-        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents,
-            head_dim_v, indices: as in `decode_attention`; head_dim_v not in layout "VLLM". Indices count tokens as
-            ``context_lens`` does.
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2: as in `decode_attention`.
+        sink_logits, alibi_slopes, mask, parents: as in `decode_attention`.
+        head_dim_v: as in `decode_attention`; not in layout "VLLM".
+        indices: as in `decode_attention`, counted as ``context_lens`` counts tokens.
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
     Returns:
@@ -85,7 +86,8 @@ def paged_decode_attention(
     Raises:
         PositionError: a context on the host is negative, shorter than T or longer than its table; a table on the host
             names a block outside the pool; an index on the host is not a token of its sequence. Contexts that only the
-            device knows are limited to the valid range, and such blocks and indices are ignored.
+            device knows are limited to the valid range; blocks and indices that only it knows are ignored if they are
+            outside of it.
         ShapeError, DTypeError, OptionError, CapacityError: as in `decode_attention`.
 
     Exactness, cost: as in `decode_attention`.
@@ -225,7 +227,7 @@ def _pages(
     """The checked `CacheLayout` of page pools with a block table."""
     table = arrays["table"]
     checks.indices(table, "block_tables", operation)
-    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) by KV head", operation)
+    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) per KV head", operation)
     heads = table.shape[1] if table_by_head(arrays) else None
     return _pool_layout(arrays, layout, live, operation, formats, (table.shape[0], heads, table.shape[-1]))
 

@@ -60,7 +60,7 @@ def warmup(
         OptionError: it is not one of these, or holds tokens; query_heads is missing; no such dtype or variant.
         CapacityError: a layer has no room for as many tokens, or a pool has too few free blocks.
         ShapeError: num_kv_heads does not divide query_heads.
-        As `extend` does.
+        TikvError: as `extend` raises it.
 
     Cost: 0.1 to 2 s per kernel in the first process, later the time to read it from the engine's cache on disk; plus
         the time of the calls. One layer of each window is filled once for each entry of ``tokens`` up to 8.
