@@ -27,8 +27,8 @@ class CacheArray(runtime.NotCopied):
     has no pointer, they give read-only NumPy copies. Together with a torch tensor, and in torch's own functions, it
     acts as a torch tensor.
 
-    `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as in NumPy, and
-    return the same kinds of arrays; for everything else use `numpy()` or `torch()`.
+    `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as in NumPy.
+    Arrays that they return are of the kinds that indexing gives. For everything else use `numpy()` or `torch()`.
 
     `copy.copy()` and `copy.deepcopy()` return an array with its own memory, copied through the host; `pickle` is
     refused.
@@ -111,8 +111,8 @@ class CacheArray(runtime.NotCopied):
         A tensor on MPS becomes invalid when the engine is started again.
 
         Args:
-            wait: give False if all launches over the memory go to torch's current stream, as the tensor's own work
-                does: then the host does not wait for launches on several streams of a GPU.
+            wait: False if every launch that uses the memory goes to torch's current stream, like the work on the
+                tensor. Then the host does not wait for launches on several streams of a GPU.
 
         Raises:
             ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch cannot view it.
@@ -200,7 +200,7 @@ class CacheArray(runtime.NotCopied):
         return native.to(dtypes.to_torch(row.name), copy=True)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """The sum over all axes or some: float32 for floats of at most 32 bits, float64, or int64 for integers."""
+        """The sum over all axes or some: float64 for float64, float32 for other floats, int64 for integers."""
         return self._reduced("sum", axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Any:

@@ -33,23 +33,24 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
             (B, H, S) or (B, S), that may keep a different number of rows for each head. On the host or the device.
         lengths: how many rows of the cache are in use, (B,), (B, H) or one integer; None for all of them. Indices must
             be less than this.
-        out: (B, H, m, D) of the cache's dtype or format, with m at least the largest number kept; None to move rows
-            within the cache. Its other rows stay as they are.
+        out: (B, H, m, D) of the cache's dtype or format, with m at least the largest number of rows that a head keeps;
+            None to move rows within the cache. Its other rows stay as they are.
 
     Returns:
         The array that was written: ``out``, or ``cache``.
 
     Raises:
         PositionError: indices do not ascend, or one is outside; or the mask keeps a row that is not in use. The host
-            does not read indices on the device: there an index that is outside, or in a move in place less than its
-            own place, is skipped, and other errors give undefined results; with ``tikv.init(debug=True)`` they raise.
+            does not read indices on the device. There, an index that is outside is skipped; in a move in place, so is
+            one that would move a row to a later place. Other errors give undefined results. With
+            ``tikv.init(debug=True)``, all of these raise.
         ShapeError, DTypeError: the arrays do not agree, overlap, or are read-only.
 
     Exactness: bit-exact.
-    Cost: each row kept is read once and written once, unless it already has its place; one launch. The host reads a
-        mask. If one stride does not lead through all heads of ``out``, each sequence takes a launch; codes and scales
-        of a `Quantized` take a launch each.
-    Source: the gather by head of kvpress and similar libraries, which allocate; this does not.
+    Cost: each row kept is read once and written once, unless it is already in its place; one launch. The host reads a
+        mask. With ``out``, there is a launch for each sequence if the heads of all sequences are not evenly spaced in
+        memory, and one each for codes and scales of a `Quantized`.
+    Source: the gather by head of kvpress and similar libraries, which allocate new arrays; `compact` does not.
 
     Examples:
         >>> import numpy as np, tikv

@@ -60,8 +60,8 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     and becomes 0 in a format without NaN. Zeros keep their sign.
 
     - OCP's blocks of 32 have a power of two as their scale, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` in
-      mxfp8, ``- 2`` in mxfp4, at least ``2**-126``; a block of which every finite number is below ``2**-100`` counts
-      as 0, and an infinity in it too.
+      mxfp8, the same with ``- 2`` in mxfp4, at least ``2**-126``. A block whose finite numbers all have magnitudes
+      below ``2**-100`` counts as 0, and so does an infinity in it.
     - NVIDIA's blocks of 16 have a float8_e4m3fn scale: ``max|x| / 6``, rounded to nearest, at most 448; if it is 0, all
       codes are 0. All numbers are first divided by ``tensor_scale``.
 
@@ -76,11 +76,12 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     without effect on the other elements. Float32 subnormals count as zero on devices that flush them.
 
     Args:
-        x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis that two loops can follow.
+        x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis, if the other axes can be
+            merged into at most two.
         format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0"; "mxfp8", "mxfp4" or "nvfp4". If "_hadamard", and perhaps a
             seed, is appended to a format of groups, rows are rotated first, as in `tikv.Quant`. The dtype of int8
             scales may be given in place of "int8".
-        scale_dtype: for int8 "float16", the default, or "float32"; for a `tikv.Quant` one of them or bfloat16, by
+        scale_dtype: for int8 "float16", the default, or "float32"; for a `tikv.Quant` one of these or "bfloat16", by
             default the dtype of x, as in mlx. GGUF's scales are float16; formats of floats fix the dtype of theirs.
         tensor_scale: for "nvfp4", the float32 by which all numbers are divided first; None for 1. NVIDIA's choice is
             the largest magnitude / (6 * 448).
@@ -93,9 +94,10 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
         ShapeError: x has no axis, or its rows have no elements or do not divide into whole groups.
         OptionError: an unknown format.
 
-    Exactness: groups have the bits of mlx 0.32 and gguf 0.19 on a CPU. For int8 ``|x - q * scale| <= scale / 2`` for
-        each finite element, to float32 rounding, within 127 steps of the largest scale (float16: 8.3e6).
-    Cost: each element is read twice, the second time from the nearest cache, and written once.
+    Exactness: groups have the bits of mlx 0.32 and gguf 0.19 on a CPU. For int8 ``|x - q * scale| <= scale / 2``, up to
+        float32 rounding, for each finite element whose magnitude is at most 127 times the largest scale (float16:
+        8.3e6).
+    Cost: each element is read twice, the second time from the processor's nearest cache, and written once.
     Source: ``int8_kv_append_paged``, with the scale rounded before use instead of after.
 
     Examples:
@@ -157,7 +159,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
         ``out``, or a new `CacheArray` on the device.
 
     Raises:
-        DTypeError, ShapeError: arrays that are not as above, or overlap.
+        DTypeError, ShapeError: arrays that are not as described above, or that overlap.
 
     Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias, product and sum are each
         rounded.

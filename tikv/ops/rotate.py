@@ -75,13 +75,13 @@ class Rope:
 
 
 def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale: Any = None) -> Any:
-    """Rotate keys from the position that they were rotated for to another, in place, in one launch.
+    """Rotate keys from one position to another, in place, in one launch.
 
     Args:
-        k: (B, H, S, D) float32, float16, bfloat16, floats of 8 bits, or int8 with ``scale``; any strides with a
-            contiguous last axis.
-        from_positions, to_positions: (B, H, S), (B, S) or (S,) int32 or int64. A row stays as it is if one of its
-            positions is negative, or if both are equal.
+        k: (B, H, S, D) float32, float16, bfloat16, 8-bit floats, or int8 with ``scale``; any strides with a contiguous
+            last axis.
+        from_positions, to_positions: the keys' positions before and after, (B, H, S), (B, S) or (S,) int32 or int64. A
+            row stays as it is if one of its positions is negative, or if both are equal.
         rope: the model's rotation.
         scale: (B, H, S) float16 or float32, for int8 keys: written too.
 
@@ -96,10 +96,10 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
         and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is
         first multiplied by its scale, then quantised by the rule of `tikv.quantize`, with a new scale. 8-bit floats
         saturate; a scale that all rows of a head share has no effect, since it multiplies both sides of the rotation.
-    Cost: each row that moves is read and written once, int8 is read twice. The host reads the positions in the shape
+    Cost: each row that moves is read and written once; int8 is read twice. The host reads the positions in the shape
         that they have: those of (S,) once for all heads. It makes a table with a row for each difference, and keeps it:
-        differences within the range of earlier calls need no new cosines. For the positions of one of the last calls
-        the host does not wait for the device.
+        differences within the range of earlier calls need no new cosines. If the positions are those of one of the last
+        calls, the host does not wait for the device.
     Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
 
     Examples:

@@ -296,31 +296,31 @@ def _auto() -> tuple[list[str], str]:
 
 
 def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None, **options: Any) -> Runtime:
-    """Start the engine for this library. Optional: the first operation does it, or attaches to the one you started.
+    """Start the engine for this library. Optional: otherwise the first operation starts it, or uses the running one.
 
     Args:
         arch: "auto" takes the first that works among CUDA, a real Vulkan GPU and the CPU. On macOS it takes Metal if an
             engine that shares memory with PyTorch is installed, else the CPU; `tikv.info()["arch_why"]` says why. Or
-            name "metal", "cuda", "vulkan" or "cpu": if it is missing, that is an error, never another arch. "amdgpu"
-            needs Quadrants, "auto" never takes it, and nobody has run this library on it yet.
+            name "metal", "cuda", "vulkan" or "cpu": if it is missing, an error is raised, and no other arch is taken.
+            "amdgpu" needs Quadrants, "auto" never takes it, and nobody has run this library on it yet.
         engine: "taichi", or "quadrants", its maintained fork. "auto" takes the one that the environment variable
             TIKV_ENGINE names, else the one that is running or imported, else Taichi if it is installed. A process has
             one engine, from its first operation or `init` on.
         invariant: if True, a row of an attention result has the same bits whatever the batch, the other sequences, the
-            memory (pages or contiguous), the chunks of its prompt, and whether it belongs to a prompt or to a single
-            token. This is slower, see the manual on performance; results stay within the same bounds. None keeps the
-            running engine's value, or False. ``tikv.info()["invariant"]`` shows it.
+            memory (pages or contiguous) and the chunks of its prompt, and no matter whether it belongs to a prompt or
+            to a single token. This is slower: see the manual's page "Performance". Results stay within the same bounds.
+            None keeps the running engine's value, or False. ``tikv.info()["invariant"]`` shows it.
         **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
             `debug=True` turns rows that a device-side index would skip into errors.
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
-            too new, or the process uses another one. If the machine has no such device, what is running continues.
-        OptionError: the engine, or an option of it, is unknown; or the running engine has another value of
+            too new, or the process uses another one. If the machine has no such device, a running engine continues.
+        OptionError: the engine, or an option of it, is unknown; or the running engine has a different value of
             ``invariant``. The running engine continues.
         StaleRuntimeError: this process was forked after the engine had started.
 
-    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. It ends the engine's previous program, with all its memory.
+    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. A start ends the program of an engine that is running, with all its memory.
     Processes: a process that is forked after the start has none of the engine's threads, and every operation raises
     there. Use ``multiprocessing.get_context("spawn")``, or fork before the start.
 

@@ -402,7 +402,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
-        """Split fused rows, norm and rotate them, and append their keys and values, as `tikv.write_qkv` does.
+        """Split fused rows, normalise and rotate them, and append their keys and values, as `tikv.write_qkv` does.
 
         Args:
             layer: its index.

@@ -50,10 +50,11 @@ def info() -> dict[str, Any]:
     The keys ``arch``, ``device`` and ``memory_bytes`` describe the running engine, or the one that "auto" would start;
     ``arch_why`` says why. ``engine`` is "taichi", "quadrants", or "none" if neither can be used, and ``engine_why``
     says why. ``invariant`` is the value given to `init`. ``tensor_cores`` is "in use", or says why attention on CUDA
-    does not use them; ``warpgroups`` says the same of prompts and latents on compute capability 9, and ``subgroups`` of
-    Vulkan and Metal, where attention's first call tries them. ``place_host`` says what a store with ``place="host"``
-    gets: "offered", "plain: " and why, or "refused: " and why. ``attention_auto`` says for which calls of each measured
-    kind ``impl="auto"`` takes torch's attention instead of tikv's, and why.
+    does not use them. ``warpgroups`` says the same for attention over prompts and latents on compute capability 9, and
+    ``subgroups`` for Vulkan and Metal, where the first call of attention finds out whether they work. ``place_host``
+    says what a store with ``place="host"`` gets: "offered", "plain: " and why, or "refused: " and why.
+    ``attention_auto`` says for which calls of each measured kind ``impl="auto"`` takes torch's attention instead of
+    tikv's, and why.
 
     Examples:
         >>> import tikv

@@ -100,7 +100,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
 
     @classmethod
     def select(cls, descriptor: KVCacheAppendDescriptor) -> KVCacheAppendPlan:
-        """The plan for a problem, on the live runtime.
+        """The plan for a problem, on the running engine.
 
         Raises:
             ShapeError: an extent is negative.

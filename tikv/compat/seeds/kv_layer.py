@@ -42,7 +42,10 @@ class KVLayer(runtime.DeepCopied):
 
     @property
     def capacity(self) -> int:
-        """The tokens that fit, until `ensure_contig_capacity` makes more room; or those of the most blocks allowed."""
+        """The tokens that fit: in all slots or, if tokens lie in blocks, in ``max_blocks_per_seq`` blocks.
+
+        `ensure_contig_capacity` adds slots.
+        """
         return self._capacity
 
     @property
@@ -78,7 +81,7 @@ class KVLayer(runtime.DeepCopied):
         """Set the number of tokens: after a write, or to drop the newest.
 
         Raises:
-            CapacityError: there are not so many slots, in `capacity` or in the blocks assigned.
+            CapacityError: ``n`` is more than the slots in `capacity`, or in the blocks assigned.
         """
         operation = f"{type(self).__name__}.set_len"
         runtime.require_alive(self.runtime, operation)

@@ -100,7 +100,7 @@ class ContiguousKVLayer(KVLayer):
     def alloc_contig(
         cls, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Any = "float16", scale_dtype: Any = "float16"
     ) -> ContiguousKVLayer:
-        """The constructor, by the seed's name."""
+        """The constructor, under its name in the source design."""
         return cls(capacity, num_kv_heads, head_dim, dtype=dtype, scale_dtype=scale_dtype)
 
     def _allocate(self, capacity: int) -> list[ArrayView]:
@@ -151,7 +151,9 @@ class ContiguousKVLayer(KVLayer):
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
-        """Split fused rows, norm and rotate them, and write their keys and values from slot `len` on. `len` stays.
+        """Split fused rows, normalise and rotate them, and write their keys and values from slot `len` on.
+
+        `len` does not change.
 
         Args:
             rows: (T, (Hq + 2 * num_kv_heads) * head_dim) rows [Q heads | K heads | V heads].
@@ -192,7 +194,7 @@ class ContiguousKVLayer(KVLayer):
         return_mass: bool = False,
         mass_queries: int | None = None,
     ) -> Any:
-        """Attention of the last T of `len` tokens.
+        """Attention of the queries of the newest T tokens over the `len` tokens.
 
         Args:
             q: (T, Hq, D) token-major or (Hq, T, D) head-major, as ``q_layout`` says.
@@ -244,7 +246,7 @@ class KVPool(runtime.DeepCopied):
         layout: "NHD", "HND" or "VLLM", as in `tikv.write_slots`.
 
     Raises:
-        CapacityError: it is larger than a launch on this arch can address.
+        CapacityError: the pool is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
     """
 
@@ -306,20 +308,20 @@ class KVPool(runtime.DeepCopied):
 
 
 class PagedKVLayer(KVLayer):
-    """Keys and values of one sequence in one layer, in the blocks of a pool that the caller assigns to it.
+    """Keys and values of one sequence in one layer, in blocks that the caller assigns to it from a pool.
 
     Args:
         max_blocks_per_seq: blocks that the sequence may have.
         block_size, num_kv_heads, head_dim, dtype, layout, scale_dtype: as in `KVPool`; a given pool must agree.
-        pool: a `KVPool` that many sequences share; None makes one of ``max_blocks_per_seq`` blocks for this layer.
+        pool: a `KVPool` that many sequences share; None makes a pool of its own, with ``max_blocks_per_seq`` blocks.
 
     Raises:
         ShapeError: the given pool does not agree with the other arguments.
         TikvError: as `KVPool` raises it.
 
     Threads: each call that writes or reads is atomic; calls of several threads run one after the other.
-    Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool
-        is an object, of any dtype, that sequences share.
+    Source: ``KvLayer::alloc_paged``, whose int8 form gives each sequence its own pool, but numbers the blocks of all
+        sequences together; here the pool is an object, of any dtype, that sequences share.
 
     Examples:
         >>> import numpy as np, tikv
@@ -391,7 +393,7 @@ class PagedKVLayer(KVLayer):
         scale_dtype: Any = "float16",
         pool: KVPool | None = None,
     ) -> PagedKVLayer:
-        """The constructor, by the seed's name."""
+        """The constructor, under its name in the source design."""
         options = {"dtype": dtype, "layout": layout, "scale_dtype": scale_dtype, "pool": pool}
         return cls(max_blocks_per_seq, block_size, num_kv_heads, head_dim, **options)
 
@@ -452,7 +454,9 @@ class PagedKVLayer(KVLayer):
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
-        """Split fused rows, norm and rotate them, and write their keys and values from position `len` on. `len` stays.
+        """Split fused rows, normalise and rotate them, and write their keys and values from position `len` on.
+
+        `len` does not change.
 
         Args:
             rows, num_q_heads, norm_rope, rope_positions, q_layout: as in `ContiguousKVLayer.contig_write`.
@@ -490,7 +494,7 @@ class PagedKVLayer(KVLayer):
         return_mass: bool = False,
         mass_queries: int | None = None,
     ) -> Any:
-        """Attention of the last T of `len` tokens, causal.
+        """Causal attention of the queries of the newest T tokens over the `len` tokens.
 
         Args:
             q, q_layout, scale, window, sink_logits, alibi_slopes, return_mass, mass_queries: as in

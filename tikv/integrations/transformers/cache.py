@@ -223,27 +223,28 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     Args:
         config: the model's configuration. It says which layers are full, sliding or chunked, and which share keys.
         max_cache_len: tokens that a sequence may have; memory for them is allocated once. With None, memory grows by an
-            eighth as needed, one layer after another. If all layers slide, a sequence may continue beyond it, as with
+            eighth as needed, one layer after another. If all layers slide, a sequence may have more tokens, as with
             transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
             are fewer.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
-            "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. Narrower dtypes are widened for each read. With
-            `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` are quantised by
-            channel; `crop` can go back to those newest tokens, or to a multiple of the group. Such steps are not
-            compiled.
-        v_dtype: the format of values, if it differs from that of keys; as ``dtype``.
+            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read.
+            With `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` are quantised
+            by channel. Then `crop` drops any number of the unquantised tokens, but quantised ones only in whole groups,
+            and steps are not compiled.
+        v_dtype: the format of values, if it differs from that of keys. It takes the same formats as ``dtype``, except
+            groups along tokens.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
             `tikv.KVCacheStore`.
         window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
-            continue endlessly in the memory of that many tokens. With None, it sees all tokens. Prompts may be longer;
-            attention must be "sdpa", "eager" or "tikv" for them.
+            continue endlessly in the memory of that many tokens. With None, it sees all tokens. A prompt may be longer;
+            attention must then be "sdpa", "eager" or "tikv".
         sinks: first tokens that stay visible in spite of the window; 4 are enough for most models.
         place: "device", or "host" for a cache larger than the memory of a GPU: full-attention layers are in page-locked
-            memory of the host, and the GPU has copies of ``resident_layers``; the next layer is copied while one is
-            used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied. Steps are
-            not compiled. On CPU and Metal this makes no difference, and the repr of the layers says so. It is not
-            supported with ``window=``, for encoder-decoders, or if layers keep more than keys and values.
+            memory of the host, and the GPU has copies of ``resident_layers`` of them; the next layer is copied while
+            one is used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
+            Steps are not compiled. On CPU and Metal this makes no difference, and the repr of the layers says so. It is
+            not supported with ``window=``, for encoder-decoders, or if layers keep more than keys and values.
         resident_layers: see ``place``.
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
 
@@ -252,25 +253,27 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             its own kind of cache; or a window is given with max_cache_len or for a model without full attention.
         DTypeError: nothing can be stored in that dtype. Whether it fits the model's is checked with the first tokens.
 
-    A sliding layer has room for its window, for a quarter of it or 128 tokens, and for 64 more, so that its tokens are
-    rarely moved to the front and can be dropped again. A layer streamed by ``window`` overwrites its oldest token with
-    each new one; keys keep their true positions. After a longer prompt, a layer drops all but its window and what a
-    `crop` of 64 tokens needs when the next layer's tokens arrive: only one layer at a time has the whole prompt.
+    A sliding layer has room for its window, for 64 more tokens, and for 128 or a quarter of the window, whichever is
+    more. So its tokens are rarely moved to the front, and the newest can be dropped again. With ``window=``, a
+    full-attention layer overwrites its oldest token after the sinks with each new one; keys keep their true positions.
+    For a longer prompt, a layer gets more room. When the next layer's tokens arrive, it keeps only its window and what
+    a `crop` of 64 tokens needs. So only one layer at a time has the whole prompt.
 
     Gradients do not flow through the cache: `backward` raises. Gradients of queries are right whatever happens to the
     cache: if gradients are enabled, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
 
     `torch.compile` keeps `update` in its graph, with ``fullgraph=True`` too, while the memory has room: give
-    ``max_cache_len``, and run the prompt before compiling or call `early_initialization`. Allocating memory breaks the
-    graph. With an attention other than "tikv", groups of codes, a layer streamed by ``window``, and a decoded token
-    with ``dynamic=False`` break it too.
+    ``max_cache_len``, and before you compile, run the prompt or call `early_initialization`. Allocating memory breaks
+    the graph. Unless attention is "tikv", groups of codes and ``window=`` break it too, and so does ``dynamic=False``
+    for a decoded token.
 
-    States, alone or beside keys and values, are transformers' own, and can be taken back only if transformers can.
+    The state that a layer keeps, alone or in addition to keys and values, is transformers' own. `crop` can roll it back
+    only if transformers can.
 
-    For the configuration of an encoder-decoder it is an `EncoderDecoderCache` as well, whose second cache grows with
-    the encoder's tokens, which all queries see. Two `TikvCache` in transformers' own `EncoderDecoderCache` work too.
-    But T5Gemma replaces the second of two by a new one, without ``dtype`` and other options: give it a single one,
-    which keeps them.
+    For the configuration of an encoder-decoder, the cache is an `EncoderDecoderCache` as well. Its second cache grows
+    with the encoder's tokens, which all queries see. Two `TikvCache` in transformers' own `EncoderDecoderCache` work
+    too. But T5Gemma replaces the second of these with a new cache, which lacks ``dtype`` and other options: give
+    T5Gemma a single `TikvCache`, which keeps them.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -363,7 +366,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` compiles steps by itself on a GPU; if memory is allocated once, warn once why not."""
+        """Whether `generate` compiles steps by itself on a GPU.
+
+        If it does not although memory is allocated once, a warning gives the reason, once.
+        """
         if _is_traced():
             return False  # traced code asks only to make masks, which are like those of other caches
         why = self._why_not_compiled
@@ -383,11 +389,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             *args, **kwargs: what else models pass; ignored.
 
         Returns:
-            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache if it stores the model's dtype and
-            gradients are off, else copies. `get_mask_sizes` returns n beforehand.
+            Keys and values, each (batch, num_kv_heads, n, head_dim). They are views of the cache if it stores the
+            model's dtype and gradients are off, else copies. `get_mask_sizes` returns n beforehand.
 
         Raises:
-            ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
+            ShapeError, DTypeError, ArchError: the tokens do not fit the model, batch, dtype or device of the cache.
             CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
         """
         try:
@@ -408,7 +414,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return found  # type: ignore[no-any-return]
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
-        """(number of keys that a layer's `update` will return for these new tokens, position of the first of them).
+        """(number of keys that a layer's `update` will return for these new tokens, position of the first key).
 
         Raises:
             ShapeError: there is no new token, or the attention mask is shorter than the cached and new tokens.
@@ -493,7 +499,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Raises:
             CacheFileError: the path has the wrong ending, or the system refuses to write.
-            OptionError: a layer keeps a state, or keys of an indexer, which are not saved; or groups along tokens.
+            OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
 
         Exactness: every bit is kept. The text itself is not saved: keep its tokens.
 
@@ -522,17 +528,18 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         place: str = "device",
         resident_layers: int = 2,
     ) -> TikvCache:
-        """Make a cache from a file; the model continues as if the saved cache had never been saved.
+        """Make a cache from a file; the model continues as if the cache had never been saved.
 
         Args:
             path: of a file that `save` wrote.
-            config: of the model that it was saved of.
-            device: where the model is; None: on a device of the kind that it was on.
-            place, resident_layers: as of the class, whatever they were when it was saved.
+            config: the configuration of the model whose cache was saved.
+            device: where the model is; None for a device of the kind that the saved cache was on.
+            place, resident_layers: as in the class, whatever they were when the cache was saved.
 
         Raises:
-            CacheFileError: the file is missing, damaged, no `TikvCache`, or of a model of another configuration.
-            ArchError: the engine runs elsewhere than on the device.
+            CacheFileError: the file is missing or damaged, does not hold a `TikvCache`, or belongs to a model with a
+                different configuration.
+            ArchError: the engine runs on a different device.
         """
         operation = f"{OPERATION}.load"
         if not hasattr(config, "get_text_config"):
@@ -548,7 +555,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, scales and keys of an indexer, filled or not; not of copies of layers on the host."""
+        """Bytes of keys, values, scales and an indexer's keys, filled or not.
+
+        With ``place="host"``, the GPU's copies of layers are not counted.
+        """
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         indexed = sum(layer._indexer.nbytes for layer in self.layers if isinstance(layer, IndexedLayer))
         return indexed + sum(store.nbytes for store in stores if store is not None)

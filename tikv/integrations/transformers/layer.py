@@ -145,12 +145,12 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             *args, **kwargs: what else models pass; ignored.
 
         Returns:
-            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache if the storage dtype is the model's
-            and gradients are off, else a copy. For one token and attention "tikv", they are tensors that become a copy
-            as soon as something else uses them. `get_mask_sizes` returns n beforehand.
+            Keys and values, each (batch, num_kv_heads, n, head_dim). They are views of the cache if the storage dtype
+            is the model's and gradients are off, else copies. For one token and attention "tikv", they are tensors that
+            become copies as soon as something else uses them. `get_mask_sizes` returns n beforehand.
 
         Raises:
-            ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
+            ShapeError, DTypeError, ArchError: the tokens do not fit the model, batch, dtype or device of the cache.
             CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
         """
         if _is_traced():

@@ -35,16 +35,16 @@ def warmup(
     """Compile now what a model will need later: kernels are otherwise compiled by the first call that needs them.
 
     It makes the model's calls with zeros, on the store itself: prompts and single tokens, with few and with many tokens
-    in the store, in one layer of each window. The store must be empty, and is empty again afterwards; no second store
-    is allocated. The calls are plain: kernels for `return_mass`, ``indices``, masks, trees, soft caps, sink logits,
-    slopes, `compact` and other methods are compiled by the first call that uses them.
+    in the store, in one layer for each size of window. The store must be empty, and is empty again afterwards; no
+    second store is allocated. The calls are plain: kernels for `return_mass`, ``indices``, masks, trees, soft caps,
+    sink logits, slopes, `compact` and other methods are compiled by the first call that uses them.
 
     Args:
         *what: a `KVCacheStore` or a `PagedKVCacheStore` without tokens; a `TikvCache` without tokens, which is copied;
-            or names in `tikv.variants`. Without arguments, all of these variants.
+            or names in `tikv.variants`. Without arguments, all variants.
         query_heads: heads of the model's queries. For a `TikvCache`, None takes the configuration's.
         tokens: how many new tokens a call brings, one number or several: 1 for decoding, or a prompt's length. All
-            prompts longer than some hundred tokens use the same kernels.
+            prompts longer than a few hundred tokens use the same kernels.
         formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
         steps: also compile the decode step of `tikv.compile_step`, for each layer.
@@ -57,13 +57,14 @@ def warmup(
         before. For variants, their names.
 
     Raises:
-        OptionError: it is not one of these, or holds tokens; query_heads is missing; no such dtype or variant.
-        CapacityError: a layer has no room for as many tokens, or a pool has too few free blocks.
+        OptionError: the object is not one of these, or holds tokens; query_heads is missing; a dtype or variant does
+            not exist.
+        CapacityError: a layer has no room for so many tokens, or a pool has too few free blocks.
         ShapeError: num_kv_heads does not divide query_heads.
         TikvError: as `extend` raises it.
 
     Cost: 0.1 to 2 s per kernel in the first process, later the time to read it from the engine's cache on disk; plus
-        the time of the calls. One layer of each window is filled once for each entry of ``tokens`` up to 8.
+        the time of the calls. For each number in ``tokens`` up to 8, one layer for each size of window is filled once.
 
     Examples:
         >>> import tikv
