@@ -81,7 +81,7 @@ def shapes_of(machine):
 
 
 def sets_of(machine, storage, batch):
-    """(K, V) of a storage; several pairs where one would fit the cache."""
+    """(K, V) of a storage; several pairs if one would fit into the L2 cache."""
     return [[machine.randn(*storage.shape) for _ in "kv"] for _ in range(4 if batch == 1 and machine.on_gpu else 1)]
 
 
@@ -134,8 +134,8 @@ def prompts(machine):
     """TFLOP/s of what the causal masks leave."""
     keys, counts = PROMPTS[machine.small]
     flash = iter(flash_attention_3.times([(1, new, keys, GROUP, p) for new in counts for p in (0, PAGE)]))
-    peers = ("FlashAttention-3", "times its speed", "torch, flash", "torch, cuDNN, no mask", "times its flash's speed")
-    table = Table("new tokens", "storage", "us", "tikv, TFLOP/s", *peers)
+    head = "FlashAttention-3 | times its speed | torch, flash | torch, cuDNN, no mask | times torch flash's speed"
+    table = Table("new tokens", "storage", "us", "tikv, TFLOP/s", *head.split(" | "))
     for new in counts:
         for kind in STORAGES:
             name, fa3 = (f"{new:,}", kind.__name__.lower()), next(flash)
@@ -311,7 +311,7 @@ def dequantize(machine):
 
 
 def latent(machine):
-    """Where the values are columns of the keys, and where they are an array of their own."""
+    """Attention to values that are columns of the keys, and to those in an array of their own."""
     width, width_v = 576, 512
     columns = "query heads | values | us | GB/s | of the device's read rate | TFLOP/s | torch, two arrays, us"
     table = Table("sequences x tokens", *columns.split(" | "))

@@ -2,7 +2,7 @@
 
 
 def captured(step):
-    """A call that replays what a step launches; it is run once before, where everything is compiled."""
+    """A call that replays what a step launches; the step runs once before its capture, to compile everything."""
     import torch
 
     side = torch.cuda.Stream()

@@ -84,7 +84,7 @@ def pytest_addoption(parser):
 
 
 def pytest_itemcollected(item):
-    """Without timing, a row whose parameters all have values of rows before it waits for --full, as tests do."""
+    """Without timing, a row whose parameters all have values of rows before it needs --full, as in tests."""
     if _is_smoke(item.config):
         item.add_marker(pytest.mark.full(each_value=True))
 

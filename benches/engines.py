@@ -148,7 +148,7 @@ def main(words):
         child.stdin.close()
         child.wait()
     print(f"{environment.line(environment.environment(['cpu']))}\n")
-    print("| case | taichi, fastest / lower quartile | quadrants | its time to taichi's |\n| --- | --- | --- | --- |")
+    print("| case | taichi, fastest / lower quartile | quadrants | times taichi's time |\n| --- | --- | --- | --- |")
     for name in names:
         both = [[which(seconds[engine, name]) * 1e6 for engine in children] for which in (min, lower_quartile)]
         times = " | ".join(f"{a:,.1f} / {b:,.1f} us" for a, b in zip(*both, strict=True))

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def environment(archs) -> dict:
-    """Devices, cores, what else the machine did, versions, commit and date; of back ends that are here."""
+    """The devices of these back ends, cores, the machine's load, versions, commit and date."""
     return {
         "devices": {arch: runtime.device_name(arch) for arch in archs},
         "cores": os.cpu_count(),
@@ -27,7 +27,7 @@ def environment(archs) -> dict:
 
 
 def line(about: dict, archs=None) -> str:
-    """The same as a line, of what is known; `archs`: only the devices of these."""
+    """The same as one line, without what is unknown; `archs`: only the devices of these."""
     parts = [device for arch, device in about["devices"].items() if archs is None or arch in archs]
     known = (("cores", "{} cores"), ("load", "load {} before"), ("system", "{}"), ("python", "Python {}"))
     parts += [text.format(about[name]) for name, text in known if about.get(name) is not None]

@@ -59,8 +59,8 @@ def measured(machine, case):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one case, without a GPU too")
-    parser.add_argument("--case", choices=CASES, help="measure it in this process")
+    parser.add_argument("--small", action="store_true", help="one case, also without a GPU")
+    parser.add_argument("--case", choices=CASES, help="measure this case, in this process")
     given = parser.parse_args()
     if given.case:
         measured(Machine(given.small), given.case)

@@ -34,7 +34,7 @@ def times(shapes):
 
 
 def by_torch(batch, new, keys, group, page, splits):
-    """Of the package for torch."""
+    """Microseconds of a shape by the package for torch."""
     import torch
     from flash_attn_interface import flash_attn_with_kvcache
 
@@ -58,7 +58,7 @@ def started():
 
 
 def by_jax(batch, new, keys, group, page, splits):
-    """Of the package for JAX."""
+    """Microseconds of a shape by the package for JAX."""
     import jax
     import numpy as np
     from flash_attn3_jax import flash_mha_with_kvcache

@@ -35,7 +35,7 @@ def model_of(layers, width, heads, kv_heads, head_dim):
 
 
 def caches(dtypes):
-    """Pairs to alternate: (name, attention, a function that makes a cache from a configuration and a length)."""
+    """What alternates: (name, attention, a function that makes a cache from a configuration and a length)."""
     yield "DynamicCache", "sdpa", lambda config, length: transformers.DynamicCache(config=config)
     for dtype in dtypes:
         yield (
@@ -110,7 +110,7 @@ def main():
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of generate")
+    parser.add_argument("--threads", type=int, default=1, help="threads of generate")
     args = parser.parse_args()
     threads = 1 if args.what == "step" else args.threads
     torch.set_num_threads(threads)

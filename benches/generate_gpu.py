@@ -103,7 +103,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also add the run to this file")
     given = parser.parse_args()
     if not given.small and not torch.cuda.is_available():
-        raise SystemExit("no NVIDIA GPU is here; --small runs a small model on the CPU")
+        raise SystemExit("no NVIDIA GPU was found; --small runs a small model on the CPU")
     print(environment.line(environment.environment(["cpu" if given.small else "cuda"])), flush=True)
     runs = generations(PROCESSES[given.what], given.small)
     if given.json and runs:

@@ -32,12 +32,12 @@ CHECKED = 64  # queries of a prompt whose results are compared
 
 
 class Machine:
-    """Where calls are timed. With `small` the CPU serves where no GPU is."""
+    """Where calls are timed. With `small`, it is the CPU if there is no GPU."""
 
     def __init__(self, small, **options):
         self.small, self.on_gpu = small, torch.cuda.is_available()
         if not self.on_gpu and not small:
-            raise SystemExit("no NVIDIA GPU is here; --small runs tiny sizes on the CPU")
+            raise SystemExit("no NVIDIA GPU was found; --small runs tiny sizes on the CPU")
         self.device = "cuda" if self.on_gpu else "cpu"
         tikv.init(self.device, **options)
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class Machine:
         return (time.perf_counter() - start) * 1e6
 
     def peer_us(self, *calls):
-        """The same of a peer, or what it says where it does not serve."""
+        """The same for a peer, or its error if it cannot do this."""
         try:
             return self.us(*calls)
         except RuntimeError as error:
@@ -101,7 +101,7 @@ class Table:
         print(f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
 
     def row(self, *cells):
-        """Print a row: text, or figures, of which three digits or one behind the point are shown."""
+        """Print a row: text, or figures, of which three digits, or all before the point, are shown."""
         shown = [cell if isinstance(cell, str) else number(cell) for cell in cells]
         shown += [""] * (self._columns - len(shown))
         print(f"| {' | '.join(shown)} |", flush=True)
@@ -175,7 +175,7 @@ def started(text, what, formats=()):
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(what))
-    parser.add_argument("--small", action="store_true", help="tiny sizes, once each, without a GPU too")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, once each, also without a GPU")
     if formats:
         parser.add_argument("--formats", nargs="+", choices=formats, help="formats beside float16 (all)")
     given = parser.parse_args()

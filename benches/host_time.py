@@ -85,7 +85,7 @@ def cases(machine):
 
 def calls(machine):
     """Of operations, stores and pools."""
-    table = Table("call", "us until it returns", "beside it, by torch", "us", "times that")
+    table = Table("call", "us until it returns", "beside it, by torch", "us", "times torch's time")
     for name, call, peer, other in cases(machine):
         with table.attempt(name):
             us, other_us = host_us(machine, call), "" if other is None else host_us(machine, other)

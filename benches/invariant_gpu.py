@@ -57,8 +57,8 @@ def measured(small, setting):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, once each, without a GPU too")
-    parser.add_argument("--setting", choices=["default", "invariant"], help="measure one, in this process")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, once each, also without a GPU")
+    parser.add_argument("--setting", choices=["default", "invariant"], help="measure this setting, in this process")
     given = parser.parse_args()
     if given.setting:
         measured(given.small, given.setting == "invariant")

@@ -64,7 +64,7 @@ def bytes_of(cache):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a small model, without a GPU too")
+    parser.add_argument("--small", action="store_true", help="a small model, also without a GPU")
     machine = Machine(parser.parse_args().small)
     size, dtype, batch, prompt, steps = SIZES[machine.small]
     print(environment.line(environment.environment([machine.device])), flush=True)
@@ -77,7 +77,7 @@ def main():
         "TikvCache, host, int8": lambda: TikvCache(model.config, **made, dtype="int8"),
         "TikvCache, host, 4 bits": lambda: TikvCache(model.config, **made, dtype=tikv.Quant(4, 64)),
     }
-    columns = ("cache, MB", "GB/s", "of the link's rate", "times offloaded's speed", "tokens as offloaded's")
+    columns = ("cache, MB", "GB/s", "of the link's rate", "times offloaded's speed", "tokens as with offloading")
     table = Table("cache", "prompt, ms", "a step, ms", *columns)
     link = ""
     if machine.on_gpu:

@@ -112,9 +112,9 @@ class Table(NamedTuple):
 
 
 def only(found, what):
-    """The one that there is."""
+    """The only one of these; it is an error if there are others, or none."""
     if len(found) != 1:
-        raise SystemExit(f"report: the H200's files in docs/ have {len(found)} times {what}, and it has to be once")
+        raise SystemExit(f"report: the H200's files in docs/ have {len(found)} times {what} instead of once")
     return found[0]
 
 
@@ -316,7 +316,7 @@ def fill(axes, panel: Panel, theme: str):
 
 
 def figure_of(columns: list[list[Panel]], line: str, theme: str):
-    """All panels, each as high as it has bars."""
+    """All panels, each as high as the number of its bars needs."""
     from matplotlib import patches, pyplot
 
     whole = pyplot.figure(figsize=(10, 12), layout="constrained")

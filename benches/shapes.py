@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """What of a model its KV cache sees."""
+    """What a KV cache needs to know about its model."""
 
     num_kv_heads: int
     head_dim: int

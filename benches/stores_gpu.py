@@ -86,7 +86,7 @@ def channels(machine):
 
 
 def rotated(machine):
-    """A write of all tokens and decode attention, with and without the turn."""
+    """A write of all tokens and decode attention, with and without rotation."""
     table = Table("format", "work", "us", "GB/s", "times that without rotate")
     batch, tokens = SIZES[machine.small]
     for bits in (8, 4, 3, 2) if machine.on_gpu else (4,):

@@ -122,7 +122,7 @@ def run(file: pathlib.Path, found: dict, chosen: list[tuple[str, list[str]]], se
 
 
 def add(found: dict, table: dict, now: dict) -> None:
-    """Add a table, with its environment where that is not the others' by more than load and date."""
+    """Add a table, with its environment if that differs from the file's by more than load and date."""
     if any(now[key] != found["environment"][key] for key in now if key not in ("load", "date")):
         table["environment"] = now
     found["tables"].append(table)
@@ -231,7 +231,7 @@ def filled(text: str, name: str, found: dict) -> str:
 
 
 def stale(page: pathlib.Path) -> list[str]:
-    """Files whose tables a page shows otherwise than they are; a page names them from where it lies."""
+    """Files whose tables a page does not show as they are; it names files relative to its own folder."""
     text = page.read_text(encoding="utf-8")
     wrong = []
     for name in [mark[2] for mark in MARKED.finditer(text)]:

@@ -114,7 +114,7 @@ def markdown(found: dict, short: bool = False) -> str:
 
 
 def cell(run: dict, field: str, row: dict) -> str:
-    """A figure of a row as the table has it; why the row failed, or "not measured", where there is not one."""
+    """A figure of a row as the table has it, or why the row failed, or "not measured"."""
     if row.get("failed"):
         return row["failed"].partition(":")[0]
     if row.get(field) is None:
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=pathlib.Path, default=DOCS / "whole_models_h200.json")
     parser.add_argument(
-        "--svg", metavar="STEM", default=str(DOCS / "whole-model"), help="of STEM-light.svg and STEM-dark.svg"
+        "--svg", metavar="STEM", default=str(DOCS / "whole-model"), help="draw STEM-light.svg and STEM-dark.svg"
     )
     given = parser.parse_args()
     found = json.loads(given.file.read_text(encoding="utf-8"))

@@ -143,7 +143,7 @@ def test_a_peer_that_fails_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     (why,) = peer.times([[1, 1, 64, 4, 0]])
-    assert why.startswith("failed: RuntimeError: no NVIDIA GPU is here")
+    assert why.startswith("failed: RuntimeError: no NVIDIA GPU was found")
 
 
 def test_processes_of_a_whole_generate_become_one_run():

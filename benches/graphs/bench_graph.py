@@ -26,7 +26,7 @@ def place(array, arch):
 
 
 class Step:
-    """A decode step in two forms over the same rows; `results` are what it wrote and what it returned."""
+    """A decode step in two forms over the same rows: `forms` are their calls, `written` is what one of them wrote."""
 
     def __init__(self, arch, rng, smoke):
         self.heads, self.width, self.layers = shapes.SMOKE if smoke else shapes.MODELS["2x64"]

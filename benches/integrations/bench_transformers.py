@@ -70,7 +70,7 @@ def bench_update(arch, rng, length, peer, smoke, sizes, timed):
 def bench_decode_in_4_bits(arch, peer, smoke, timed):
     """One token into a layer of 4 bits and its attention; the others are the back ends of transformers' QuantizedCache.
 
-    That dequantises all its tokens for each new one.
+    A QuantizedCache dequantises all its tokens for each new one.
     """
     if peer != "tikv":
         pytest.importorskip({"quanto": "optimum.quanto"}.get(peer, peer), reason=f"{peer} is not installed")

@@ -41,7 +41,8 @@ class Work:
         q = rng.standard_normal((batch, heads * group, width))
         self.q = q.astype(np.float16 if dtype == "float16" else np.float32)
         self.bytes = self.k.nbytes + self.v.nbytes + (0 if self.scale is None else 2 * self.scale.nbytes)
-        self.case = f"{place} {dtype}, {batch} x {length} tokens, {heads} x {width}, {group} queries a head"
+        grouped = f"{group} query head{'s' * (group > 1)} per KV head"
+        self.case = f"{place} {dtype}, {batch} x {length} tokens, {heads} x {width}, {grouped}"
         real = 1.0 if self.scale is None else 1 / 32
         self.want = np.stack(
             [
@@ -92,7 +93,7 @@ class Work:
         return lambda: tikv.decode_attention(q, k, v, lens, **options)
 
     def _torch(self):
-        """SDPA over a contiguous cache; over pages, behind a gather, which is what there is."""
+        """SDPA over a contiguous cache; over pages after a gather, since torch has no other way."""
         import torch
 
         q, k, v = (oracle.to_torch(a, self.arch) for a in (self.q, self.k, self.v))

@@ -1,4 +1,4 @@
-"""Decode over KV heads of different lengths beside heads that all have the mean, and with the mass of each key.
+"""Decode over KV heads of different lengths beside heads that all have the mean length, and with the mass of each key.
 
 After a compaction that keeps half of the tokens on average, heads hold from 10 to 90 %. Attention reads as much as if
 each held half, and should take at most 1.1 times as long. With the mass of each key it reads K a second time, and
@@ -33,10 +33,10 @@ class Work:
         self.v = np.ascontiguousarray(self.k[:, :, ::-1])
         self.q = rng.standard_normal((batch, heads * GROUP, WIDTH)).astype(np.float16)
         self.row_bytes = 2 * WIDTH * 2  # of K and V
-        self.case = f"{batch} x {heads} heads, {capacity // 2} tokens on average, {GROUP} queries a head"
+        self.case = f"{batch} x {heads} heads, {capacity // 2} tokens on average, {GROUP} query heads per KV head"
 
     def check(self, out):
-        """The first sequence is right."""
+        """Fail unless the result of the first sequence is right."""
         got = oracle.to_numpy(out)[0].astype(np.float64)
         for h in range(len(got)):
             n = self.lens[0, h // GROUP]

@@ -1,4 +1,4 @@
-"""`summarize_pages` of all keys of a cache, and what an append costs that keeps summaries of pages."""
+"""`summarize_pages` of all keys of a cache, and the cost of an append that keeps summaries of pages."""
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ def bench_summarize_pages(arch, rng, peer, case, smoke, timed):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
 def bench_append_with_summaries(arch, rng, peer, page, smoke, timed):
-    """A token of 8 heads of 128 float16, and another: with summaries the launch reads up to 15 rows of each head."""
+    """Single tokens of 8 heads of 128, float16: with summaries each launch reads up to 15 rows of each head."""
     heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=width, capacity=4096, page_summaries=page)
     k, v = (oracle.place(rng.standard_normal((1, heads, width)).astype(np.float16), arch) for _ in "kv")

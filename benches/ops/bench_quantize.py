@@ -1,4 +1,4 @@
-"""Pools of fewer bits: quantising on the way against a plain write of the same rows, and reading back."""
+"""Pools of fewer bits: writes that quantise, beside a plain write of the same rows, and reading back."""
 
 import numpy as np
 import oracle
@@ -47,7 +47,7 @@ def bench_write_groups(arch, rng, peer, stored, sizes, smoke, timed):
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
 @pytest.mark.parametrize("stored", ["float16", "int8", "float8_e4m3fn"])
 def bench_write_numbers(arch, rng, peer, stored, sizes, smoke, timed):
-    """The write that all others are compared with, int8 with a scale a row, and floats of 8 bits."""
+    """The float16 write that all others are compared with; int8 with a scale per row, and 8-bit floats."""
     dtype = dtypes.parse(stored, "bench")
     heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     block = (shapes.SMOKE_SCATTER if smoke else shapes.SCATTER).block

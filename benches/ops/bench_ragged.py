@@ -49,7 +49,7 @@ class Batch:
 
 @pytest.mark.parametrize("peer", ["tikv", "torch", "numpy"], indirect=True)
 def bench_append_ragged(arch, rng, peer, sizes, smoke, timed):
-    """On a GPU many calls are in flight, of the append as of the copy it is compared with: not the wait for one."""
+    """On a GPU many calls are in flight, as with the copy for comparison, so the wait for each call is not timed."""
     heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     scatter = shapes.SMOKE_SCATTER if smoke else shapes.SCATTER
     batch = Batch(arch, rng, peer, heads, width, scatter.sequences, scatter.new, 8 * scatter.new)

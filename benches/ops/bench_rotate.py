@@ -1,4 +1,4 @@
-"""`rotate` of the keys of half a gibibyte, all to new positions, as after a compaction."""
+"""`rotate` of half a gibibyte of keys, all to new positions, as after a compaction."""
 
 import numpy as np
 import oracle
@@ -12,7 +12,7 @@ from tikv.tools import roofline
 
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
 def bench_rotate(arch, rng, peer, smoke, timed):
-    """What is read and written is counted, not the tables; positions come from the host in each call, four in a row."""
+    """What is read and written is counted, not the tables; positions come from the host in each of four calls."""
     heads, width, layers = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     rows = 16 if smoke else 8192
     before = rng.standard_normal((layers, heads, rows, width), np.float32).astype(np.float16)

@@ -108,7 +108,7 @@ def bench_append_all(arch, rng, peer, sizes, smoke, timed):
 @pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)
 @pytest.mark.parametrize("cached", ["short", "long"])
 def bench_append_after(arch, rng, peer, cached, sizes, timed):
-    """One more token behind few and behind many. torch concatenates, as a cache that grows does."""
+    """One more token after few and after many. torch concatenates, as a growing cache does."""
     heads, width, _ = shapes.MODELS["2x64"]
     dtype, length = np.dtype(np.float16), getattr(sizes, cached)
     old = [oracle.random_bits(rng, (length, heads, width), dtype) for _ in "kv"]

@@ -9,7 +9,7 @@ import tikv
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("axis", ["tokens", "head_dim"])
-def bench_attend_over_groups_of(arch, rng, axis, group, smoke, timed):
+def bench_attend_over_groups(arch, rng, axis, group, smoke, timed):
     heads, tokens, width = (2, 128, 64) if smoke else (8, 8192, 128)
     quant, form = tikv.Quant(4, 64, axis, 64 if axis == "tokens" else 0), {"capacity": tokens}
     form |= {"num_layers": 1, "num_kv_heads": heads, "head_dim": width}

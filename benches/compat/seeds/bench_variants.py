@@ -1,4 +1,4 @@
-"""Each named copy by its own name and in its own form of arguments; a row of `spec.VARIANTS` needs no line here."""
+"""Each named copy, called by its own name with its own arguments. A row of `spec.VARIANTS` needs no line here."""
 
 import numpy as np
 import oracle
