@@ -66,7 +66,7 @@ def step_seconds(shape: Shape, ranks: int, tokens: int, batch: int, cluster: Clu
 def table(tokens: int, batch: int, cluster: Cluster) -> str:
     """The table of docs/many_devices.md."""
     lines = [
-        "| model | ranks | cache a rank | received a step | read | gather | step | one rank |",
+        "| model | ranks | cache per rank | received per step | read | gather | step | one rank |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, shape in MODELS.items():

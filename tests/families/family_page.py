@@ -21,9 +21,9 @@ torch {torch} on a CPU. This command tried the models and wrote the page:
 python tests/families/survey.py --write docs/families.md
 ```
 
-For every class with `generate`, the command makes a tiny model with random weights: few layers of each kind, narrow,
-and with weights so large that attention matters. It compares the logits of each step with those of the same model
-without a cache, which gets the whole text each time. There are seven settings:
+For every class with `generate`, the command makes a tiny model with random weights. The model has few layers of each
+kind, all of them narrow, and its weights are so large that attention matters. The command compares the logits of each
+step with those that the same model computes from the whole text, without a cache. There are seven settings:
 
 - a prompt of {prompt} tokens and then {steps} single ones ("steps" in the table);
 - a batch of {lengths} tokens, padded on the left ("left-padded");
@@ -31,24 +31,24 @@ without a cache, which gets the whole text each time. There are seven settings:
 - three tokens that `crop` takes back ("crop");
 - beams that change their order ("reorder");
 - `generate`;
-- for an encoder-decoder, a separate cache for each of the two.
+- for an encoder-decoder, one cache for the decoder's tokens and another one for the encoder's.
 
 Each setting runs with attention "eager", "sdpa" and "tikv", if the model supports them. The first three also run with
 an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention. Logits count as right
 if they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
 
 Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
-many standard deviations: "as transformers' own cache, which is 0.5 from no cache" means that `TikvCache` gives the same
-logits as that cache. If a model has layers that choose keys by an indexer, the notes say in which form the model passes
-the choice to attention "tikv", which then read only those keys.
+many standard deviations: "the same as transformers' own cache, which differs by 0.5" means that `TikvCache` gives the
+same logits as that cache. If a model has layers in which an indexer chooses keys, the notes say in which form the model
+passes the choice to attention "tikv", which then reads only those keys.
 
 The column `TikvCache` has one of these words:
 
-- **yes**: all settings are right, or the same as with transformers' own cache, as the notes say;
-- **refused**: `TikvCache(model.config)` raises an error, which says which layer it refuses and why;
+- **yes**: each setting is right, or it gives the same as with transformers' own cache, and then the notes say so;
+- **refused**: `TikvCache(model.config)` raises an error, which the notes quote;
 - **differs**: something is not right, and the notes say what;
 - **no cache**: the model takes none of transformers' caches;
-- **not run**, **not built**: no tiny model could try it, and the notes say why.
+- **not run**, **not built**: no setting fits the model, or a tiny model could not be built; the notes say why.
 
 {counts}.
 

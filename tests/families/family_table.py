@@ -156,7 +156,7 @@ def random(*shape: int) -> Any:
 
 
 # Models that no call of the settings fits, and why.
-_PARTS = "its generate hands over to its parts"
+_PARTS = "its generate calls that of its parts"
 _ENCODED = "it takes an image with every call; the language model in it is a family of its own"
 NOT_RUN = {
     "BarkModel": _PARTS,
@@ -164,22 +164,22 @@ NOT_RUN = {
     "BlipForQuestionAnswering": f"{_PARTS}: BlipTextLMHeadModel",
     "Blip2ForConditionalGeneration": _ENCODED,
     "ClvpModelForConditionalGeneration": f"{_PARTS}: ClvpForCausalLM",
-    "CsmDepthDecoderForCausalLM": "it decodes the codebooks of a single moment",
+    "CsmDepthDecoderForCausalLM": "it decodes the codebooks of a single audio frame",
     "Gemma4AssistantForCausalLM": "it reads the keys of the model that it assists",
     "Gemma4UnifiedAssistantForCausalLM": "it reads the keys of the model that it assists",
     "InstructBlipForConditionalGeneration": _ENCODED,
     "InstructBlipVideoForConditionalGeneration": _ENCODED,
     "Kosmos2ForConditionalGeneration": f"{_PARTS}: Kosmos2TextForCausalLM",
-    "Llama4ForConditionalGeneration": "its forward fails without an image; in it is Llama4ForCausalLM",
-    "MoshiDepthDecoder": "it decodes the codebooks of a single moment",
+    "Llama4ForConditionalGeneration": "its forward fails without an image; it contains Llama4ForCausalLM",
+    "MoshiDepthDecoder": "it decodes the codebooks of a single audio frame",
     "MoshiForConditionalGeneration": f"{_PARTS}: MoshiForCausalLM, MoshiDepthDecoder",
     "Qwen2_5OmniForConditionalGeneration": f"{_PARTS}: the thinker and the talker",
     "Qwen2_5OmniTalkerForConditionalGeneration": "it takes hidden states of the thinker",
     "Qwen3OmniMoeForConditionalGeneration": f"{_PARTS}: the thinker and the talker",
-    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": "it decodes the codebooks of a single moment",
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": "it decodes the codebooks of a single audio frame",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "it takes hidden states of the thinker",
     "RagTokenForGeneration": "it takes documents that were retrieved; the generator in it is a family of its own",
-    "SeamlessM4Tv2TextToUnitForConditionalGeneration": "it gives all units at once",
+    "SeamlessM4Tv2TextToUnitForConditionalGeneration": "it computes all units at once",
     "VoxtralRealtimeForConditionalGeneration": "it takes a piece of speech with every token",
 }
 

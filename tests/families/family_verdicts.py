@@ -222,7 +222,7 @@ def _judged(attention: str, setting: str, ours: Any, theirs: Any = None, between
             return False, ""
         return False, f"{setting}: transformers' own cache raises too: {theirs}"
     if isinstance(theirs, float) and not theirs < TOLERANCE and between is not None and between < TOLERANCE:
-        return False, f"{setting}: as transformers' own cache, which is {theirs:.2g} from no cache"
+        return False, f"{setting}: the same as transformers' own cache, which differs by {theirs:.2g}"
     return True, f"{attention}, {setting}: {_number(ours)} from no cache"
 
 

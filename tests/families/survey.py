@@ -175,7 +175,7 @@ def child(options: Any) -> int:
         except Exception as error:
             found = [{"class": "", "not built": family_verdicts.told(error)}]
         if not found:
-            found = [{"class": "", "not run": "it generates by a function of its own"}]
+            found = [{"class": "", "not run": "it generates with a function of its own"}]
         print(json.dumps(found), file=answers, flush=True)
     return 0
 

@@ -264,10 +264,10 @@ def test_assisted_decoding_keeps_states_or_is_refused(family, arch):
 
 REFUSED = {
     "MambaConfig": "no layer of MambaConfig has attention",
-    "RwkvConfig": "RwkvForCausalLM has a cache of its own kind: it is the model of RwkvConfig",
+    "RwkvConfig": "RwkvForCausalLM has a cache of its own kind, and its configuration is RwkvConfig",
     "XLNetConfig": "XLNetLMHeadModel has a cache of its own kind",
     "MiniMaxConfig": "MiniMaxForCausalLM has a cache of its own kind",
-    "OpenAIGPTConfig": "OpenAIGPTLMHeadModel takes no cache: it is the model of OpenAIGPTConfig. Use it without cache=",
+    "OpenAIGPTConfig": "OpenAIGPTLMHeadModel takes no cache, and its configuration is OpenAIGPTConfig",
     "DeepseekV4Config": "layer 0 of DeepseekV4Config is of type 'heavily_compressed_attention', which keeps keys",
     "BltConfig": "BltConfig does not say what its layers are: .*num_hidden_layers",
 }

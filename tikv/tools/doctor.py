@@ -37,7 +37,7 @@ REMEDIES = {
     "metal": "Metal needs macOS on Apple silicon.",
     "cuda": "Install NVIDIA's driver; `nvidia-smi` must list a GPU.",
     "vulkan": "Install a Vulkan driver and loader (Debian: mesa-vulkan-drivers libvulkan1).",
-    "amdgpu": "Never run yet. It needs engine='quadrants' and AMD's driver (ROCm).",
+    "amdgpu": "tikv was never run on amdgpu, which needs engine='quadrants' and AMD's driver (ROCm).",
     "cpu": " Or: ".join(engine.remedy for engine in engines.ALL.values()),
 }
 

@@ -92,7 +92,9 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
     name = type(config).__name__
     kind: Any = type(text)
     if why := shim.without_a_cache(kind):
-        raise OptionError(f"{OPERATION}: {why}: it is the model of {type(text).__name__}. Use it without cache=.")
+        raise OptionError(
+            f"{OPERATION}: {why}, and its configuration is {kind.__name__}. Use the model without cache=."
+        )
     try:
         kinds = shim.layer_kinds(text)
     except AttributeError as error:
@@ -104,8 +106,8 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         if layer.kind not in ("full", "sliding", "state", "none"):
             what = _OTHER_LAYERS.get(layer.kind, "holds something other than keys and values")
             raise OptionError(
-                f"{OPERATION}: layer {i} of {name} is of type {layer.kind!r}, which {what}. Supported are "
-                "full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
+                f"{OPERATION}: layer {i} of {name} is of type {layer.kind!r}, which {what}. TikvCache "
+                "supports full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
                 "layers with a state. Use transformers' own cache."
             )
     found = {layer.kind for layer in kinds}
