@@ -23,7 +23,8 @@ class Ranks:
         world: the number of ranks.
 
     Raises:
-        GroupError: torch.distributed is not installed or not started, the group is gone, or this process is not in it.
+        GroupError: torch.distributed is not started, the group is gone, or this process is not in it.
+        MissingPackageError: torch is not installed.
     """
 
     def __init__(self, group: Any, operation: str) -> None:

@@ -68,7 +68,8 @@ class ShardedKVCacheStore:
         local: a `KVCacheStore` with this rank's heads and tokens.
 
     Raises:
-        GroupError: the group does not exist, or torch is not installed.
+        GroupError: torch.distributed was not started, the group does not exist, or this process is not in it.
+        MissingPackageError: torch is not installed.
         OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh's dimensions, or the number of KV heads
             is not a multiple of the number of ranks.
         TikvError: as `KVCacheStore` raises it.
@@ -141,7 +142,7 @@ class ShardedKVCacheStore:
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
-        Where tokens are sharded, a call with ``positions`` has one token per sequence.
+        Where tokens are sharded, a call with ``positions`` must have one token per sequence.
 
         Raises:
             As `KVCacheStore.append`. Nothing is written.
@@ -185,8 +186,8 @@ class ShardedKVCacheStore:
             q: as in `KVCacheStore.attend`, with the query heads that read this rank's KV heads.
             layout, scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in
                 `KVCacheStore.attend`; logits and slopes are for q's heads. Where tokens are sharded, a call with
-                ``seq_lens`` has one query per sequence and no slopes, and the window of its layer, without the sinks,
-                is a multiple of the number of ranks times ``interleave``.
+                ``seq_lens`` must have one query per sequence and no slopes, and the window of its layer, without the
+                sinks, must be a multiple of the number of ranks times ``interleave``.
             return_mass, mass_queries: as in `KVCacheStore.attend`; every rank gets the mass of the tokens of all ranks,
                 for its own heads. Where tokens are sharded, this takes one more collective.
             **options: the other options, which are supported only where just the heads are sharded.
@@ -268,8 +269,8 @@ class ShardedKVCacheStore:
             As `append` and `attend`. The lengths are then unchanged, even if a process was lost meanwhile. New tokens
             of a sliding layer may already have overwritten older ones.
 
-        Cost: one collective, however long the prompt. Where tokens are sharded, one launch serves a block's queries, at
-            most 256.
+        Cost: where tokens are sharded, one collective, however long the prompt; one launch serves the queries of a
+            block, at most 256 of them.
         """
         operation = "ShardedKVCacheStore.extend"
         request = AttendRequest(

@@ -92,13 +92,15 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     """Receive what another process sends with `send_sequence`.
 
     Args:
-        pool: a `PagedKVCacheStore` created with the sender's arguments; only the number of blocks may differ.
+        pool: a `PagedKVCacheStore` created with the sender's arguments; only ``num_blocks`` and ``page_summaries`` may
+            differ.
         src: the sender's rank in the group.
         group: a process group, or None for all processes.
 
     Returns:
         The number of the new sequence, or a list of numbers if several were sent together. They share blocks as they
-        did in the sender's pool. A prefix of known tokens that is already in this pool is shared, not sent.
+        did in the sender's pool. If token ids were passed to `PagedKVCacheStore.add`, a prefix of these tokens that is
+        already in this pool is shared, not sent.
 
     Raises:
         ShapeError: the pools were created with different arguments. CapacityError: too few blocks are free. In both

@@ -27,8 +27,8 @@ class GraphBuilder(runtime.NotCopied):
     Each method takes the arguments of the function of the same name, with names in place of arrays. ``position``,
     ``first_valid`` and lengths may be ints, or names for which each run gives a number. A length may also be the name
     of an array. Lengths, positions and indices in device memory may change between runs: ``seq_lens``,
-    ``context_lens``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``, ``indices``. Attention, merges and the
-    fused write name what they return, for later calls and for the caller of `Graph.run`.
+    ``context_lens``, ``block_tables``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``, ``indices``. Attention,
+    merges and the fused write name what they return, for later calls and for the caller of `Graph.run`.
 
     Raises:
         OptionError: a name is not an identifier, is already taken, or stands for an array in one place and for a
@@ -241,7 +241,7 @@ class GraphBuilder(runtime.NotCopied):
 
         Exactness: both backends give the same bits.
         Cost: none yet; the first `Graph.run` with arrays of a kind compiles the kernels. On Vulkan (lavapipe), a launch
-            by a `ti.graph` takes 0.65 times as long as one by hand; on CPU, it would take 6 times as long as one
+            by a `ti.graph` takes 0.65 times as long as a separate one; on CPU, it would take 6 times as long as one
             through a kept launch context. ``pytest benches/graphs/bench_graph.py --arch cpu,vulkan`` times whole steps.
         """
         operation = "GraphBuilder.compile"

@@ -54,7 +54,10 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
 
 
 class Graph(runtime.NotCopied):
-    """Operations that run together, many times, with arrays of the same kinds as in the first run or of other kinds.
+    """Operations that run together, many times.
+
+    Runs may use arrays of any shapes, strides, dtypes and devices that the operations take. These make up the kind of
+    the arrays: the first run with arrays of a kind checks, compiles and binds for it, and later runs mainly launch.
 
     Attributes:
         arrays: names that `run` takes an array for.
@@ -94,8 +97,8 @@ class Graph(runtime.NotCopied):
             values: an array for each name in `arrays`, an int for each in `scalars`, either for each in `lengths`.
 
         Returns:
-            The results of the calls by name, each of the same kind as its call's first array. The graph owns their
-            memory, and the next run overwrites it; arrays of JAX and other libraries are copies.
+            The results of the calls by name, each an array of the same library as its call's first array. The graph
+            owns their memory, and the next run overwrites it; arrays of JAX and other libraries are copies.
 
         Raises:
             OptionError: a name is missing or unknown.

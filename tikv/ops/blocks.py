@@ -89,12 +89,13 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     """Copy whole blocks from one pool to another; one of them may be on the host and the other on the device.
 
     Args:
-        src_pool, dst_pool: pools of one dtype whose blocks have one shape; the numbers of blocks may differ. They may
+        src_pool, dst_pool: pools of one dtype whose blocks have one shape; the numbers of blocks may differ. Both may
             be the same array.
         pairs: (P, 2), each a block of ``src_pool`` and one of ``dst_pool``, as in `copy_blocks`.
 
     Raises:
-        PositionError, ShapeError: as in `copy_blocks`.
+        PositionError: as in `copy_blocks`.
+        ShapeError: the blocks have different shapes or gaps, or two pools that are not the same array overlap.
         DTypeError: the pools have different dtypes.
 
     Exactness: bit-exact.

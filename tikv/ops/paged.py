@@ -371,8 +371,8 @@ def gather_paged(
         length: tokens to read.
         layout: "NHD", "HND" or "VLLM".
         scale: (N, bs, H) for an int8 pool; a number or (H,) for a pool of 8-bit floats; not for other pools.
-        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; with a scale, float32, float16 or
-            bfloat16.
+        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; if there is a scale or the pool is a
+            `Quantized`, float32, float16 or bfloat16.
 
     Returns:
         ``out``; or a new `CacheArray` on the device, (length, H, D), of the pool's dtype, or float32 if there is a

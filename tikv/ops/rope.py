@@ -46,7 +46,7 @@ class NormRope:
         cos, sin: (positions, rope_dim / 2) float32 tables; a row for each position.
         rope_dim: elements rotated, even, at most D; None for all D.
 
-    The arrays are read in place at every use; do not resize them. For a device that cannot see them they are copied
+    The arrays are read in place at every use; do not resize them. If a device cannot see them, they are copied to it
     once, and later changes have no effect.
 
     Raises:

@@ -381,8 +381,9 @@ def norm_rope(
             last axis.
         how: the norm and the rotation.
         weight: "q" or "k": which of its weights the norm uses.
-        position: position of row 0 in the tables, if ``rope_positions`` is None.
-        rope_positions: (T,) int32 or int64.
+        position: position of the first token, if ``rope_positions`` is None: token ``t`` is rotated by row
+            ``position + t`` of the tables in ``how``.
+        rope_positions: (T,) int32 or int64, the row of the tables for each token.
         layout: "token_major" or "head_major", for ``x`` and for the result.
         out: array for the result, float32, float16 or bfloat16.
 

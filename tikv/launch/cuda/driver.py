@@ -231,7 +231,7 @@ def use_stream(handle: int) -> Iterator[None]:
     """A context in which launches go to this stream, given by its handle (`cudaStream_t` as an integer).
 
     The stream must belong to the device of the stores that are used on it, and must live until they are gone and the
-    work is done. Torch's streams need no such context: launches always go to torch's current stream.
+    work is done. Torch's streams need no such context: outside of one, launches go to torch's current stream.
     """
     token = _given.set(int(handle))
     try:

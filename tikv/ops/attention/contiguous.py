@@ -121,8 +121,8 @@ def decode_attention(
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
-            token; an index on the host is not a token of its sequence. Lengths and parents that only the device knows
-            are limited to the valid range, and indices that only it knows are ignored if they are outside of it.
+            token; an index on the host is not a token of its sequence. On the device, lengths and parents are limited
+            to their valid range, and indices that are not tokens of their sequence are ignored.
         CapacityError: a length on the host is beyond the capacity, the window is not larger than the sinks, or the
             window of a ring is larger than the capacity.
         ShapeError, DTypeError, OptionError: the arrays do not fit, int8 has no scales, or ``impl`` is unknown.
@@ -138,10 +138,10 @@ def decode_attention(
         for formats with groups of 8-bit or 4-bit codes, with float16 scales, q of float16 or bfloat16, and heads of 64,
         96 or 128; weights and dequantised values are then rounded to float16, and the same bounds hold. They are used
         for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but float8_e5m2 and mxfp4 need
-        compute capability 9.0 and the native launcher. With both, K and V in int8, 8-bit floats or groups of 8-bit or
-        4-bit codes, in heads of 64, 96, 128 or 256, are rounded to the dtype of q for prompts of at least 128 query
-        rows per KV head. Results are then within these bounds of attention over the rounded numbers; with float16,
-        numbers beyond 65,504 become infinite.
+        compute capability 9.0 and the native launcher. On such a GPU with that launcher, K and V that are stored in
+        int8, 8-bit floats or groups of 8-bit or 4-bit codes are rounded to the dtype of q for prompts of at least 128
+        query rows per KV head, if heads are 64, 96, 128 or 256 wide. Results are then within these bounds of attention
+        over the rounded numbers; with float16, numbers beyond 65,504 become infinite.
         ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, all arithmetic is float32. It
         is also float32 with sink logits, slopes, masks or trees, except in prompts of at least 128 query rows per KV
         head in float16 or bfloat16 on compute capability 9.0.

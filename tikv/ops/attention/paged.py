@@ -85,9 +85,9 @@ def paged_decode_attention(
 
     Raises:
         PositionError: a context on the host is negative, shorter than T or longer than its table; a table on the host
-            names a block outside the pool; an index on the host is not a token of its sequence. Contexts that only the
-            device knows are limited to the valid range; blocks and indices that only it knows are ignored if they are
-            outside of it.
+            names a block outside the pool; an index on the host is not a token of its sequence. On the device, contexts
+            are limited to their valid range, and blocks outside the pool and indices that are not tokens of their
+            sequence are ignored.
         ShapeError, DTypeError, OptionError, CapacityError: as in `decode_attention`.
 
     Exactness, cost: as in `decode_attention`.
