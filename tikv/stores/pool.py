@@ -50,19 +50,19 @@ class PagedKVCacheStore(runtime.DeepCopied):
         num_blocks: blocks of the pool, for all sequences together.
         block_size: tokens of a block.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
-            scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
-            With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
-            holds whole groups, and the newest R to R + group tokens of each sequence are kept beside the pool, with
-            room for four sequences at first and twice as many whenever that is full. Such a pool has no ``layout``,
-            ``per_head``, summaries of pages, prefixes by token ids, `write_qkv` or `commit`, and `compact` keeps or
-            drops whole groups.
+            scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
+            "nvfp4", see `tikv.quantize`. With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel
+            as in `KVCacheStore`: a block holds whole groups, and the newest R to R + group tokens of each sequence are
+            kept beside the pool, with room for four sequences at first and twice as many whenever that is full. Such a
+            pool has no ``layout``, ``per_head``, summaries of pages, prefixes by token ids, `keys`, `values`, `scales`,
+            `write_qkv` or `commit`, refuses some options of `attend`, and keeps or drops whole groups in `compact`.
         v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
             K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 (N, bs, H), and of the scales and biases of a `tikv.Quant`
-            (N, bs, H, n): float16 or float32. "q8_0" and "q4_0" have float16.
+            (N, bs, H, n): float16 or float32. Named formats such as "q8_0" fix the dtype of their scales.
         per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
             sequence has its own block table, so `compact` can drop different tokens of each. Each layer has
             ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
@@ -187,7 +187,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def layer_length(self, layer: int, seq: int) -> int:
-        """Tokens that were appended to one layer of a sequence; `held` is the number that it still holds."""
+        """Tokens of a sequence in one layer, including shared ones and those that `compact` dropped.
+
+        `held` is the number that the layer still holds.
+        """
         operation = "PagedKVCacheStore.layer_length"
         return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
 
@@ -202,7 +205,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def block_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, Any]:
         """(blocks,) int32: the blocks of a sequence in order, a copy on the host.
 
-        With ``per_head`` it is (H, most blocks), each head's blocks in ``layer``, which must be given; -1 is padding.
+        With ``per_head`` it is (H, most blocks of a head): each head's blocks in ``layer``, which must be given, and -1
+        after them.
         """
         operation = "PagedKVCacheStore.block_table"
         state = self._state(seq, operation)
@@ -410,7 +414,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             seqs, cu_seqlens: as in `append`.
             num_q_heads: Hq.
             norm_rope: a `tikv.NormRope`, or None to split only.
-            rope_positions: (T,) positions to rotate by; None for each token's place in its sequence.
+            rope_positions: (T,) positions to rotate by; None for each token's position, from `next_position` on.
             q_layout: layout of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
 
         Returns:
@@ -543,7 +547,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             mask, parents: as in `tikv.paged_decode_attention`, if the new tokens of each sequence are a tree: equally
                 many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
-            return_mass, mass_queries: as in `attend`; the last queries of each sequence.
+            return_mass, mass_queries: as in `attend`; ``mass_queries`` limits the queries of each sequence.
             shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
@@ -582,11 +586,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
-        """A copy of the tokens that one layer of a sequence holds: K (length, H, D) and V (length, H, D_v).
+        """A copy of the tokens that one layer of a sequence holds: K (n, H, D) and V (n, H, D_v).
 
-        int8 and groups are returned as float32.
-
-        With ``per_head`` the length is that of the head with the most tokens; zeros fill up the other heads.
+        ``n`` is the number of tokens held; with ``per_head`` that of the head with the most, and zeros fill up the
+        other heads. Formats with scales are returned as float32.
 
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out.
@@ -669,8 +672,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
         Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
-        the last layer no longer needs it. The next token follows the kept tokens, and its position is still `length`;
-        `positions` returns the positions of the kept tokens.
+        the last layer no longer needs it. The next token follows the kept tokens. `layer_length` does not change, and
+        `next_position` changes only with ``rope``. `positions` returns the positions of the kept tokens.
 
         Args:
             layer: its index.
@@ -680,7 +683,6 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 number for each.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
-                Without ``rope`` it is `length`.
 
         Raises:
             OptionError: the layout is VLLM, or ``rope`` is given with groups along tokens.
@@ -732,9 +734,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
             OptionError: the layout is VLLM. Nothing is changed.
 
         Exactness: rows, scales and codes keep their bits, as if only its path had been appended to each sequence.
-        Cost: rows that move are read and written once, in one launch for all layers that share one piece of memory,
-            keys, values and scales together; in layout HND, scales take one more. If each path is the first n drafted
-            tokens, nothing moves, and no launch is needed. Shared blocks in which rows change are copied first.
+        Cost: rows that move are read and written once. One launch moves keys, values and scales of all layers that
+            share one piece of memory; in layout HND, scales take one more. If each path is the first n drafted tokens,
+            nothing moves, and no launch is needed. Shared blocks in which rows change are copied first.
 
         Examples:
             >>> import numpy as np, tikv

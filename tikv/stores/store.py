@@ -55,12 +55,13 @@ class KVCacheStore(runtime.DeepCopied):
         batch_size: sequences, all of one length.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
-            groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group tokens stay in
-            ``scale_dtype``, and each older group is quantised once: keys by channel, and values in groups of columns,
-            or as ``v_dtype`` says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact`
-            drop any tokens that are not quantised yet, and whole groups of the others; `commit` and appends at
-            positions on the device are refused.
+            "nvfp4", see `tikv.quantize`. If a `tikv.Quant` has ``rotate="hadamard"``, or "_hadamard" follows a name,
+            keys are rotated first, and values are not. With groups along tokens,
+            ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group tokens stay in ``scale_dtype``, and
+            each older group is quantised once: keys by channel, and values in groups of columns, or as ``v_dtype``
+            says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop any tokens that
+            are not quantised yet, and whole groups of the others; `commit`, appends at positions on the device,
+            `keys`, `values`, `scales` and some options of `attend` are refused.
         v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: scales: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are
             divided by them before they are stored, and multiplied by them when they are read. None means 1.
@@ -70,14 +71,16 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
         page_summaries: tokens per page, to keep the least and the greatest key of each page for `page_summaries`; None
-            keeps no summaries. Layers with a window keep none. Groups along tokens and float64 do not allow it.
+            keeps no summaries. Layers with a window keep none. Groups along tokens, float64 and layers in the host's
+            memory do not allow it.
         place: "device", or "host" for a cache larger than the memory of a GPU: all layers are in page-locked memory of
-            the host, and the GPU has copies of ``resident_layers`` of them; if layers have different windows, of as
-            many for each window. The next layer is copied while one is used, in the order 0 to ``num_layers - 1`` and
-            then 0 again; other orders are correct but slower. New tokens go straight to the host. It needs CUDA with
-            the native launcher. Where the device computes in the host's memory, on CPU and Metal, it is a plain store:
-            ``store.place`` is "device", and the repr says why. A captured graph cannot use it: ``positions=``,
-            `positions_on_device`, `advance`, steps, ``seq_lens=``, `keys`, `values` and `scales` are refused.
+            the host, and the GPU has copies of ``resident_layers`` of them, or of that many for each window if layers
+            have different windows. The next layer is copied while one is used, in the order 0 to ``num_layers - 1``
+            and then 0 again; other orders are correct but slower. New tokens go straight to the host. "host" needs
+            CUDA with the native launcher, and captured graphs cannot use such a store: ``positions=``,
+            `positions_on_device`, `advance`, `tikv.compile_step`, ``seq_lens=``, `keys`, `values` and `scales` are
+            refused. Where the device computes in the host's memory, on CPU and Metal, "host" makes a plain store:
+            ``store.place`` is "device", and the repr says why.
         resident_layers: see ``place``; with 2, one layer is copied while another is used. With more, layers are copied
             less often.
 
@@ -181,7 +184,7 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, minus those trimmed, in the layer that has the most.
+        """Tokens appended since `reset`, minus those that `trim` or `commit` dropped, in the layer that has the most.
 
         So in a step it grows when the first layer appends. `layer_length` and `next_position` return the numbers of one
         layer, and the repr shows whether layers differ.
@@ -240,12 +243,12 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
-        """Tokens appended to one layer since `reset`, minus those trimmed."""
+        """Tokens appended to one layer since `reset`, minus those that `trim` or `commit` dropped."""
         return self._counts(layer, "KVCacheStore.layer_length").end
 
     @locked
     def held(self, layer: int) -> int | np.ndarray[Any, Any]:
-        """Tokens that a layer holds: `length`, minus those that a window or `compact` dropped.
+        """Tokens that a layer holds: `layer_length`, minus those that a window or `compact` dropped.
 
         Returns:
             A number; or (batch, H) int32 if a compaction left heads with different numbers.
@@ -292,12 +295,18 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.counts[self._index(layer, operation)]
 
     def keys(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys in place, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys in place, not a copy.
+
+        With groups, the last axis is the uint32 words that hold the codes of a row.
+        """
         operation = "KVCacheStore.keys"
         return CacheArray(self._storage.layer(operation, self._index(layer, operation)).k, self.runtime)
 
     def values(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values in place, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values in place, not a copy.
+
+        With groups, the last axis is the uint32 words that hold the codes of a row.
+        """
         operation = "KVCacheStore.values"
         return CacheArray(self._storage.layer(operation, self._index(layer, operation)).v, self.runtime)
 
@@ -362,12 +371,13 @@ class KVCacheStore(runtime.DeepCopied):
             layer: its index.
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major. The batch axis may be left out if it is
                 1. V has the store's ``head_dim_v``. The dtype is the store's, or float32 for a float16 or bfloat16
-                store; for int8, groups and 8-bit floats it is float32, float16 or bfloat16.
+                store; for int8, groups and 8-bit floats it is float32, float16 or bfloat16. 8-bit floats without
+                scales may also be appended in the store's own dtype.
             layout: "token_major" or "head_major".
             positions: (batch,) int32 or int64: the absolute position of each sequence's first new token, instead of
-                `length`. The launch reads them, on the device. They are for launches that are captured and replayed,
-                see `positions_on_device`: counts on the host do not change, and a token that does not fit into a layer
-                without a window is skipped.
+                `layer_length`. The launch reads them, on the device. They are for launches that are captured and
+                replayed, see `positions_on_device`: counts on the host do not change, and a token that does not fit
+                into a layer without a window is skipped.
 
         Raises:
             CapacityError: a layer without a window would overflow. Nothing is written.
@@ -484,11 +494,11 @@ class KVCacheStore(runtime.DeepCopied):
     def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
         """A copy of the tokens that a layer holds, oldest first: K (batch, H, n, D) and V (batch, H, n, D_v).
 
-        ``n`` is the number of tokens held: `length`; or for a sliding layer its sinks and the newest tokens after them;
-        or what `compact` left. Zeros fill up heads that hold fewer tokens than others. Formats with scales are returned
-        as float32.
+        ``n`` is the number of tokens held: `layer_length`; or for a sliding layer its sinks and the newest tokens after
+        them; or what `compact` left. Zeros fill up heads that hold fewer tokens than others. Formats with scales are
+        returned as float32.
 
-        Cost: one launch, each row read and written once.
+        Cost: one launch, or two for a layer with sinks; each row is read and written once.
         """
         operation = "KVCacheStore.tokens"
         return self._storage.tokens(operation, self._index(layer, operation))
@@ -531,8 +541,8 @@ class KVCacheStore(runtime.DeepCopied):
             out: an array for the result, with its shape and q's dtype.
             scale, return_lse, impl, softcap, sink_logits, alibi_slopes, mask, parents: as in
                 `tikv.decode_attention`.
-            seq_lens: (batch,) int32 or int64: the number of tokens of each sequence, instead of `length`. The launch
-                reads them on the device. Use them with `append` at ``positions``.
+            seq_lens: (batch,) int32 or int64: the number of tokens of each sequence, instead of `layer_length`. The
+                launch reads them on the device. Use them with `append` at ``positions``.
             missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
             return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
@@ -547,10 +557,10 @@ class KVCacheStore(runtime.DeepCopied):
             KV head; or with ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: there are more queries than tokens; ``missing`` is "raise" and a token is missed; an index on
-                the host is not a token; or, without ``return_lse``, the layer has no tokens and other layers have some.
-                With ``return_lse`` such a layer gives 0 and a log-sum-exp of -inf, which can be merged with other
-                results. A store without any tokens gives the same.
+            PositionError: the layer has some tokens, but fewer than there are queries; ``missing`` is "raise" and a
+                token is missed; an index on the host is not a token; or, without ``return_lse``, the layer has no
+                tokens and other layers have some. With ``return_lse`` such a layer gives 0 and a log-sum-exp of -inf,
+                which can be merged with other results. A store without any tokens gives the same.
             OptionError: ``return_mass`` is used with ``seq_lens``, since the host then does not know what is held; or
                 ``indices`` are given for keys that are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as in `tikv.decode_attention`.
@@ -649,9 +659,10 @@ class KVCacheStore(runtime.DeepCopied):
     def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
-        The position of the next token is still `length`. `positions` returns the positions of the kept tokens, and
-        `held` returns their number. New tokens take the free slots first. When a sliding layer is full again, it
-        overwrites its oldest tokens, but not its sinks: these are now the first tokens that it kept.
+        `layer_length` does not change, and `next_position` changes only with ``rope``. `positions` returns the
+        positions of the kept tokens, and `held` returns their number. New tokens take the free slots first. When a
+        sliding layer is full again, it overwrites its oldest tokens, but not its sinks: these are now the first tokens
+        that it kept.
 
         With groups along tokens, the tokens of a group share scales, so a head keeps either all tokens that it holds
         from a group or none of them. `quantised` says how many tokens after the sinks became codes; of the newer ones,
@@ -665,7 +676,6 @@ class KVCacheStore(runtime.DeepCopied):
                 the device.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
-                Without ``rope`` it is `length`.
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is not held; with groups along tokens, part of
@@ -751,8 +761,8 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is outside the draft; layers have different
-                lengths, or `compact` left the heads of one with different lengths; the drafted tokens have overwritten
-                older ones of a sliding layer, unless all are kept. Nothing is changed.
+                lengths, or `compact` left the heads of a layer with different lengths; the drafted tokens have
+                overwritten older ones of a sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
 
         Exactness: the same bits as in a store to which only the path was appended.

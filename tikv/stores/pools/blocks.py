@@ -181,8 +181,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block of a sequence, given in its order; blocks without holders are then free.
 
-        The last block is freed first. So of registered blocks the last is also taken again first, and a prefix stays
-        longer than what follows it; of other blocks the first is taken again first.
+        The last block is freed first. Registered blocks are taken again in the order in which they were freed, so a
+        prefix stays longer than what follows it. Other blocks are taken again in the opposite order.
         """
         holders = self._holders
         for block in reversed(blocks):
@@ -219,7 +219,7 @@ class BlockPool:
         return next((block for block in same if self._holders[block]), next(iter(same)))
 
     def prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """The registered blocks of the longest run of digests from the first on."""
+        """The blocks registered under these digests, up to the first digest under which no block is registered."""
         found = []
         for digest in digests:
             block = self.find(digest)
