@@ -45,7 +45,7 @@ class GroupError(TikvError, RuntimeError):
 
 
 class StaleRuntimeError(TikvError, RuntimeError):
-    """Memory or a compiled object of a Taichi runtime that no longer exists, or belongs to a parent process."""
+    """Memory or a compiled object of a runtime that no longer exists, or belongs to a parent process."""
 
 
 class CacheFileError(TikvError, OSError):

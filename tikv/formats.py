@@ -148,12 +148,12 @@ class Quant:
         group: numbers that share a scale and a bias: 32, 64 or 128.
         axis: "head_dim": groups lie along the columns of a row. "tokens": a group of keys is one channel of several
             tokens, and values still group along the columns, as in KIVI. Stores, pools and `TikvCache` support it.
-        residual: with "tokens", the number of newest tokens that always stay unquantised, ``group`` or more.
-        rotate: "hadamard": before keys become codes, the launch that writes them multiplies them by signs and by a
-            Hadamard matrix, whose size is the largest power of two that divides their width. Each call of attention
-            does the same to the queries, once, and rounds them to their dtype. Values are not rotated, and keys that
-            are read as numbers are rotated back. It cannot be used with "tokens", where each channel has its own scale.
-            A NaN or an infinity spreads to all numbers of its block.
+        residual: with "tokens", the number of newest tokens that always stay unquantised, at least ``group``.
+        rotate: "hadamard": before keys become codes, the launch that writes them multiplies them by signs and, in
+            blocks, by a Hadamard matrix, whose size is the largest power of two that divides their width. Each call of
+            attention does the same to the queries, once, and rounds them to their dtype. Values are not rotated, and
+            keys that are read as numbers are rotated back. It cannot be used with "tokens", where each channel has its
+            own scale. A NaN or an infinity spreads to all numbers of its block.
         seed: the number of the set of signs, 0 or more. Kernels are compiled for each seed.
 
     Raises:

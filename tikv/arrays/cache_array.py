@@ -23,9 +23,9 @@ class CacheArray(runtime.NotCopied):
     `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA, `torch()` also on Metal with Quadrants;
     `copy_to_host()` works everywhere and copies.
 
-    Indexing and arithmetic give views of `numpy()` on CPU and of `torch()` on CUDA. On Vulkan and Metal, whose memory
-    has no pointer, they give read-only NumPy copies. Together with a torch tensor, and in torch's own functions, it
-    acts as a torch tensor.
+    Indexing gives views of `numpy()` on CPU and of `torch()` on CUDA. On Vulkan and Metal, whose memory has no pointer,
+    it gives read-only NumPy copies. Arithmetic gives new arrays: torch's on CUDA, else NumPy's. Together with a torch
+    tensor, and in torch's own functions, a `CacheArray` acts as a torch tensor.
 
     `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as in NumPy.
     Arrays that they return are of the kinds that indexing gives. For everything else use `numpy()` or `torch()`.

@@ -1,4 +1,4 @@
-"""The operations as torch custom operators, `torch.ops.tikv.*`, which `torch.compile` keeps in its graph as they are.
+"""Five operations as torch custom operators, `torch.ops.tikv.*`, which `torch.compile` keeps in its graph as they are.
 
 Call the functions here in compiled code; in eager code the functions of `tikv` do the same with less overhead. Each
 operator has a fake implementation, so that shapes are known while tracing, and declares which arguments it writes to.
@@ -246,7 +246,10 @@ def decode_attention(
     softcap: float | None = None,
     indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tikv.decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
+    """`tikv.decode_attention` on torch tensors, as a custom operator: same errors, exactness and cost.
+
+    The arguments listed above mean the same. The other arguments of `tikv.decode_attention`, such as
+    ``sink_logits``, ``mask`` and ``return_mass``, are not supported.
 
     Examples:
         >>> import torch, tikv
@@ -277,7 +280,10 @@ def paged_decode_attention(
     softcap: float | None = None,
     indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tikv.paged_decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
+    """`tikv.paged_decode_attention` on torch tensors, as a custom operator: same errors, exactness and cost.
+
+    The arguments listed above mean the same. The other arguments of `tikv.paged_decode_attention`, such as
+    ``sink_logits``, ``mask`` and ``impl``, are not supported.
 
     Examples:
         >>> import torch, tikv

@@ -34,7 +34,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
         lengths: how many rows of the cache are in use, (B,), (B, H) or one integer; None for all of them. Indices must
             be less than this.
         out: (B, H, m, D) of the cache's dtype or format, with m at least the largest number of rows that a head keeps;
-            None to move rows within the cache. Its other rows stay as they are.
+            None to move rows within the cache. The other rows of ``out`` stay as they are.
 
     Returns:
         The array that was written: ``out``, or ``cache``.

@@ -315,7 +315,8 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
-            too new, or the process uses another one. If the machine has no such device, a running engine continues.
+            too new, or the process uses another one. If the machine has no device of that arch, a running engine
+            continues.
         OptionError: the engine, or an option of it, is unknown; or the running engine has a different value of
             ``invariant``. The running engine continues.
         StaleRuntimeError: this process was forked after the engine had started.

@@ -126,7 +126,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
         Raises:
             ShapeError: an array's shape differs from the descriptor, or it cannot be read or written in place.
             DTypeError: an array has the wrong dtype.
-            StaleRuntimeError: the plan was selected in a Taichi runtime that no longer exists.
+            StaleRuntimeError: the plan was selected in a runtime that no longer exists.
         """
         operation = "KVCacheAppendPlan.can_implement"
         runtime.require_alive(self.runtime, operation)

@@ -81,7 +81,7 @@ class KVLayer(runtime.DeepCopied):
         """Set the number of tokens: after a write, or to drop the newest.
 
         Raises:
-            CapacityError: ``n`` is more than the slots in `capacity`, or in the blocks assigned.
+            CapacityError: there are fewer than ``n`` slots in the layer, or in the blocks assigned to it.
         """
         operation = f"{type(self).__name__}.set_len"
         runtime.require_alive(self.runtime, operation)

@@ -242,7 +242,8 @@ class KVPool(runtime.DeepCopied):
     Args:
         num_blocks: blocks of the pool.
         block_size: tokens per block.
-        num_kv_heads, head_dim, dtype, scale_dtype: as in `ContiguousKVLayer`; int8 scales are (N, bs, H).
+        num_kv_heads, head_dim, dtype, scale_dtype: as in `ContiguousKVLayer`; int8 scales are (num_blocks, block_size,
+            num_kv_heads).
         layout: "NHD", "HND" or "VLLM", as in `tikv.write_slots`.
 
     Raises:
@@ -290,7 +291,7 @@ class KVPool(runtime.DeepCopied):
 
     @property
     def scales(self) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of keys and values, each (N, bs, H), in place.
+        """The int8 scales of keys and values, each (num_blocks, block_size, num_kv_heads), in place.
 
         Raises:
             DTypeError: the pool is not int8.

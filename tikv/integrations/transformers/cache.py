@@ -231,9 +231,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read.
-            With `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` are quantised
-            by channel. Then `crop` drops any number of the unquantised tokens, but quantised ones only in whole groups,
-            and steps are not compiled.
+            With `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` tokens are
+            quantised by channel. Then `crop` drops any number of the unquantised tokens, but quantised ones only in
+            whole groups, and steps are not compiled.
         v_dtype: the format of values, if it differs from that of keys. It takes the same formats as ``dtype``, except
             groups along tokens.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
@@ -253,7 +253,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
             its own kind of cache; or a window is given with max_cache_len or for a model without full attention.
-        DTypeError: nothing can be stored in that dtype. Whether it fits the model's is checked with the first tokens.
+        DTypeError: nothing can be stored in that dtype. Whether it fits the model's dtype is checked with the first
+            tokens.
 
     A sliding layer has room for its window, for 64 more tokens, and for 128 or a quarter of the window, whichever is
     more. So its tokens are rarely moved to the front, and the newest can be dropped again. With ``window=``, a
@@ -476,7 +477,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Args:
             tokens_to_remove: a negative number drops that many, at most all. A positive number, before transformers
-                5.16, keeps that many. 0 drops nothing since 5.14, and everything before.
+                5.16, keeps that many. 0 drops nothing; before transformers 5.14, it drops all tokens.
 
         Raises:
             OptionError: the number is positive, since transformers 5.16.
@@ -488,7 +489,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """Keep the tokens that a later `crop` may go back to, until it is called."""
+        """Until `crop` is called, keep the tokens that it may go back to."""
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
@@ -497,7 +498,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Save the conversation: keys, values and scales as they are stored, and each layer's counts.
 
         Args:
-            path: ends in ``.safetensors``. A file of that name is replaced in one step, or is unchanged.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step; after an error it is unchanged.
 
         Raises:
             CacheFileError: the path has the wrong ending, or the system refuses to write.

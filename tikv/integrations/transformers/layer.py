@@ -423,7 +423,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """Keep the tokens that a later `crop` may go back to, until it is called."""
+        """Until `crop` is called, keep the tokens that it may go back to."""
         self.record_past = True
         self._settled = self.get_seq_length()
 
@@ -461,7 +461,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             tokens_to_remove: a negative number drops that many. A positive number, before transformers 5.16, keeps that
-                many. 0 drops nothing since 5.14, and everything before.
+                many. 0 drops nothing; before transformers 5.14, it drops all tokens.
 
         Raises:
             OptionError: the number is positive, since transformers 5.16.

@@ -51,7 +51,7 @@ def write(
 def write_tensors(
     path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str], operation: str
 ) -> None:
-    """Save named arrays and strings; an old file of that name is replaced in one step or is unchanged.
+    """Save named arrays and strings; an old file of that name is replaced in one step; after an error it is unchanged.
 
     CacheFileError: the path has the wrong ending, the description is too long to be read again, or the system refuses.
     """

@@ -40,8 +40,8 @@ def warmup(
     sink logits, slopes, `compact` and other methods are compiled by the first call that uses them.
 
     Args:
-        *what: a `KVCacheStore` or a `PagedKVCacheStore` without tokens; a `TikvCache` without tokens, which is copied;
-            or names in `tikv.variants`. Without arguments, all variants.
+        *what: a `KVCacheStore` without tokens; a `PagedKVCacheStore` without sequences; a `TikvCache` without tokens,
+            which is copied; or names in `tikv.variants`. Without arguments, all variants.
         query_heads: heads of the model's queries. For a `TikvCache`, None takes the configuration's.
         tokens: how many new tokens a call brings, one number or several: 1 for decoding, or a prompt's length. All
             prompts longer than a few hundred tokens use the same kernels.
@@ -57,14 +57,15 @@ def warmup(
         before. For variants, their names.
 
     Raises:
-        OptionError: the object is not one of these, or holds tokens; query_heads is missing; a dtype or variant does
+        OptionError: the object is not one of these, or is not empty; query_heads is missing; a dtype or variant does
             not exist.
         CapacityError: a layer has no room for so many tokens, or a pool has too few free blocks.
         ShapeError: num_kv_heads does not divide query_heads.
         TikvError: as `extend` raises it.
 
     Cost: 0.1 to 2 s per kernel in the first process, later the time to read it from the engine's cache on disk; plus
-        the time of the calls. For each number in ``tokens`` up to 8, one layer for each size of window is filled once.
+        the time of the calls. For each number in ``tokens`` up to 8 and each size of window, the longest call attends
+        over a full layer: over at most 65,536 tokens in a pool, and over 4,096 in a `TikvCache` whose memory grows.
 
     Examples:
         >>> import tikv
