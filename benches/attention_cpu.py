@@ -96,7 +96,7 @@ def prompts(tokens, keys, rounds):
 def chosen(chosen_tokens, keys, rounds):
     """One token with 32 query heads and 8 KV heads attends to some of `keys` tokens, which are drawn at random."""
     heads, group = 8, 4
-    print("| dtype | order in memory | chosen by | ms | of all tokens | of as many in a row | torch, times that |")
+    print("| dtype | order in memory | chosen by | ms | of all tokens | of as many in a row | torch / tikv, time |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for order in ("head_major", "token_major"):

@@ -50,7 +50,7 @@ def caches(dtypes):
 
 def generations(prompts, tokens, rounds, clock):
     """Seconds of `generate`, of its prompt and of a token, for each dtype of the model."""
-    print("| model | prompt | new tokens | cache | seconds | of the prompt | ms a token | of DynamicCache |")
+    print("| model | prompt | new tokens | cache | seconds | of the prompt | ms a token | seconds, of DynamicCache's |")
     print("| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |")
     for dtype, formats in ((torch.float32, ["model", "float16", "int8"]), (torch.float16, ["model", "int8"])):
         model = model_of(8, 512, 8, 4, 64).to(dtype)

@@ -53,6 +53,6 @@ def bench_write_qkv(arch, rng, peer, dtype, tokens, sizes, smoke, timed):
     _, _, new_v = reference.split_qkv(rows, q_heads, heads)
     oracle.assert_same_bits(caches[1], reference.copy(new_v, before[1], position=position), what="v")
     call = by_tikv if peer == "tikv" else by_steps
-    case = f"norm and RoPE, {tokens} tokens, {dtype}"
+    case = f"norm and RoPE, {tokens} token{'s' * (tokens > 1)}, {dtype}"
     calls = max(1, sizes.calls // (4 * tokens))
     timed(call, op="write_qkv", peer=peer, case=case, bytes_moved=2 * rows.nbytes, calls=calls)

@@ -33,5 +33,5 @@ def bench_shared_prefix(arch, rng, dtype, group, how, smoke, timed, monkeypatch)
     np.testing.assert_allclose(oracle.to_numpy(call()).astype(np.float32), other.astype(np.float32), atol=2e-3)
     attended = (shared + own) * sequences  # the same for both, so that rates compare as times do
     moved = attended * HEADS * WIDTH * 2 * (1 if dtype == "int8" else 2)
-    case = f"{sequences} share {shared}, {own} own, {group} query heads, {dtype}"
+    case = f"{sequences} share {shared}, {own} own, {group} query head{'s' * (group > 1)}, {dtype}"
     timed(call, op="pool.attend", peer="tikv" if how == "auto" else "each alone", case=case, bytes_moved=moved, calls=3)
