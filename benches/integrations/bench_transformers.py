@@ -119,4 +119,4 @@ def bench_generate(arch, peer, smoke, timed):
     assert torch.equal(call(), call("DynamicCache"))
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     moved = 4 * roofline.bytes_moved(tokens, heads, width, *[dtypes.float32] * 2)
-    timed(call, op="generate", peer=peer, case=f"{tokens} tokens", bytes_moved=moved, rounds=5)
+    timed(call, op="generate", peer=peer, case=f"{tokens} tokens", bytes_moved=moved, calls=1, rounds=5)

@@ -82,9 +82,9 @@ def bench_decode_after_compaction(arch, rng, smoke, place, spread, timed):
             return tikv.paged_decode_attention(*arrays, lens)
 
     work.check(call())
-    case, calls = f"{place}, {work.case}, {spread}", 10 if arch == "cuda" else 1
+    case = f"{place}, {work.case}, {spread}"
     moved = int(work.lens.sum()) * work.row_bytes
-    timed(call, op="decode_attention", peer="tikv", case=case, bytes_moved=moved, calls=calls, rounds=7)
+    timed(call, op="decode_attention", peer="tikv", case=case, bytes_moved=moved, rounds=7)
 
 
 @pytest.mark.parametrize("mass", [False, True])
@@ -102,6 +102,6 @@ def bench_mass(arch, rng, smoke, mass, timed):
     if mass:
         total = oracle.to_numpy(found[1]).sum(axis=-1)
         np.testing.assert_allclose(total, GROUP, rtol=1e-3)
-    case, calls = f"contiguous, {work.case}{', with the mass' if mass else ''}", 10 if arch == "cuda" else 1
+    case = f"contiguous, {work.case}{', with the mass' if mass else ''}"
     moved = int(work.lens.sum()) * work.row_bytes
-    timed(call, op="decode_attention", peer="tikv", case=case, bytes_moved=moved, calls=calls, rounds=7)
+    timed(call, op="decode_attention", peer="tikv", case=case, bytes_moved=moved, rounds=7)

@@ -55,7 +55,7 @@ def bench_write_slots(arch, rng, peer, phase, sizes, smoke, timed):
     scatter = shapes.SMOKE_SCATTER if smoke else shapes.SCATTER
     tokens = sizes.prefill if phase == "prefill" else scatter.tokens
     call, moved = write(arch, rng, peer, [tokens], heads, width, scatter.block)
-    calls = 1 if arch == "cpu" or phase == "prefill" else sizes.calls
+    calls = None if arch == "cpu" or phase == "prefill" else sizes.calls
     case = f"{tokens:,} tokens, random pages of {scatter.block}, float16"
     timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved, calls=calls)
 

@@ -41,7 +41,7 @@ def bench_write_groups(arch, rng, peer, stored, sizes, smoke, timed):
                 oracle.assert_same_bits(got, reference.write_slots(whole, before, slots), what=name)
     moved = 2 * tokens * heads * width * 2 + sum(pool.nbytes for pool in pools)
     case = f"{tokens:,} tokens into {stored}"
-    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved, calls=1 if arch == "cpu" else 8)
+    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved)
 
 
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
@@ -81,7 +81,7 @@ def bench_write_numbers(arch, rng, peer, stored, sizes, smoke, timed):
     if stored == "int8":
         moved += 2 * tokens * heads * SCALE.itemsize
     case = f"{tokens:,} tokens into {stored}"
-    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved, calls=1 if arch == "cpu" else 8)
+    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved)
 
 
 @pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)

@@ -12,7 +12,7 @@ import tempfile
 from tikv import runtime
 
 MAGIC = b"taichi-kv kernel 1\n"
-LIMIT_BYTES = 64 << 20  # a kernel takes 5 to 30 KB; above this, the least recently used are removed
+LIMIT_BYTES = 256 << 20  # a kernel takes 3 to 150 KB; above this, the least recently used are removed
 
 
 def folder() -> pathlib.Path:
