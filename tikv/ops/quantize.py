@@ -92,7 +92,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     Raises:
         DTypeError: x, or the scale, has the wrong dtype.
         ShapeError: x has no axis, or its rows have no elements or do not divide into whole groups.
-        OptionError: an unknown format.
+        OptionError: the format is unknown; or a ``tensor_scale`` is not positive, or not for "nvfp4".
 
     Exactness: groups have the bits of mlx 0.32 and gguf 0.19 on a CPU. For int8 ``|x - q * scale| <= scale / 2``, up to
         float32 rounding, for each finite element whose magnitude is at most 127 times the largest scale (float16:
@@ -160,6 +160,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
 
     Raises:
         DTypeError, ShapeError: arrays that are not as described above, or that overlap.
+        OptionError: ``scale`` is given with a `Quantized`.
 
     Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias, product and sum are each
         rounded.

@@ -90,7 +90,7 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
 
     Raises:
         ShapeError, DTypeError, OptionError: the arrays do not agree; the rotation is wider than the head.
-        PositionError: a row moves by 4,194,304 positions or more, or the differences of two rows are so far apart.
+        PositionError: a row moves by 4,194,304 positions or more, or the moves of two rows differ by as much.
 
     Exactness: cosines and sines of the difference of positions are computed in float64 and rounded to float32; products
         and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is

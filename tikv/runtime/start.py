@@ -299,8 +299,8 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
     """Start the engine for this library. Optional: otherwise the first operation starts it, or uses the running one.
 
     Args:
-        arch: "auto" takes the first that works among CUDA, a real Vulkan GPU and the CPU. On macOS it takes Metal if an
-            engine that shares memory with PyTorch is installed, else the CPU; `tikv.info()["arch_why"]` says why. Or
+        arch: "auto" takes the first that works among CUDA, a real Vulkan GPU and the CPU. On macOS it takes Metal if
+            PyTorch is installed and the engine is Quadrants, else the CPU; `tikv.info()["arch_why"]` says why. Or
             name "metal", "cuda", "vulkan" or "cpu": if it is missing, an error is raised, and no other arch is taken.
             "amdgpu" needs Quadrants, "auto" never takes it, and nobody has run this library on it yet.
         engine: "taichi", or "quadrants", its maintained fork. "auto" takes the one that the environment variable
@@ -311,7 +311,7 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
             to a single token. This is slower: see the manual's page "Performance". Results stay within the same bounds.
             None keeps the running engine's value, or False. ``tikv.info()["invariant"]`` shows it.
         **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
-            `debug=True` turns rows that a device-side index would skip into errors.
+            With `debug=True`, an invalid index on the device raises an error; otherwise its row is skipped.
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or

@@ -44,7 +44,7 @@ class KVLayer(runtime.DeepCopied):
     def capacity(self) -> int:
         """The tokens that fit: in all slots or, if tokens lie in blocks, in ``max_blocks_per_seq`` blocks.
 
-        `ensure_contig_capacity` adds slots.
+        `ContiguousKVLayer.ensure_contig_capacity` adds slots.
         """
         return self._capacity
 

@@ -209,7 +209,7 @@ class ContiguousKVLayer(KVLayer):
             An array like ``q``; with ``return_mass`` also the mass.
 
         Raises:
-            PositionError, ShapeError, DTypeError: as `tikv.decode_attention`.
+            PositionError, ShapeError, DTypeError, OptionError: as `tikv.decode_attention`.
 
         Exactness, cost: as `tikv.decode_attention`.
         """
@@ -505,7 +505,7 @@ class PagedKVLayer(KVLayer):
             An array like ``q``; with ``return_mass`` also the mass.
 
         Raises:
-            PositionError, ShapeError, DTypeError: as `tikv.paged_decode_attention`.
+            PositionError, ShapeError, DTypeError, OptionError: as `tikv.paged_decode_attention`.
 
         Exactness, cost: as `tikv.paged_decode_attention`.
         """

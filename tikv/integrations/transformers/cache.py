@@ -246,7 +246,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             memory of the host, and the GPU has copies of ``resident_layers`` of them; the next layer is copied while
             one is used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
             Steps are not compiled. On CPU and Metal this makes no difference, and the repr of the layers says so. It is
-            not supported with ``window=``, for encoder-decoders, or if layers keep more than keys and values.
+            not supported with ``window=`` or groups along tokens, for encoder-decoders, for models without full
+            attention, or if layers keep more than keys and values.
         resident_layers: see ``place``.
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
 
@@ -267,8 +268,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     `torch.compile` keeps `update` in its graph, with ``fullgraph=True`` too, while the memory has room: give
     ``max_cache_len``, and before you compile, run the prompt or call `early_initialization`. Allocating memory breaks
-    the graph. Unless attention is "tikv", groups of codes and ``window=`` break it too, and so does ``dynamic=False``
-    for a decoded token.
+    the graph. Unless attention is "tikv", groups of codes, a different format for values, ``k_scale``, ``v_scale`` and
+    ``window=`` break it too, and so does ``dynamic=False`` for a decoded token.
 
     The state that a layer keeps, alone or in addition to keys and values, is transformers' own. `crop` can roll it back
     only if transformers can.
