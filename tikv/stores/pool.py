@@ -80,8 +80,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8
         and groups. Each token is quantised once.
-    Cost: an append takes one launch for all its sequences. Tables and counts are kept on the host, and reading them
-    never waits for the device.
+    Cost: an append takes one launch for all its sequences; with groups along tokens, three or four more for each
+    group that it quantises. Tables and counts are kept on the host, and reading them never waits for the device.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
     GPUs: the memory is on the GPU that is torch's current one when the store is made.
 
@@ -371,7 +371,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             layer: its index.
             k, v: (T, H, D) and (T, H, D_v), the tokens of the first sequence before those of the second, and so on. The
                 dtype is the store's, or one that `tikv.copy` converts to it; for int8 and groups it is float32, float16
-                or bfloat16.
+                or bfloat16, but for groups along tokens ``scale_dtype`` or float32.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
                 rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None means one token each. Rows from
@@ -497,8 +497,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
-        Cost: one launch; each key and value is read once for all query heads of its KV head. If prefixes are shared, it
-            takes three launches for each run of neighbours that share one.
+        Cost: one launch, or two with splits as in `tikv.decode_attention`; each key and value is read once for all
+            query heads of its KV head. If prefixes are shared, it takes at least three launches for each run of
+            neighbours that share one.
         """
         operation = "PagedKVCacheStore.attend"
         request = AttendRequest(
@@ -594,7 +595,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Raises:
             PositionError: ``seq`` does not exist, or is swapped out.
 
-        Cost: each row is read once and written once, by one launch for K and one for V.
+        Cost: each row is read once and written once, by one launch for K and one for V; with ``per_head``, by these for
+        each head. Groups along tokens are decoded in a few launches for each block.
         """
         operation = "PagedKVCacheStore.tokens"
         layer = self._layer(layer, operation)
@@ -628,7 +630,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             PositionError: ``seq`` does not exist, or is swapped out.
             OptionError: the store is ``per_head``.
 
-        Cost: none on the device now; later each shared block that is written to is copied, in all layers.
+        Cost: none on the device now, except that with groups along tokens the newest tokens are copied; later each
+        shared block that is written to is copied, in all layers.
         """
         operation = "PagedKVCacheStore.fork"
         self._pages.refuse_per_head(operation, "blocks of single heads cannot be shared")
@@ -872,7 +875,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         ``salt`` that you use for nothing else, or with ``share_prefixes=False``.
 
         Args:
-            path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
+            path: a file that `save` wrote, of the same layers, heads, widths, dtypes, ``k_scale``, ``v_scale`` and
+                block size; in any layout.
             share_prefixes: if False, `add` never finds their prefixes, and `swap_in` gives them no shared blocks.
             salt: the salt under which `add` finds their prefixes, whatever the file says; None for the salts in the
                 file.

@@ -105,7 +105,8 @@ class KVCacheStore(runtime.DeepCopied):
     Cost: an append takes one launch for any length. Reading `length` never waits for the device. All layers are in one
     block of memory, or in several if one would be larger than a launch can address; `append_all` takes one launch for
     each block. If K and V have different formats, an append or a read takes a launch for each; attention takes one for
-    both.
+    both. With groups along tokens, every layer takes launches of its own, about four more for each group that an append
+    quantises.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
     GPUs: the memory is on the GPU that is torch's current one when the store is made.
     Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
@@ -371,8 +372,8 @@ class KVCacheStore(runtime.DeepCopied):
             layer: its index.
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major. The batch axis may be left out if it is
                 1. V has the store's ``head_dim_v``. The dtype is the store's, or float32 for a float16 or bfloat16
-                store; for int8, groups and 8-bit floats it is float32, float16 or bfloat16. 8-bit floats without
-                scales may also be appended in the store's own dtype.
+                store; for int8, groups and 8-bit floats it is float32, float16 or bfloat16, but for groups along tokens
+                ``scale_dtype`` or float32. 8-bit floats without scales may also be appended in the store's own dtype.
             layout: "token_major" or "head_major".
             positions: (batch,) int32 or int64: the absolute position of each sequence's first new token, instead of
                 `layer_length`. The launch reads them, on the device. They are for launches that are captured and
@@ -705,7 +706,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
-        """`compact` every layer, in one launch if layers keep equally many tokens and share one block of memory.
+        """`compact` every layer.
 
         Args:
             keep: an entry for each layer, as `compact` takes it.
@@ -713,6 +714,9 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             As `compact`. Nothing is written to any layer.
+
+        Cost: as `compact`. Neighbouring layers in one block of memory share a launch if they have the same window, keep
+        equally many tokens and have not wrapped.
         """
         operation = "KVCacheStore.compact_all"
         self._index(0, operation)
@@ -726,12 +730,12 @@ class KVCacheStore(runtime.DeepCopied):
         Tokens that a window has overwritten do not come back. A ring that has wrapped can drop as many tokens as it
         holds. Until it is full again, queries see only the tokens that are left, fewer than their window. If a model
         must see its whole window, restore a `snapshot` instead, or use `TikvCache`, whose ``crop`` refuses to go back
-        that far. A store cannot go back beyond the newest token that `compact` dropped. With groups along tokens,
-        tokens that are codes are dropped in whole groups.
+        that far. A store cannot go back beyond the newest token that `compact` dropped. With groups along tokens, an
+        ``n`` that would leave part of a group of codes is refused.
 
         Raises:
-            PositionError: ``n`` is more than `length`, or goes back beyond what a ring holds or a compaction left.
-                Nothing is changed.
+            PositionError: ``n`` is more than `length`, goes back beyond what a ring holds or a compaction left, or
+                would leave part of a group along tokens. Nothing is changed.
 
         Cost: none on the device.
         """
@@ -766,8 +770,9 @@ class KVCacheStore(runtime.DeepCopied):
             ShapeError: the path is not a list of integers for each sequence, all of one length.
 
         Exactness: the same bits as in a store to which only the path was appended.
-        Cost: one launch; if layers have different windows, one for each run of layers with equal windows. If the path
-            is the first n drafted tokens, nothing moves, and no launch is needed.
+        Cost: one launch for each block of memory (see the class); if layers have different windows, one for each run of
+            layers with equal windows. If the path is the first n drafted tokens, nothing moves, and no launch is
+            needed.
 
         Examples:
             >>> import numpy as np, tikv
@@ -794,7 +799,8 @@ class KVCacheStore(runtime.DeepCopied):
         Raises:
             ShapeError, PositionError: the index has the wrong length, or an entry is outside the batch.
 
-        Cost: the filled slots of the sequences that change are read and written twice.
+        Cost: all filled slots are read and written twice, codes of groups along tokens once. If no sequence changes,
+        nothing is copied.
         """
         operation = "KVCacheStore.reorder"
         runtime.require_alive(self.runtime, operation)
@@ -811,7 +817,7 @@ class KVCacheStore(runtime.DeepCopied):
             ShapeError, PositionError: the index is empty, or an entry is outside the batch.
             CapacityError: a layer would be larger than a launch can address. Nothing is changed.
 
-        Cost: the filled slots that are kept are read and written twice. New memory is allocated; arrays that were
+        Cost: the filled slots that are kept are read and written once. New memory is allocated; arrays that were
         handed out before still refer to the old memory.
         """
         operation = "KVCacheStore.select"
@@ -837,7 +843,11 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def snapshot(self) -> Snapshot:
-        """Copy the filled slots, in the device's memory, so that `restore` can return to them."""
+        """Copy the filled slots, so that `restore` can return to them.
+
+        The copies are in the memory of the device, or of the host if `place` is "host". Codes of groups along tokens
+        are copied to the host.
+        """
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
 
@@ -845,8 +855,9 @@ class KVCacheStore(runtime.DeepCopied):
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
-        A snapshot of another store is accepted too, if that store has the same layers, heads, widths, windows, sinks
-        and dtypes. Its capacity may differ: this store keeps its own, which must have room for the snapshot's tokens.
+        A snapshot of another store is accepted too, if that store has the same layers, heads, widths, windows, sinks,
+        dtypes, ``k_scale`` and ``v_scale``. Its capacity may differ: this store keeps its own, which must have room for
+        the snapshot's tokens.
 
         Raises:
             OptionError, ShapeError: it is not a snapshot, or its store had a different form.
