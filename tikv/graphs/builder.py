@@ -24,15 +24,16 @@ _WRITTEN = ("cache", "k_cache", "v_cache", "k_pool", "v_pool", "k_dst", "v_dst")
 class GraphBuilder(runtime.NotCopied):
     """Collect operations over named arrays and numbers; `compile` makes a `Graph` of them.
 
-    Each method takes the arguments of the function of the same name, with names in place of arrays. ``position``,
-    ``first_valid`` and lengths may be ints, or names for which each run gives a number. A length may also be the name
-    of an array. Lengths, positions and indices in device memory may change between runs: ``seq_lens``,
-    ``context_lens``, ``block_tables``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``, ``indices``. Attention,
-    merges and the fused write name what they return, for later calls and for the caller of `Graph.run`.
+    Each method takes the arguments of the function of the same name, with names in place of arrays; only ``mask`` and
+    ``parents`` are given as arrays. ``position``, ``first_valid`` and lengths may be ints, or names for which each run
+    gives a number. A length may also be the name of an array. Lengths, positions and indices in device memory may
+    change between runs: ``seq_lens``, ``context_lens``, ``block_tables``, ``cache_offsets``, ``slot_mapping``,
+    ``rope_positions``, ``indices``. Attention, merges and the fused write name what they return, for later calls and
+    for the caller of `Graph.run`.
 
     Raises:
-        OptionError: a name is not an identifier, is already taken, or stands for an array in one place and for a
-            number in another; or an option is given that the function does not have.
+        OptionError: a name is not a string, is already taken, or stands for an array in one place and for a number in
+            another; or an option is given that the function does not have.
 
     Examples:
         A decode step with a shared prefix writes the new token, attends to the prefix and to the sequence's own

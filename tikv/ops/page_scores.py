@@ -83,7 +83,8 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
         CapacityError: a length on the host reaches beyond the pages; lengths on the device are limited to them.
 
     Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, gives a NaN. So does 0
-        times infinity, but on CUDA only if no other query head of the KV head multiplies that infinity.
+        times infinity, but on CUDA only if no other query head of the KV head multiplies that infinity by a number
+        other than 0.
     Cost: one launch, which reads the summaries once; on CPU, Vulkan and Metal once for each query head.
 
     Examples:

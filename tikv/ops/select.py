@@ -22,7 +22,8 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
 
     Args:
         scores: (B, T, N), or (B, H, T, N) per KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
-            strides with a contiguous last axis. -infinity is never chosen; NaN is chosen before all numbers.
+            strides with a contiguous last axis. -infinity is chosen only among tokens that are always kept; NaN is
+            chosen before all numbers.
         k: how many tokens or pages are chosen, including those that are always kept.
         page: tokens per page, if scores are those of pages: the number that `page_scores` took (its default is 16).
             None if scores are those of tokens. The scores do not tell which they are, so without ``page`` the indices
@@ -39,8 +40,8 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
 
     Raises:
         ShapeError, DTypeError: arrays that do not agree.
-        PositionError: ``valid`` on the host is negative, or greater than the number of scores. On the device it is
-            limited to this range.
+        PositionError: ``valid`` on the host is negative, or greater than the number of tokens that have scores, which
+            is N, or N * ``page``. On the device it is limited to this range.
         OptionError: ``k`` is less than the number always kept.
 
     Exactness: the exact top k; of equal scores the older are chosen, and 0 equals -0. Deterministic.
@@ -120,7 +121,7 @@ class SelectPlan(Plan):
         """The entry for a number of tokens, -1 for all that have scores; an array's numbers are checked if known.
 
         Raises:
-            PositionError: a number is negative, or greater than the number of scores.
+            PositionError: a number is negative, or greater than the number of tokens that have scores.
         """
         known = host_indices(arrays[1], self.live) if len(arrays) > 1 else None
         for number in (tokens,) if known is None else (known.min(initial=0), known.max(initial=0)):

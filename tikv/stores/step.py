@@ -182,7 +182,7 @@ class Step(runtime.NotCopied):
         return found
 
     def prepare(self, k: Any, v: Any, q: Any = None) -> None:
-        """Do all that `run` does except launch and count; a CUDA graph needs this before it captures a run.
+        """Do all that `run` does except launch and count; before a CUDA graph captures a run, call this or `run`.
 
         Raises:
             As `run`.

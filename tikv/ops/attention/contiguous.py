@@ -102,7 +102,8 @@ def decode_attention(
         alibi_slopes: (Hq,) or (B, Hq) float32: ``slope * (key position - query position)`` is added to each score,
             after a soft cap. Not with ``return_mass``.
         mask: (B, T, T) bool, or uint8 (B, T, ceil(T / 8)) of packed bits, the lowest first: which of the T new tokens
-            each query sees, instead of those up to its own. All queries see the earlier tokens. NumPy or torch.
+            each query sees, instead of those up to its own. All queries see the earlier tokens. NumPy or torch. Not
+            with ``return_mass``.
         parents: (B, T) int32 or int64, a tree of new tokens: for each, the index of its parent among the new tokens, or
             -1 if it follows the earlier tokens. A query sees its ancestors and itself. With a mask or parents, the
             depth of a query is the number of new tokens that it sees, and windows and slopes count by depth, not by
@@ -120,9 +121,10 @@ def decode_attention(
         ``return_mass`` the mass. A query that sees nothing, or whose head has no keys, gets 0 and -inf.
 
     Raises:
-        PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
-            token; an index on the host is not a token of its sequence. On the device, lengths and parents are limited
-            to their valid range, and indices that are not tokens of their sequence are ignored.
+        PositionError: a length on the host is negative, or is less than T but not 0 where ``causal`` is True; a parent
+            on the host does not come before its token; an index on the host is not a token of its sequence. On the
+            device, lengths and parents are limited to their valid range, and indices that are not tokens of their
+            sequence are ignored.
         CapacityError: a length on the host is beyond the capacity, the window is not larger than the sinks, or the
             window of a ring is larger than the capacity.
         ShapeError, DTypeError, OptionError: the arrays do not fit, int8 has no scales, or ``impl`` is unknown.

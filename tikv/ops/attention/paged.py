@@ -84,10 +84,10 @@ def paged_decode_attention(
         As `decode_attention` does.
 
     Raises:
-        PositionError: a context on the host is negative, shorter than T or longer than its table; a table on the host
-            names a block outside the pool; an index on the host is not a token of its sequence. On the device, contexts
-            are limited to their valid range, and blocks outside the pool and indices that are not tokens of their
-            sequence are ignored.
+        PositionError: a context on the host is negative, is longer than its table, or is less than T but not 0 where
+            ``causal`` is True; a table on the host names a block outside the pool; an index on the host is not a token
+            of its sequence. On the device, contexts are limited to their valid range, and blocks outside the pool and
+            indices that are not tokens of their sequence are ignored.
         ShapeError, DTypeError, OptionError, CapacityError: as in `decode_attention`.
 
     Exactness, cost: as in `decode_attention`.
