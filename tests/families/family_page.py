@@ -33,9 +33,9 @@ step with those that the same model computes from the whole text, without a cach
 - `generate`;
 - for an encoder-decoder, one cache for the decoder's tokens and another one for the encoder's.
 
-Each setting runs with attention "eager", "sdpa" and "tikv", if the model supports them. The first three also run with
-an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention. Logits count as right
-if they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
+Each setting runs with attention "eager", "sdpa" and "tikv", if the model supports them. The first three settings also
+run with an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention.
+Logits count as right if they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
 
 Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
 many standard deviations: "the same as transformers' own cache, which differs by 0.5" means that `TikvCache` gives the
@@ -44,7 +44,8 @@ passes the choice to attention "tikv", which then reads only those keys.
 
 The column `TikvCache` has one of these words:
 
-- **yes**: each setting is right, or it gives the same as with transformers' own cache, and then the notes say so;
+- **yes**: each setting is right, or `TikvCache` does there what transformers' own cache does: it gives the same logits,
+  or both fail. The notes name these settings, except `generate` if both fail there;
 - **refused**: `TikvCache(model.config)` raises an error, which the notes quote;
 - **differs**: something is not right, and the notes say what;
 - **no cache**: the model takes none of transformers' caches;

@@ -156,7 +156,7 @@ def random(*shape: int) -> Any:
 
 
 # Models that no call of the settings fits, and why.
-_PARTS = "its generate calls that of its parts"
+_PARTS = "its generate method calls that of its parts"
 _ENCODED = "it takes an image with every call; the language model in it is a family of its own"
 NOT_RUN = {
     "BarkModel": _PARTS,
