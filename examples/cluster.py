@@ -114,7 +114,7 @@ def main() -> int:
     args = parser.parse_args()
     for name in ("tokens", "batch", "memory", "link", "latency", "ranks"):
         if getattr(args, name) <= 0:
-            parser.error(f"--{name} {getattr(args, name)}: more than 0")
+            parser.error(f"--{name} {getattr(args, name)}: must be more than 0")
     cluster = Cluster(args.memory * 1e9, args.link * 1e9, args.latency * 1e-6)
     if args.trace is None:
         print(table(args.tokens, args.batch, cluster))

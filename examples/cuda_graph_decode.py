@@ -116,9 +116,9 @@ def main():
     arguments = parser.parse_args()
     for name in ("tokens", "layers"):
         if getattr(arguments, name) < 1:
-            parser.error(f"--{name} {getattr(arguments, name)}: at least 1")
+            parser.error(f"--{name} {getattr(arguments, name)}: must be at least 1")
     if arguments.width < 16 or arguments.width % 16:
-        parser.error(f"--width {arguments.width}: a multiple of 16, the number of heads")
+        parser.error(f"--width {arguments.width}: must be a multiple of 16, the number of heads")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tikv.init(device)
     torch.manual_seed(0)

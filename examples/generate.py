@@ -108,9 +108,13 @@ def arguments() -> argparse.Namespace:
         "--attention",
         choices=("numpy", "tikv"),
         default="numpy",
-        help="who computes attention for a new token; tikv reads the cache in place, and compiles longer at first",
+        help="what computes attention for a new token; tikv reads the cache in place, but compiles longer at first",
     )
-    parser.add_argument("--no-cache", action="store_true", help="recompute every token; then time the cache against it")
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="recompute everything for every token; then compare with the cache's time",
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.6, help="sampling temperature; 0 takes the likeliest token (%(default)s)"
     )
@@ -131,13 +135,13 @@ def arguments() -> argparse.Namespace:
     if args.greedy:
         args.temperature = 0.0
     if args.tokens < 1:
-        parser.error(f"--tokens {args.tokens}: at least 1")
+        parser.error(f"--tokens {args.tokens}: must be at least 1")
     if args.no_repeat < 0 or args.no_repeat == 1:
-        parser.error(f"--no-repeat {args.no_repeat}: 0, or at least 2")
+        parser.error(f"--no-repeat {args.no_repeat}: must be 0, or at least 2")
     if not args.temperature >= 0:  # which nan is not
-        parser.error(f"--temperature {args.temperature}: 0 or more")
+        parser.error(f"--temperature {args.temperature}: must be 0 or more")
     if args.seed < 0:
-        parser.error(f"--seed {args.seed}: 0 or more")
+        parser.error(f"--seed {args.seed}: must be 0 or more")
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; examples/train.py writes one")
     return args

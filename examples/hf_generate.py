@@ -1,4 +1,4 @@
-"""Generate with a Hugging Face model and tikv's cache, and check that the text is the same.
+"""Generate with a Hugging Face model and tikv's cache, and check that the text is the same as with transformers' cache.
 
 python examples/hf_generate.py                                   a tiny Llama with random weights
 python examples/hf_generate.py path/to/checkpoint "Once upon"    any causal model on disk
@@ -61,7 +61,7 @@ def main():
     )
     arguments = parser.parse_args()
     if arguments.tokens < 1:
-        parser.error(f"--tokens {arguments.tokens}: at least 1")
+        parser.error(f"--tokens {arguments.tokens}: must be at least 1")
 
     if arguments.checkpoint:
         try:

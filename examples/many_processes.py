@@ -1,9 +1,10 @@
-"""Write text with a KV cache that several processes share: split by heads or tokens, or prefill and decode apart.
+"""Write text with a KV cache in several processes: split by heads, split by tokens, or sent from prefill to decode.
 
     python examples/many_processes.py                     # starts two processes by itself
     torchrun --standalone --nproc-per-node 2 examples/many_processes.py --tokens 100
 
-Each of the three writes the text that one process writes with its own cache. The processes use gloo, on any laptop.
+Each of these three ways writes the text that one process writes with its own cache. The processes communicate through
+gloo, which works on any laptop.
 """
 
 import argparse
@@ -106,9 +107,9 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.tokens < 1:
-        parser.error(f"--tokens {args.tokens}: at least 1")
+        parser.error(f"--tokens {args.tokens}: must be at least 1")
     if args.processes < 2:
-        parser.error(f"--processes {args.processes}: at least 2")
+        parser.error(f"--processes {args.processes}: must be at least 2")
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; examples/train.py writes one")
     return args

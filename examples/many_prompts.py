@@ -4,7 +4,7 @@
     python examples/many_prompts.py --tokens 100 --dtype float16
 
 The prompts are the same beginning of a Python file with eight different last lines. Each step runs the model over one
-token of every prompt together. Afterwards each prompt is continued alone, in its own pool, with the same text.
+token of every prompt together. Afterwards each prompt is continued alone, in its own pool, which gives the same text.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=40, help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16", "int8"), default="float32")
     parser.add_argument(
-        "--attention", choices=("numpy", "tikv"), default="tikv", help="who computes attention for single tokens"
+        "--attention", choices=("numpy", "tikv"), default="tikv", help="what computes attention for single tokens"
     )
     parser.add_argument("--arch", default="auto", help="tikv's back end: auto, cpu, cuda, vulkan or metal")
     parser.add_argument(
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.tokens < 1:
-        parser.error(f"--tokens {args.tokens}: at least 1")
+        parser.error(f"--tokens {args.tokens}: must be at least 1")
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; examples/train.py writes one")
     return args

@@ -119,7 +119,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in ("tokens", "branches", "depth"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: at least 1")
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
     tikv.init(arch=args.arch)
     model = Model.load(args.model)
     prompt = model.tokenizer.encode(FILE_START + args.prompt)

@@ -249,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--library", type=Path, default=LIBRARY, metavar="FOLDER",
                         help="Python sources to learn from (default: this interpreter's standard library)")  # fmt: skip
     parser.add_argument("--tests", type=float, metavar="SHARE",
-                        help="learn from the library's tests too, until this share of training is left")  # fmt: skip
+                        help="learn from the library's tests too, except in the last SHARE of training")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default %(default)s)")

@@ -5,7 +5,7 @@
     python examples/whole_model.py --batch 8 --window 256           also a window of 256 tokens with 4 sinks
     python examples/whole_model.py --size medium                    8 layers of 512; large, as on a GPU: 16 of 2,048
     python examples/whole_model.py path/to/checkpoint               any causal model on disk
-    python examples/whole_model.py --json runs.json                 also into a file, beside the runs that it has;
+    python examples/whole_model.py --json runs.json                 also add the run to a file with earlier runs;
                                                                     benches/whole_models.py draws it
 
 Each row is one cache: transformers' DynamicCache; on a GPU its StaticCache, which `generate` compiles; and TikvCache
@@ -321,7 +321,9 @@ def parsed():
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--size", choices=SIZES, help="size of the random model (small on a CPU, large on a GPU)")
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the model: float32 or bfloat16"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="dtype of the model (float32 on a CPU, bfloat16 on a GPU)",
     )
     parser.add_argument("--prompt", type=int, help="tokens in the prompt (small 128, medium 512, large 4096)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to write (default %(default)s)")
@@ -331,9 +333,10 @@ def parsed():
         "--window", type=int, help=f"also run with a window of this many tokens, {SINKS} sinks included"
     )
     parser.add_argument("--caches", nargs="+", choices=CACHES, metavar="CACHE",
-                        help=f"rows below DynamicCache, of {', '.join(CACHES)} (all; window: --window)")  # fmt: skip
+                        help=f"rows after DynamicCache, any of {', '.join(CACHES)}; window needs --window")  # fmt: skip
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
-                        help=f"formats of TikvCache, any of {', '.join(FORMATS)}; model: the model's")  # fmt: skip
+                        help=f"formats of TikvCache, any of {', '.join(FORMATS)}; "
+                             "'model' is the model's dtype")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also add the run to this file")
     given = parser.parse_args()
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -344,12 +347,12 @@ def parsed():
     given.prompt = SIZES[given.size][1] if given.prompt is None else given.prompt
     for name, least in (("prompt", 1), ("tokens", 3), ("batch", 1), ("rounds", 1)):
         if getattr(given, name) < least:
-            parser.error(f"--{name} {getattr(given, name)}: at least {least}")
+            parser.error(f"--{name} {getattr(given, name)}: must be at least {least}")
     if given.window is not None and given.window <= SINKS:
-        parser.error(f"--window {given.window}: more than its {SINKS} sinks")
+        parser.error(f"--window {given.window}: must be more than its {SINKS} sinks")
     given.caches = given.caches or ["static", "tikv", *(["window"] if given.window else [])]
     if "window" in given.caches and not given.window:
-        parser.error("--caches window: give --window, its tokens")
+        parser.error("--caches window needs --window, the number of tokens")
     if given.json:
         try:
             runs_of(given.json)

@@ -183,11 +183,11 @@ def test_many_prompts_share_blocks_and_write_what_each_writes_alone():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "0"], "--tokens 0: at least 1"),
-        (["--temperature", "-1"], "--temperature -1.0: 0 or more"),
-        (["--temperature", "nan"], "--temperature nan: 0 or more"),
-        (["--seed", "-1"], "--seed -1: 0 or more"),
-        (["--no-repeat", "1"], "--no-repeat 1: 0, or at least 2"),
+        (["--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["--temperature", "nan"], "--temperature nan: must be 0 or more"),
+        (["--seed", "-1"], "--seed -1: must be 0 or more"),
+        (["--no-repeat", "1"], "--no-repeat 1: must be 0, or at least 2"),
         (["--model", "nowhere"], "no config.json there"),
         (["--arch", "abacus"], "'abacus'"),
     ],
@@ -210,13 +210,13 @@ def test_many_processes_write_what_one_writes():
     ("script", "arguments", "words"),
     [
         ("many_prompts.py", ["--model", "nowhere"], "no config.json there"),
-        ("cluster.py", ["--link", "0"], "--link 0.0: more than 0"),
-        ("many_processes.py", ["--processes", "1"], "--processes 1: at least 2"),
+        ("cluster.py", ["--link", "0"], "--link 0.0: must be more than 0"),
+        ("many_processes.py", ["--processes", "1"], "--processes 1: must be at least 2"),
         ("draw_store.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
         ("draw_formats.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
-        ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: at least 1"),
-        ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: at least 1"),
-        ("cuda_graph_decode.py", ["--width", "100"], "--width 100: a multiple of 16"),
+        ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: must be at least 1"),
+        ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: must be at least 1"),
+        ("cuda_graph_decode.py", ["--width", "100"], "--width 100: must be a multiple of 16"),
     ],
 )
 def test_the_other_examples_say_what_is_wrong(script, arguments, words):
@@ -231,7 +231,7 @@ def test_the_other_examples_say_what_is_wrong(script, arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--tokens", "0"], "--tokens 0: must be at least 1"),
         (["--dtype", "int32"], "invalid choice: 'int32'"),
         (["nowhere/at/all"], "nowhere/at/all: "),
     ],
@@ -320,10 +320,10 @@ def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "1"], "--tokens 1: at least 3"),
-        (["--batch", "0"], "--batch 0: at least 1"),
-        (["--window", "4"], "--window 4: more than its 4 sinks"),
-        (["--caches", "window"], "--caches window: give --window"),
+        (["--tokens", "1"], "--tokens 1: must be at least 3"),
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--window", "4"], "--window 4: must be more than its 4 sinks"),
+        (["--caches", "window"], "--caches window needs --window"),
         (["--formats", "int7"], "invalid choice: 'int7'"),
         (["--json", "nowhere/runs.json"], "--json nowhere/runs.json: nowhere is not a folder"),
         (["--json", str(EXAMPLES / "model" / "config.json")], "it is not a file that --json wrote"),

@@ -183,7 +183,7 @@ MISTAKES = {
     "pickle": (lambda: pickle.dumps(store()), "pickle", "save() and load()"),
     "a step that is copied": (
         lambda: copy.copy(tikv.compile_step(store())),
-        "copy",
+        "cannot be copied",
         "Call compile_step for each store",
     ),
     "groups of tokens without newest ones": (

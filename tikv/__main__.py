@@ -46,7 +46,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("engine", f"{found['engine']} ({found['engine_why']})"),
         (
             "arch",
-            f"{found['arch']} ({state}; order {', '.join(found['arch_order'])}; {found['arch_why']})",
+            f"{found['arch']} ({state}; auto tries {', '.join(found['arch_order'])}; {found['arch_why']})",
         ),
         ("device", found["device"]),
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
@@ -114,7 +114,7 @@ def write_report(archs: tuple[str, ...], path: str) -> int:
     replacing.replace(target, text.encode(), "doctor", suffix="")
     header = ("arch", "check", "operations in each dtype", "benches")
     table.show("tikv doctor: tested here, now", header, report.summary(found))
-    print(f"{'what was done until it was stopped' if found['stopped'] else 'all of it'} is in {target}")
+    print(f"{'the report, up to where it was stopped,' if found['stopped'] else 'the report'} is in {target}")
     if found["stopped"]:
         raise KeyboardInterrupt
     return report.exit_status(found)
@@ -291,7 +291,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         rows.append((name, files, checked, launched, f"{kernel['threadgroup_memory_bytes']:,}"))
     table.show("tikv export", ("kernel", "files", "SPIR-V", "threads", "bytes a group shares"), rows)
     table.tell(
-        f"{len(rows)} kernels of {len(found['launches'])} launches; how they are bound is in {folder / export.INDEX}"
+        f"{len(rows)} kernels for {len(found['launches'])} launches; {folder / export.INDEX} says how to bind arguments"
     )
     return 0
 
@@ -317,7 +317,9 @@ def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
         for peer, why in row.left_out.items():
             table.tell(f"left out: {peer} in {row.case}: {why}")
     if any(row.noisy for row in rows):
-        table.tell("noisy: rounds of the same call differed by a third and more, as when other programs run; try again")
+        table.tell(
+            "noisy: rounds of the same call differed by a third or more, as happens when other programs run; try again"
+        )
 
 
 def back_ends(text: str) -> list[str]:
@@ -331,7 +333,7 @@ def back_ends(text: str) -> list[str]:
 
 def add_archs(command: argparse.ArgumentParser, what: str) -> None:
     """Let a command accept back ends, by position or as --arch."""
-    help_text = f"only these back ends: {', '.join(runtime.ARCHS)} or auto; each must then {what}"
+    help_text = f"only these back ends: {', '.join(runtime.ARCHS)} or auto; the exit status is 1 unless each {what}"
     command.add_argument("place", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
     command.add_argument(
         "--arch", action="append", default=[], type=back_ends, metavar="ARCH[,ARCH...]", help="the same as ARCH"
@@ -379,7 +381,7 @@ For each kernel, the folder then has NAME.spv for Vulkan 1.1 and NAME.metal for 
 A kernel takes any number of tokens, heads, slots and pages; the sizes above and the dtype are compiled in. int8 and
 float8 caches take float16 rows, and attention over them has float16 queries and results. The export needs a Vulkan
 driver (Mesa's on the CPU is enough), and spirv-cross for Metal source; spirv-val checks the SPIR-V if it is installed.
-examples/export_vulkan/ is such a program in C++.
+examples/export_vulkan/ has a C++ program that launches such kernels.
 
   tikv export kernels --op copy_kv,decode_attention --dtype float16 --head-dim 128
 """,
@@ -428,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tikv",
         description="KV-cache operations for research models: one Taichi source for Metal, CUDA, Vulkan and CPU.",
-        epilog="Not the TiKV database. `tikv COMMAND --help` says more about a command.",
+        epilog="This is not the TiKV database. `tikv COMMAND --help` says more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"tikv {doctor.VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -448,7 +450,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Test each back end in a separate process: run operations there, compare their bits with the NumPy "
         "reference, and say how long first calls take. If a back end does not work, say what is missing.",
     )
-    add_archs(check, "pass")
+    add_archs(check, "passes")
     check.add_argument("--json", action="store_true", help="as JSON")
     check.add_argument(
         "--report",
@@ -470,7 +472,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Run every operation with every dtype on each back end and compare it with the NumPy reference. "
         "The first run compiles each kernel, which takes some minutes per back end.",
     )
-    add_archs(matrix, "work")
+    add_archs(matrix, "works")
     matrix.add_argument("--json", action="store_true", help="as JSON, with the reason for each refusal")
     matrix.set_defaults(run=show_support)
     times = commands.add_parser(
@@ -489,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"any of {', '.join(runtime.ARCHS)}, one after the other (default: the first that works)",
     )
     times.add_argument(
-        "--seconds", type=seconds, default=20.0, help="for all cases together, without compiling (default: 20)"
+        "--seconds", type=seconds, default=20.0, help="time for all cases together, without compiling (default: 20)"
     )
     times.add_argument(
         "--attention",
@@ -497,7 +499,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare tikv's attention with torch's, and write a table from which impl='auto' takes the faster one",
     )
     times.add_argument(
-        "--plot", type=svg, metavar="OUT.svg", help="draw a picture of the times, with those of the others"
+        "--plot", type=svg, metavar="OUT.svg", help="draw the times of tikv, NumPy, torch and the plain copy"
     )
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)

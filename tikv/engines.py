@@ -195,7 +195,7 @@ class _Quadrants(Engine):
 
     @property
     def remedy(self) -> str:
-        return f"{extras.install(self.name)}, which is {self.requirement}, on {self.pythons}."
+        return f"{extras.install(self.name)}, which needs {self.requirement}, on {self.pythons}."
 
     @property
     def front(self) -> Any:

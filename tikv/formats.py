@@ -213,8 +213,8 @@ class Quant:
         """
         if self.axis == "tokens":
             raise OptionError(
-                f"{self}: groups along tokens are kept by tikv.KVCacheStore, PagedKVCacheStore and TikvCache, as the "
-                f"dtype of keys alone. Use axis='head_dim'."
+                f"{self}: groups along tokens are supported only for keys, in tikv.KVCacheStore, PagedKVCacheStore and "
+                f"TikvCache. Use axis='head_dim'."
             )
         return self.row
 

@@ -1,8 +1,8 @@
 """Two exported kernels, launched by a C++ program on Vulkan: it appends tokens to a cache and attends over it.
 
 `python examples/export_vulkan/run.py [FOLDER]` exports them, builds main.cpp (a C++17 compiler and Vulkan's headers;
-Debian: g++ libvulkan-dev), runs it, and compares every bit with what tikv computes. The program needs no Python: what
-stands in launches.txt here, an app would have in its own code.
+Debian: g++ libvulkan-dev), runs it, and compares every bit with what tikv computes. The program needs no Python: it
+reads launches.txt, and an app would have the same facts in its own code.
 """
 
 import json

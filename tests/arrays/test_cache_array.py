@@ -155,7 +155,9 @@ def test_functions_of_torch_take_it_as_a_tensor(store, arch):
 def test_what_it_lacks_is_said_with_a_way_out(store):
     for name in ("float", "cpu", "permute", "detach"):
         assert not hasattr(store.keys(0), name)
-    with pytest.raises(AttributeError, match=r"CacheArray has no 'permute'. Take torch\(\) or numpy\(\)"):
+    with pytest.raises(
+        AttributeError, match=r"CacheArray has no 'permute'. Use this attribute of torch\(\) or numpy\(\)"
+    ):
         store.keys(0).permute(0, 2, 1, 3)
     with pytest.raises(tikv.ShapeError, match=r"2 axes are named, and the array has 4. .*torch\(\).transpose"):
         store.keys(0).transpose(-1, -2)

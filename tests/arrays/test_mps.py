@@ -280,9 +280,9 @@ def test_an_engine_that_shares_no_memory_refuses_them(arch, monkeypatch):
     with pytest.raises(tikv.ArchError) as caught:
         tikv.copy(x, np.zeros((1, 4, 8), np.float32), position=0)
     assert str(caught.value) == (
-        f"copy: src is a torch tensor on mps, and {live.engine.title} cannot share memory with PyTorch, Another can. "
-        "Call tikv.init('metal', engine='another') in another process (Install it), or pass src.cpu(), which waits for "
-        "the GPU and copies 32 bytes each time; results have to be copied back the same way."
+        f"copy: src is a torch tensor on mps, and {live.engine.title} cannot share memory with PyTorch, but Another "
+        "can. Call tikv.init('metal', engine='another') in another process (Install it), or pass src.cpu(), which "
+        "waits for the GPU and copies 32 bytes each time; results have to be copied back the same way."
     )
     for name, call in calls(x).items():
         with pytest.raises(tikv.ArchError, match=rf"(^{name}).*: \w+ is a torch tensor on mps, and"):

@@ -455,7 +455,7 @@ def test_overlap_is_seen_when_only_addresses_change(arch):
         (lambda: runtime.ti.ndarray(runtime.ti.i16, (1, 2, 8)), "src has dtype i16"),
         (
             lambda: runtime.ti.field(runtime.ti.f32, (1, 2, 8)),
-            "src is a ScalarField. The only container of Taichi's that can be passed is ti.ndarray",
+            "src is a ScalarField. Of Taichi's containers, only ti.ndarray can be passed",
         ),
     ],
     ids=["list", "none", "complex", "byte_order", "uint16", "bool", "ti_i16", "ti_field"],

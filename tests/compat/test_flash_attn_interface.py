@@ -224,13 +224,17 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
         (
             {"scheduler_metadata": np.zeros(3, np.int32)},
             tikv.OptionError,
-            "scheduler_metadata='given' is not supported",
+            "scheduler_metadata is not supported",
         ),
         ({"pack_gqa": False}, tikv.OptionError, "pack_gqa=False"),
         ({"sm_margin": 4}, tikv.OptionError, "sm_margin=4"),
         ({"qv": np.ones((2, 1, 2, 16), np.float32)}, tikv.OptionError, "neighbouring columns of one array"),
         ({"qv": np.ones((2, 1, 2, 8), np.float32)}, tikv.ShapeError, r"qv is f32\[2,1,2,8\]"),
-        ({"k_descale": np.ones((2, 1), np.float32)}, tikv.OptionError, "k_cache is float32, of no 8-bit floats"),
+        (
+            {"k_descale": np.ones((2, 1), np.float32)},
+            tikv.OptionError,
+            "8-bit floats, but k_cache is float32",
+        ),
         ({"rotary_seqlens": np.zeros(3, np.int32)}, tikv.ShapeError, "rotary_seqlens"),
         ({"cu_seqlens_q": np.array([0, 2], np.int32)}, tikv.ShapeError, "q is .* it must be .total, Hq, D"),
         ({"cu_seqlens_k_new": np.array([0, 1, 2], np.int32)}, tikv.ShapeError, "without k and v"),
@@ -252,7 +256,7 @@ def test_flash_attn_3_names_what_it_does_not_offer(arch, change, error, why):
 def test_flash_attn_3_of_ragged_queries_says_how_many(arch):
     q, cache = np.ones((3, 2, 16), np.float32), [np.ones((2, 8, 1, 16), np.float32) for _ in "kv"]
     starts = np.array([0, 1, 3], np.int32)
-    for most, why in ((None, "max_seqlen_q is missing"), (1, "max_seqlen_q=1 and sequence 1 has 2")):
+    for most, why in ((None, "max_seqlen_q is missing"), (1, "max_seqlen_q=1, but sequence 1 has 2")):
         with pytest.raises(tikv.TikvError, match=why):
             flash_attn_interface.flash_attn_with_kvcache(q, *cache, cu_seqlens_q=starts, max_seqlen_q=most)
 

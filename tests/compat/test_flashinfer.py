@@ -48,7 +48,7 @@ def test_flashinfer_append(arch, rng, layout, packed):
 @pytest.mark.parametrize(
     ("batch", "position", "pages", "why"),
     [
-        ([0, 5], [3, 0], [2, 1, 3], r"batch_indices\[1\] names request 5 of 2"),
+        ([0, 5], [3, 0], [2, 1, 3], r"batch_indices\[1\]=5, and there are 2 requests"),
         ([0, 1], [4, 0], [2, 1, 3], r"positions\[0\]=4 has no page in kv_indices of request 0"),
         ([0, 1], [0, 8], [2, 1, 3], r"positions\[1\]=8 has no page"),
         ([0, 1], [0, 1], [-1, 1, 3], r"positions\[0\]=0 has no page"),
@@ -132,7 +132,7 @@ def test_flashinfer_batch_decode(arch, rng, case):
         ({"paged_kv_indptr": np.array([0, 1, 5])}, tikv.PositionError, r"paged_kv_indptr is \[0, 1, 5\]"),
         ({"paged_kv_last_page_len": np.array([3, 5])}, tikv.PositionError, r"paged_kv_last_page_len\[1\]=5"),
         ({"custom_mask": np.ones(19, bool)}, tikv.ShapeError, r"custom_mask is \(19,\)"),
-        ({"custom_mask": np.arange(20) != 10}, tikv.OptionError, "custom_mask='1 hidden tokens before the 2 new"),
+        ({"custom_mask": np.arange(20) != 10}, tikv.OptionError, "custom_mask hides tokens before the 2 new"),
         ({"custom_mask": np.ones(20, bool), "window_left": 3}, tikv.OptionError, "window_left=3"),
         ({"custom_mask": 1, "packed_custom_mask": 1}, tikv.OptionError, "packed_custom_mask"),
         (

@@ -86,8 +86,8 @@ def test_what_is_refused(two):
         "that divides them, or shard by tokens.",
         "OptionError: ShardedKVCacheStore: shard='rows' is unknown. Use 'heads' or 'tokens'; for a two-dimensional "
         "mesh, a pair of both in the order of its dimensions.",
-        "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') names 2 and the group has 1 dimension. Name what "
-        "each dimension shards.",
+        "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') names what 2 dimensions shard, but the group has "
+        "1. Name what each dimension shards.",
     ]
     assert first[:3] == second[:3] == wanted
     assert "KV heads 3..5 of 6. k, v and q must have the heads of this rank." in second[4]
@@ -115,7 +115,7 @@ def test_ranks_that_disagree_and_one_that_dies():
     survivor, dead = processes.try_run(on_ranks.die)
     assert dead == (False, "the process has ended")
     assert survivor[0], survivor
-    assert survivor[1].startswith("GroupError: ShardedKVCacheStore.attend: rank 0 of 2 lost the others ("), survivor
+    assert survivor[1].startswith("GroupError: ShardedKVCacheStore.attend: rank 0 of 2 lost the other "), survivor
     processes.end()
 
 

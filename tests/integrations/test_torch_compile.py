@@ -391,7 +391,7 @@ def test_twenty_steps_of_a_model_of_transformers(llama, options, graphs):
 @pytest.mark.parametrize(
     ("prompted", "options", "reason"),
     [
-        (False, {}, r"run the prompt or early_initialization\(\) without it"),
+        (False, {}, r"run the prompt or early_initialization\(\) outside"),
         (True, {"dynamic": False}, r"Leave dynamic out, or use dynamic=True"),
     ],
 )

@@ -588,7 +588,7 @@ def test_a_full_layer_is_compacted_by_head_and_gives_memory_back(arch, rng):
     k, v = rows(rng, 300)
     layer.update(k, v)
     before = layer.store.nbytes
-    with pytest.raises(tikv.ShapeError, match="would keep 1 to 2 tokens, and all have one length here"):
+    with pytest.raises(tikv.ShapeError, match="would keep 1 to 2 tokens, but all heads have one length here"):
         layer.compact(torch.arange(300)[None, None] < torch.tensor([1, 2])[:, None])
     oracle.assert_same_bits(layer.keys.numpy(), k.numpy())
     index = torch.tensor([[[0, 5, 299], [1, 7, 299]]])
@@ -967,7 +967,7 @@ def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch)
         layer.update(k, v)
     with monkeypatch.context() as ended:
         ended.setattr(layer.store.runtime, "front", types.SimpleNamespace(prog=None))
-        with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: it was made in"):
+        with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: this object was made in"):
             layer.update(k, v)
     keys, _ = layer.update(k, v)
     assert layer.get_seq_length() == 5

@@ -516,7 +516,7 @@ def test_keys_that_an_indexer_numbers_stay_together(arch):
         layer.update(k, v)
         with pytest.raises(tikv.OptionError, match=r"compact\(\) would drop keys that the indexer"):
             layer.compact([[0, 2]])
-        with pytest.raises(tikv.OptionError, match="keys cannot be set to 2 tokens, since the indexer has keys of 3"):
+        with pytest.raises(tikv.OptionError, match="keys cannot be set to 2 tokens, since the indexer has 3 keys"):
             layer.keys = k[:, :, :2]
         assert torch.equal(layer.keys, k)
         layer.keys = k + 1

@@ -31,7 +31,7 @@ def exported(vulkan, tmp_path_factory):
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
     found = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
-    assert f"{len(found['kernels'])} kernels of {len(found['launches'])} launches" in child.stdout
+    assert f"{len(found['kernels'])} kernels for {len(found['launches'])} launches" in child.stdout
     return folder, found
 
 

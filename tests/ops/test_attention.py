@@ -559,11 +559,11 @@ def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
         ({"lens": [41, 3]}, tikv.CapacityError, "41"),
         ({"lens": [3, -1]}, tikv.PositionError, "-1"),
         ({"q": (2, 4, 5, 16), "lens": [9, 4]}, tikv.PositionError, "5 queries"),
-        ({"q": (2, 4, 5, 16), "lens": [0, 3]}, tikv.PositionError, "length 1 is 3, and the 5 queries"),
+        ({"q": (2, 4, 5, 16), "lens": [0, 3]}, tikv.PositionError, r"lengths\[1\] is 3, and the 5 queries"),
         ({"lens": [9]}, tikv.ShapeError, "lengths"),
         ({"lens": [[9, 2, 1], [3, 4, 5]]}, tikv.ShapeError, "the heads of the lengths"),
-        ({"lens": [[9, 2], [3, 41]]}, tikv.CapacityError, "length 1, 1 is 41"),
-        ({"lens": [[9, 2], [-3, 4]]}, tikv.PositionError, "length 1, 0 is -3"),
+        ({"lens": [[9, 2], [3, 41]]}, tikv.CapacityError, r"lengths\[1, 1\] is 41"),
+        ({"lens": [[9, 2], [-3, 4]]}, tikv.PositionError, r"lengths\[1, 0\] is -3"),
         ({"lens": [[9, 2], [3, 4]], "first_valid": 1}, tikv.OptionError, "first_valid=1"),
         pytest.param(
             {"lens": [[9, 9], [9, 9]], "impl": "torch"}, tikv.OptionError, "different lengths", marks=NEEDS_TORCH
@@ -618,7 +618,7 @@ def test_tables_that_do_not_reach_are_refused(table, lens, says, arch):
     ("heads", "table", "lens", "error", "says"),
     [
         (2, [[[0], [1]]], [2], tikv.ShapeError, "the pools have 2"),
-        (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, "length 0, 0 is 5, but the table names 4 slots"),
+        (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, r"lengths\[0, 0\] is 5, but the table names 4 slots"),
         (1, [[[0], [3]]], [[4, 1]], tikv.PositionError, r"block_tables\[0, 1, 0\]=3 is not one of the pool's 3 blocks"),
         (1, [[[0], [-1]]], [4], tikv.PositionError, r"block_tables\[0, 1, 0\]=-1 is not one"),
         (2, [[0, -1]], [[4, 5]], tikv.PositionError, r"block_tables\[0, 1\]=-1 is not one"),

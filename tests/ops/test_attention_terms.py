@@ -381,7 +381,7 @@ def test_paths_that_are_none_are_refused(path, drafted, error, says, arch):
         store.commit(path, drafted)
     assert [a.numpy().tobytes() for a in store.tokens(0)] == before
     store.trim(1)
-    with pytest.raises(tikv.PositionError, match="Pass their number as drafted="):
+    with pytest.raises(tikv.PositionError, match="Pass the number of drafted tokens as drafted="):
         store.commit([0])
     store.commit([1], drafted=2)
     assert store.tokens(0)[0].numpy().ravel().tolist() == [0, 1, 2, 3, 2, 3]

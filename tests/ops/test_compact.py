@@ -226,9 +226,9 @@ def test_refused_codes(arch, rng):
     apart = tikv.quantize(rows, "quant4_32")
     apart = apart._replace(scales=oracle.to_numpy(apart.scales).copy(), biases=oracle.to_numpy(apart.biases).copy())
     for given, options, error, match in (
-        (cache, {"out": rows}, tikv.DTypeError, "the cache holds q8_0 and out no codes of groups"),
-        (rows, {"out": cache}, tikv.DTypeError, "the cache holds no codes of groups and out q8_0"),
-        (cache, {"out": tikv.quantize(rows, "q4_0")}, tikv.DTypeError, "the cache holds q8_0 and out q4_0"),
+        (cache, {"out": rows}, tikv.DTypeError, "the cache holds q8_0, but out holds plain rows"),
+        (rows, {"out": cache}, tikv.DTypeError, "the cache holds plain rows, but out holds q8_0"),
+        (cache, {"out": tikv.quantize(rows, "q4_0")}, tikv.DTypeError, "the cache holds q8_0, but out holds q4_0"),
         (cache, {"out": tikv.quantize(rows[:, :, :3], "q8_0")}, tikv.ShapeError, "rows of out's codes is 3 where 4"),
         (flat, {}, tikv.ShapeError, "with 3 axes; it must be"),
         (apart, {}, tikv.ShapeError, "the scale and the bias of a group are written together"),

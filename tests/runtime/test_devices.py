@@ -46,7 +46,7 @@ def test_auto_on_a_mac_takes_metal_where_it_shares_memory_with_torch(monkeypatch
     monkeypatch.setattr(devices, "_has_library", lambda *names: False)
     monkeypatch.setattr(devices, "vulkan_devices", list)
     for shares, torch, expected, why in (
-        (True, "2.8", ["metal", "cpu"], "PyTorch sees"),
+        (True, "2.8", ["metal", "cpu"], "PyTorch can use"),
         (True, None, ["cpu"], "in place"),
         (False, "2.8", ["cpu"], "in place"),
     ):

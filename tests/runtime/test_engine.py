@@ -12,7 +12,7 @@ OPERATION = "tikv.copy(np.ones((1, 1, 4), np.float32), np.zeros((1, 2, 4), np.fl
 TAICHI = "Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
 QUADRANTS = (
     'Install taichi-kv[quadrants] (pip install "taichi-kv[quadrants]"; in a clone pip install -e ".[quadrants]"), '
-    "which is quadrants>=1.4,<1.5, on CPython 3.12-3.14."
+    "which needs quadrants>=1.4,<1.5, on CPython 3.12-3.14."
 )
 
 

@@ -233,7 +233,7 @@ def test_a_store_whose_runtime_is_gone_is_not_copied(arch, monkeypatch):
     monkeypatch.setattr(store.runtime, "front", types.SimpleNamespace(prog=None))
     for thing in (store, store._storage.memory):
         with pytest.raises(
-            tikv.StaleRuntimeError, match=oracle.said(r"copy\.deepcopy: it was made in Taichi runtime epoch")
+            tikv.StaleRuntimeError, match=oracle.said(r"copy\.deepcopy: this object was made in Taichi runtime epoch")
         ):
             copy.deepcopy(thing)
 

@@ -128,7 +128,7 @@ def test_rows_are_divided_and_multiplied(arch, rng, tmp_path, names, scales):
 def test_what_scales_refuse(arch, rng):
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 32, "capacity": 4}
     for given, error, match in (
-        ({"k_scale": 1.0}, tikv.OptionError, "k_scale belongs to 8-bit floats, and K is stored as float16"),
+        ({"k_scale": 1.0}, tikv.OptionError, "k_scale scales 8-bit floats and nvfp4, but K is stored as float16"),
         ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 2.0}, tikv.OptionError, "int8 has one scale per row"),
         ({"dtype": "float8_e5m2", "v_dtype": "q8_0", "k_scale": 2.0}, tikv.OptionError, "q8_0 has one scale per row"),
         ({"dtype": "float8_e5m2", "k_scale": 0.0}, tikv.OptionError, "k_scale=0.0 is not a positive normal float32"),

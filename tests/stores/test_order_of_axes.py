@@ -109,12 +109,17 @@ TOKENS_FIRST, HEADS_FIRST = r"\(batch, T, Hq, D\)", r"\(batch, Hq, T, D\)"
 @pytest.mark.parametrize(
     ("shape", "layout", "error", "says"),
     [
-        ((1, 4, 3, 16), "token_major", SHAPE, rf"As {HEADS_FIRST} it fits: use layout='head_major'\.$"),
-        ((1, 3, 4, 16), "head_major", SHAPE, rf"As {TOKENS_FIRST} it fits: use layout='token_major'\.$"),
-        ((4, 3, 16), "token_major", SHAPE, r"As \(Hq, T, D\) it fits: use layout='head_major'\.$"),
+        ((1, 4, 3, 16), "token_major", SHAPE, rf"Read as {HEADS_FIRST}, it fits: use layout='head_major'\.$"),
+        ((1, 3, 4, 16), "head_major", SHAPE, rf"Read as {TOKENS_FIRST}, it fits: use layout='token_major'\.$"),
+        ((4, 3, 16), "token_major", SHAPE, r"Read as \(Hq, T, D\), it fits: use layout='head_major'\.$"),
         ((1, 5, 3, 16), "token_major", SHAPE, r"3 query heads .* Use a multiple of 2\.$"),
-        ((1, 8, 4, 16), "token_major", POSITION, rf"8 queries.* As {HEADS_FIRST} q would fit: .*'head_major'\.$"),
-        ((1, 4, 8, 16), "head_major", POSITION, rf"8 queries.* As {TOKENS_FIRST} q would fit: .*'token_major'\.$"),
+        ((1, 8, 4, 16), "token_major", POSITION, rf"8 queries.* Read as {HEADS_FIRST}, q would fit: .*'head_major'\.$"),
+        (
+            (1, 4, 8, 16),
+            "head_major",
+            POSITION,
+            rf"8 queries.* Read as {TOKENS_FIRST}, q would fit: .*'token_major'\.$",
+        ),
         ((1, 8, 8, 16), "token_major", POSITION, "8 queries(?!.*would fit)"),
         (
             (2, 1, 4, 16),
@@ -179,7 +184,7 @@ def test_a_store_of_groups_along_tokens_has_the_same_order(arch, rng):
     oracle.assert_same_bits(lse, np.ascontiguousarray(want_lse.swapaxes(1, 2)))
     equal(store.attend(0, q[:, -1]), want[:, :, -1])
     with pytest.raises(
-        tikv.PositionError, match=r"64 queries .* only the newest 38 .* q would fit: with layout='head_major'"
+        tikv.PositionError, match=r"64 queries .* only the newest 38 .* q would fit: use layout='head_major'"
     ):
         store.attend(0, np.ones((2, 64, 2, 32), np.float32))
 
@@ -239,7 +244,7 @@ def test_rows_in_the_other_order_name_it(arch):
         (lambda: pools[0].append(0, *[rows_of(5, 2)] * 2, seqs[:1], [0, 5], layout="head_major"), token_major),
         (
             lambda: pools[0].extend(0, q[0], k[0], k[0], seqs[:1], [0, 5]),
-            r"As \(Hq, T, D\) it fits: use layout='head_major'",
+            r"Read as \(Hq, T, D\), it fits: use layout='head_major'",
         ),
     ):
         with pytest.raises(tikv.ShapeError, match=says):

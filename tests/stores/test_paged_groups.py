@@ -232,7 +232,7 @@ def test_floats_of_8_bits_with_a_scale(arch, rng, tmp_path):
 def test_what_pools_with_a_scale_refuse(arch, tmp_path):
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 4, "block_size": PAGE}
     for given, match in (
-        ({"v_scale": 1.0}, "v_scale belongs to 8-bit floats, and V is stored as float16"),
+        ({"v_scale": 1.0}, "v_scale scales 8-bit floats and nvfp4, but V is stored as float16"),
         ({"dtype": "float8_e5m2", "k_scale": (1.0, 2.0), "per_head": True}, "a pool has one head"),
         ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 1.0}, "int8 has one scale per row"),
     ):

@@ -192,7 +192,7 @@ def test_heads_that_hold_different_tokens_keep_a_path_of_what_came_since(arch, r
         ),
         ([3], [0], None, tikv.PositionError, "sequence 3 is swapped out"),
         ([4], [1, 2], None, tikv.CapacityError, "1 blocks are needed and 0 of 8 are free"),
-        ([5], [0], None, tikv.PositionError, "Pass their number as drafted="),
+        ([5], [0], None, tikv.PositionError, "Pass the number of drafted tokens as drafted="),
     ],
 )
 def test_paths_that_are_none_are_refused(seqs, path, drafted, error, says, arch, rng):

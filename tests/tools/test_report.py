@@ -66,7 +66,7 @@ def test_what_was_done_before_it_was_stopped_is_written(machine, tmp_path, capsy
     assert found["stopped"] is True
     assert [c["arch"] for c in found["checks"]] == ["cpu", "vulkan"]
     assert len(found["benches"]) == 1
-    assert "until it was stopped" in capsys.readouterr().out
+    assert "up to where it was stopped" in capsys.readouterr().out
 
 
 def test_steps_grow_to_their_end(machine):

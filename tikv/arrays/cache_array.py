@@ -295,8 +295,8 @@ class CacheArray(runtime.NotCopied):
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"CacheArray has no {name!r}. Take torch() or numpy(), which share its memory, or copy_to_host(), and "
-                f"what they have."
+                f"CacheArray has no {name!r}. Use this attribute of torch() or numpy(), which share its memory, or of "
+                f"copy_to_host()."
             )
 
     if TYPE_CHECKING:  # they are made below, all in the same way

@@ -71,7 +71,8 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     managed = _in(capsule)
     if managed is None:
         raise DTypeError(
-            f"{operation}: {name} ({type(array).__name__}) gave a DLPack capsule this library cannot read."
+            f"{operation}: {name} ({type(array).__name__}) gave a DLPack capsule that this library cannot read. Pass a "
+            "copy of it."
         )
     tensor: _DLTensor = managed.tensor
     dtype = dtypes.of_dlpack(tensor.code, tensor.bits)

@@ -49,8 +49,8 @@ def _no_backward() -> Any:
         def backward(ctx: Any, *grads: Any) -> Any:
             """Refuse."""
             raise OptionError(
-                "tikv: gradients do not flow through its operations, and without them those of queries, keys and "
-                "values would be wrong. Call them in torch.no_grad(), or train with torch's own attention."
+                "tikv: gradients do not flow through its operations, so the gradients of queries, keys and values "
+                "would be wrong. Call the operations in torch.no_grad(), or train with torch's own attention."
             )
 
     return NoBackward

@@ -76,7 +76,7 @@ class Memory:
                     f"{live.device} alone."
                 )
             elif size // 4 > MOST_WORDS:
-                raise MemoryError(f"an array of {live.engine.title}'s has at most {MOST_WORDS} words")
+                raise MemoryError(f"an array in {live.engine.title} has at most {MOST_WORDS} words")
             else:
                 self.block = live.new_words(size // 4)
                 self.handle = self.block

@@ -58,7 +58,7 @@ def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, ope
         return
     if live.engine.mps_arch is None:
         other = engines.that_shares_mps()
-        why = f"{live.engine.title} cannot share memory with PyTorch, {other.title} can"
+        why = f"{live.engine.title} cannot share memory with PyTorch, but {other.title} can"
         way = f"tikv.init({other.mps_arch!r}, engine={other.name!r}) in another process ({other.remedy[:-1]})"
     else:
         why = f"{live.engine.title} runs on {live.arch}"

@@ -150,8 +150,8 @@ def _has(array: Any, attribute: str) -> bool:
 
 def _refuse_masked(array: Any, name: str, operation: str) -> ArrayView:
     raise DTypeError(
-        f"{operation}: {name} is a masked array, and its mask would be lost. Pass {name}.filled(value), or {name}.data "
-        f"for what lies below the mask."
+        f"{operation}: {name} is a masked array, and its mask would be lost. Pass {name}.filled(value), or "
+        f"{name}.data, which has the masked values too."
     )
 
 
@@ -263,9 +263,9 @@ def check_torch_memory(array: Any, pointer: int, seen: ArrayView, name: str, ope
     if pointer <= first or held < first + seen.span:
         what = "there is no memory behind it" if pointer <= first else f"its storage has {held} bytes"
         raise ShapeError(
-            f"{operation}: {name} is a torch tensor {describe(seen)} that needs {first + seen.span} bytes, and {what}: "
-            f"a FakeTensor, a zero tensor, or a storage that resize_ made smaller. Pass a tensor with its values, such "
-            f"as {name}.clone() of one that has them."
+            f"{operation}: {name} is a torch tensor {describe(seen)} that needs {first + seen.span} bytes, and {what}. "
+            "It may be a FakeTensor or a ZeroTensor, or resize_ made its storage smaller. Pass a tensor whose values "
+            f"are in memory; {name}.clone() gives a ZeroTensor memory."
         )
 
 
@@ -297,8 +297,8 @@ def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
         )
     if not hasattr(array, "arr"):
         raise DTypeError(
-            f"{operation}: {name} is a {type(array).__name__}. The only container of {used.title}'s that can be "
-            f"passed is {used.alias}.ndarray."
+            f"{operation}: {name} is a {type(array).__name__}. Of {used.title}'s containers, only {used.alias}.ndarray "
+            "can be passed."
         )
     if runtime.is_stale_ndarray(array):
         raise StaleRuntimeError(

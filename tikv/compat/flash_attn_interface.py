@@ -6,6 +6,7 @@ from typing import Any
 
 from tikv.compat.indices import flag, refuse_option
 from tikv.compat.kvcache import Arguments, CacheCall
+from tikv.errors import OptionError
 
 OPERATION = "flash_attn_interface.flash_attn_with_kvcache"
 
@@ -102,7 +103,7 @@ def flash_attn_with_kvcache(
     """
     flag(return_softmax_lse, "return_softmax_lse", OPERATION)
     if scheduler_metadata is not None:
-        refuse_option(OPERATION, scheduler_metadata=("given", "None"))
+        raise OptionError(f"{OPERATION}: scheduler_metadata is not supported. Leave it out.")
     if pack_gqa is not None and not flag(pack_gqa, "pack_gqa", OPERATION):
         refuse_option(OPERATION, pack_gqa=(pack_gqa, "None or True"))
     if type(sm_margin) is not int or sm_margin:

@@ -13,7 +13,7 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
-from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.merge import merge_into, merge_parts
 from tikv.ops.attention.options import QUERIES, real
@@ -88,7 +88,7 @@ def append_paged_kv_cache(
     block_size = _slots_of_page(k_pool, kv_layout)
     skipped = (batch < 0) | (position < 0)
     unknown = ~skipped & (batch >= requests)
-    index.refuse_where(unknown, lambda t: f"batch_indices{[*t]} names request {int(batch[t])} of {requests}.")
+    index.refuse_where(unknown, lambda t: f"batch_indices{[*t]}={int(batch[t])}, and there are {requests} requests.")
     zero = index.library.zeros_like(batch)
     left_out = skipped | unknown
     batch, position = where(left_out, zero, batch), where(left_out, zero, position)
@@ -103,7 +103,7 @@ def append_paged_kv_cache(
         beyond,
         lambda t: (
             f"positions{[*t]}={int(position[t])} has no page in kv_indices of request {int(batch[t])}. The page "
-            f"table must count the new tokens already; -1 skips one."
+            f"table must include pages for the new tokens; position -1 skips a token."
         ),
     )
     paged.slots_call(operation, append_key, append_value, k_pool, v_pool, slots, layout=kv_layout).run()
@@ -179,7 +179,7 @@ def batch_decode_with_paged_kv_cache(
     window_left = checks.integer(window_left, "window_left", operation, low=-(2**31))
     masked = custom_mask is not None or packed_custom_mask is not None
     if custom_mask is not None and packed_custom_mask is not None:
-        refuse_option(operation, packed_custom_mask=("given", "one of custom_mask and packed_custom_mask"))
+        raise OptionError(f"{operation}: custom_mask and packed_custom_mask are both given. Pass one of them.")
     if masked and window_left >= 0:
         refuse_option(operation, window_left=(window_left, "-1 with a mask, since the mask says what queries see"))
     k_pool, v_pool = _pools(paged_kv_cache, kv_layout, operation)
@@ -337,7 +337,8 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     if wrong.any():
         b = int(np.argmax(wrong))
         raise PositionError(
-            f"{operation}: request {b} has {int(lens[b])} tokens, fewer than the {queries} new ones of the mask."
+            f"{operation}: request {b} has {int(lens[b])} tokens, fewer than its {queries} new ones. Count the new "
+            "tokens in the page table too."
         )
     library = library_of(given)
     first = (np.cumsum(entries) - entries) * per_entry + lens - queries
@@ -353,8 +354,9 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     found = bits[places]
     hidden = int((sizes - queries * queries).sum()) - (int(bits.sum()) - int(found.sum()))
     if hidden:
-        refuse_option(
-            operation, **{name: (f"{hidden} hidden tokens before the {queries} new ones", "a mask that shows them")}
+        raise OptionError(
+            f"{operation}: {name} hides tokens before the {queries} new ones ({hidden} entries), which is not "
+            "supported. Use a mask that shows them."
         )
     return found
 

@@ -18,7 +18,7 @@ from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backw
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
 from tikv.compat.ragged_rows import RaggedRows, place
-from tikv.errors import ShapeError
+from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
 from tikv.ops.attention.paged import PagedCaches, paged_call
@@ -168,7 +168,7 @@ class CacheCall:
         if k is not None and v is not None and v.shape[:-2] != k.shape[:-2]:
             raise ShapeError(f"{operation}: k is {describe(k)} and v {describe(v)}; both need the same number of rows.")
         if k is None and self.index.has("cu_seqlens_k_new"):
-            raise ShapeError(f"{operation}: cu_seqlens_k_new is given without k and v.")
+            raise ShapeError(f"{operation}: cu_seqlens_k_new is given without k and v. Pass them too, or leave it out.")
         if "qv" in found and found["qv"].shape != (*q.shape[:-1], found["v_cache"].shape[-1]):
             raise ShapeError(
                 f"{operation}: qv is {describe(found['qv'])} where {(*q.shape[:-1], found['v_cache'].shape[-1])} is "
@@ -190,7 +190,7 @@ class CacheCall:
             )
         counts = self.asked.counts
         index.refuse_where(
-            counts > most, lambda b: f"max_seqlen_q={most} and sequence {b[0]} has {int(counts[b])} queries."
+            counts > most, lambda b: f"max_seqlen_q={most}, but sequence {b[0]} has {int(counts[b])} queries."
         )
         return int(most)
 
@@ -239,15 +239,16 @@ class CacheCall:
         index.refuse_where(
             (before < 0) | (lengths > capacity),
             lambda b: (
-                f"cache_seqlens{[*b]}={int(before[b])} and {int(counts[b])} new tokens: a row has 0..{capacity} slots."
+                f"cache_seqlens{[*b]}={int(before[b])} and {int(counts[b])} new tokens do not fit the {capacity} slots "
+                "of a sequence."
             ),
         )
         starts = index.arange(table.shape[1])[None] * layout.page
         index.refuse_where(
             ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
             lambda at: (
-                f"sequence {at[0]} of {int(lengths[at[0]])} tokens reaches {int(table[at])}, which is not a row or "
-                f"page of the {blocks} of the cache."
+                f"sequence {at[0]} has {int(lengths[at[0]])} tokens and needs row or page {int(table[at])}, but the "
+                f"cache has {blocks}. Use 0..{blocks - 1}."
             ),
         )
         if pads is not None:
@@ -269,7 +270,7 @@ class CacheCall:
         own = {"q": given.q}
         if given.rotary_cos is not None:
             if given.k is None:
-                refuse_option(operation, rotary_cos=("given", "k and v with it"))
+                raise OptionError(f"{operation}: rotary_cos is given without k and v. Pass them too, or leave it out.")
             flag(given.rotary_interleaved, "rotary_interleaved", operation)
             tables = {"rotary_cos": given.rotary_cos, "rotary_sin": given.rotary_sin}
             ragged_rows.require_library(operation, own | {"k": given.k} | tables, "Rotation")
@@ -280,7 +281,9 @@ class CacheCall:
             if descale is None:
                 continue
             if views[of].dtype not in dtypes.FLOATS8:
-                refuse_option(operation, **{name: ("given", f"None: {of} is {views[of].dtype}, of no 8-bit floats")})
+                raise OptionError(
+                    f"{operation}: {name} scales 8-bit floats, but {of} is {views[of].dtype}. Leave {name} out."
+                )
             seen, wanted = view(descale, name, operation), (self.batch, views["k_cache"].shape[2])
             if seen.dtype is not dtypes.float32 or seen.shape != wanted:
                 raise ShapeError(f"{operation}: {name} is {describe(seen)}; it must be float32 (B, H) = {wanted}.")
@@ -360,15 +363,10 @@ class CacheCall:
         if alike and k.handle is v.handle and apart in (k.shape[3] * size, -v.shape[3] * size):
             first, k_first = (k, True) if apart > 0 else (v, False)
             return first.restrided((*k.shape[:3], width), k.strides), k_first
-        refuse_option(
-            self.operation,
-            qv=(
-                "given",
-                "neighbouring columns of one array as k_cache and v_cache, cache[..., :D] and cache[..., D:]: scores "
-                "are of both, which are read in place",
-            ),
+        raise OptionError(
+            f"{self.operation}: qv needs scores over K and V together, which are read in place. Pass k_cache and "
+            "v_cache that are neighbouring columns of one array: cache[..., :D] and cache[..., D:]."
         )
-        raise AssertionError
 
     def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
         """(out, lse, what computes them) for (B, T, Hq, D) queries; every step that can fail is done."""
@@ -471,7 +469,7 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
         if token == 0 or row % token:
             raise ShapeError(
                 f"{operation}: the rows of a cache ({describe(a)}, strides {a.strides} elements) are not a whole "
-                f"number of tokens apart. cache_leftpad and attention_chunk need one whose rows are."
+                f"number of tokens apart. cache_leftpad and attention_chunk need a cache whose rows are."
             )
         apart = row // token
     tokens = (blocks - 1) * apart + page if blocks else 0

@@ -76,7 +76,7 @@ def save_prompt_cache(
     if format is None and cache.dtype.name not in ("float32", "float16", "bfloat16"):
         raise OptionError(
             f"{operation}: dtype={cache.dtype.name!r} is not supported. Use a float32, float16 or bfloat16 store, "
-            "or one of a tikv.Quant."
+            "or a store whose dtype is a tikv.Quant."
         )
     if format is not None and any(window is not None for window in cache.windows):
         raise OptionError(
@@ -90,8 +90,8 @@ def save_prompt_cache(
         require_uncompacted([state], operation, "A prompt cache has no place for positions: save() the store.")
         if state.ring and state.valid_from > max(0, state.length - state.ring):
             raise OptionError(
-                f"{operation}: layer {i} was trimmed after its window had wrapped, which is not supported. Fill it "
-                "first."
+                f"{operation}: layer {i} was trimmed after its window had wrapped, which is not supported. Append "
+                "tokens until the window is full again."
             )
         if format is None:
             tensors[f"{i}.0"], tensors[f"{i}.1"] = arrays[0], arrays[1]
@@ -242,9 +242,8 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
         except OptionError:
             raise
         except (KeyError, ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
-            raise CacheFileError(
-                f"{operation}: {shown!r} is damaged: layer {i} has no {files.words(error)}. Save it again."
-            ) from None
+            what = f"there is no {files.words(error)}" if isinstance(error, KeyError) else files.words(error)
+            raise CacheFileError(f"{operation}: {shown!r} is damaged: in layer {i}, {what}. Save it again.") from None
     return found
 
 
@@ -261,24 +260,26 @@ def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
         or k.shape[:3] != v.shape[:3]
         or 0 in (*k.shape[:2], k.shape[3], v.shape[3])
     ):
-        raise ValueError(f"(batch, heads, tokens, width): keys are {k.shape} and values {v.shape}")
+        raise ValueError(f"keys are {k.shape} and values {v.shape}, which must be (batch, heads, tokens, width)")
     if (
         k.dtype != v.dtype
         or k.dtype != first.dtype
         or k.dtype.name not in ("float32", "float16", "bfloat16", "float64")
     ):
-        raise ValueError(f"dtype that is stored: keys are {k.stored} and values {v.stored}, layer 0 is {first.stored}")
+        raise ValueError(f"keys are {k.stored} and values {v.stored}, but the keys of layer 0 are {first.stored}")
     held, newer = k.shape[2], _is_newer(file)
     if not rotates:
         length = _number(file, f"{i}.2", newer) if newer else held
         if not 0 <= length <= held:
-            raise ValueError(f"{length} tokens: keys are {k.shape}")
+            raise ValueError(f"there should be {length} tokens, but keys are {k.shape}")
         return _Loaded(0, None, length, [file.read(f"{i}.{j}")[:, :, :length] for j in range(2)])
     numbers = [f"{i}.{j}" for j in (3, 4, 2, 5)] if newer else [f"0.{i}.{j}" for j in range(4)]
     keep, window, length, index = Rotation(*(_number(file, name, newer) for name in numbers))
     held = min(held, max(length, 0)) if newer else held  # the arrays may have room for more
     if not (0 <= keep < window and 0 <= index <= held and min(length, window) <= held <= length < tensor_file.NUMBERS):
-        raise ValueError(f"state of {held} tokens: keep={keep}, max_size={window}, offset={length}, idx={index}")
+        raise ValueError(
+            f"keep={keep}, max_size={window}, offset={length} and idx={index} do not fit {held} stored tokens"
+        )
     arrays = [file.read(f"{i}.{j}")[:, :, :held] for j in range(2)]
     return _Loaded(keep, window, length, [_in_slots(a, keep, window, length, index) for a in arrays])
 
@@ -305,7 +306,7 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
         )
     format = GROUP_FORMATS[f"quant{bits}_{group}"]
     if first is not None and first.format is not format:
-        raise ValueError(f"format of layer 0: it is {format}")
+        raise ValueError(f"the format is {format}, but that of layer 0 is {first.format}")
     entries = [[file.entries[f"{i}.{j}.{n}"] for n in range(len(PARTS))] for j in range(2)]
     words, scales = entries[0][0], entries[0][1]
     for name, of_stream in zip(("keys", "values"), entries, strict=True):
@@ -318,13 +319,16 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
                 or 0 in (*entry.shape[:2], wanted)
                 or format.columns(width) % format.group
             ):
-                raise ValueError(f"{part} of {name} that fit: they are {entry.shape} in {format}")
+                raise ValueError(f"the {part} of {name} are {entry.shape}, which does not fit {format}")
             if part == "words" and entry.dtype != np.uint32:
-                raise ValueError(f"words of {name}: they are {entry.stored}")
+                raise ValueError(f"the words of {name} are {entry.stored}, not uint32")
             if part != "words" and (entry.dtype != scales.dtype or entry.dtype.name not in _SCALES):
-                raise ValueError(f"{part} of {name} in float16, bfloat16 or float32 as the others: {entry.stored}")
+                raise ValueError(
+                    f"the {part} of {name} are {entry.stored}, but scales and biases must all be float16, all bfloat16 "
+                    "or all float32"
+                )
     if not 0 <= length <= words.shape[2]:
-        raise ValueError(f"{length} tokens: keys are {words.shape}")
+        raise ValueError(f"there should be {length} tokens, but keys are {words.shape}")
     numbers = 2 * max(of_stream[1].shape[3] for of_stream in entries)
     arrays = [file.read(f"{i}.{j}.0")[:, :, :length] for j in range(2)]
     for j in range(2):
@@ -348,11 +352,11 @@ def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
     if not newer:
         text = file.metadata[name]
         if not re.fullmatch("-?[0-9]{1,20}", text):
-            raise ValueError(f"number {reprlib.repr(text)}")
+            raise ValueError(f"number {name} is {reprlib.repr(text)}")
         return int(text)
     entry = file.entries[name]
     if entry.dtype.kind not in "iu" or math.prod(entry.shape) != 1:
-        raise ValueError(f"number {name}: it is {entry.stored} {entry.shape}")
+        raise ValueError(f"number {name} is {entry.stored} {entry.shape}, not one integer")
     return int(file.read(name).reshape(()))
 
 

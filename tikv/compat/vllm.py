@@ -358,8 +358,8 @@ def _gather(
     index.refuse_where(
         missing,
         lambda t: (
-            f"token {int(position[t])} of sequence {int(known[t])} has no page in block_table, or one that is not "
-            f"among the {source.shape[0]} of src_cache."
+            f"token {int(position[t])} of sequence {int(known[t])} has no page in block_table, or a page that is not "
+            f"among the {source.shape[0]} pages of src_cache."
         ),
     )
     to = rows.part(0, 0, tokens)

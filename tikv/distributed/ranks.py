@@ -85,8 +85,8 @@ class Ranks:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             place = f"rank {self.rank} of {self.world}" if hasattr(self, "world") else "this process"
             raise GroupError(
-                f"{operation}: {place} lost the others ({reason}). A process of the group has ended, or "
-                f"destroy_process_group() was called: start all of them again."
+                f"{operation}: {place} lost the other processes ({reason}). One of them has ended, or "
+                f"destroy_process_group() was called. Start all processes again."
             ) from error
 
 

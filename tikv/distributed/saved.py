@@ -99,10 +99,10 @@ def read_index(path: Path, operation: str) -> tuple[list[str], str]:
         with open(path, "rb") as file:
             found = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
         if found["tikv"] != KIND or found["version"] != files.VERSION:
-            raise ValueError(f"it is for {files.words(found['tikv'])}, version {files.words(found['version'])}")
+            raise ValueError(f"it describes a {files.words(found['tikv'])} of version {files.words(found['version'])}")
         names = files.listed(found["files"], "files")
         if not names or len(names) > MOST_FILES or any(type(n) is not str or Path(n).name != n for n in names):
-            raise ValueError("its files are not named")
+            raise ValueError("it does not name its files")
         return names, str(found["save"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFileError(

@@ -561,8 +561,8 @@ def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
         )
     if len(names) != dimensions:
         raise OptionError(
-            f"{operation}: shard={shard!r} names {len(names)} and the {'group' if mesh is None else 'mesh'} has "
-            f"{dimensions} dimension{'s' * (dimensions != 1)}. Name what each dimension shards."
+            f"{operation}: shard={shard!r} names what {len(names)} dimension{'s' * (len(names) != 1)} shard, but the "
+            f"{'group' if mesh is None else 'mesh'} has {dimensions}. Name what each dimension shards."
         )
     if mesh is None:
         return {names[0]: group_or_mesh}

@@ -62,7 +62,7 @@ class TokenShardLayers(LayerStorage):
     def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
         self.check_summaries("ShardedKVCacheStore", form)
         if form.place != "device":
-            raise OptionError(f"ShardedKVCacheStore: {self.title} does not offer place={form.place!r}. {self.remedy}")
+            raise OptionError(f"ShardedKVCacheStore: {self.title} does not support place={form.place!r}. {self.remedy}")
         self.runtime, self.sharding = live, sharding
         later = sharding.interleave - 1  # tokens of a block after its first, appended before the first query attends
         own_sinks = sharding.count(form.sinks)
@@ -245,7 +245,7 @@ class TokenShardLayers(LayerStorage):
         """Raise PositionError if slopes would have to count more positions than kernels can."""
         if slopes and length > MAX_COUNTED:
             raise PositionError(
-                f"{operation}: slopes over sharded tokens reach {MAX_COUNTED} positions, and the length is "
+                f"{operation}: slopes over sharded tokens reach at most {MAX_COUNTED} positions, but the length is "
                 f"{length}. Use reset(), or shard by heads."
             )
 

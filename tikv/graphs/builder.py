@@ -200,7 +200,7 @@ class GraphBuilder(runtime.NotCopied):
         known = inspect.signature(function).parameters.keys() - {*arrays, *numbers, "out", "return_lse", "return_mass"}
         unknown = sorted(options.keys() - known)
         if unknown:
-            raise OptionError(f"{where}: unknown option {', '.join(unknown)}. It has {', '.join(sorted(known))}.")
+            raise OptionError(f"{where}: unknown option {', '.join(unknown)}. Use any of {', '.join(sorted(known))}.")
         if options.get("impl", "taichi") not in ("auto", "taichi"):
             raise OptionError(f"{where}: impl={options['impl']!r} is not one of Taichi's kernels. Leave impl out.")
         options |= {p: True for p in outputs if p.startswith("return_")}

@@ -55,8 +55,8 @@ class Kernel(CompiledKernel):
         if self.needs_native:
             what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
             raise NeedsNativeLauncher(
-                f"{self.name}: it needs {what}, which only the native launcher provides, and that launcher "
-                f"cannot launch it ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
+                f"{self.name}: this kernel needs {what}, which only the native launcher provides, and that launcher "
+                f"is not used here ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
                 "TIKV_LAUNCHER."
             )
         if self.runtime.index:

@@ -66,10 +66,11 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     index = kept_indices(keep, HeadRows(batch, heads, slots, held), live, operation)
     arrays = [view(index, "keep", operation), *rows]
     if out is not None:
-        kinds = [a.format.name if isinstance(a, Quantized) else "no codes of groups" for a in (cache, out)]
+        kinds = [a.format.name if isinstance(a, Quantized) else "plain rows" for a in (cache, out)]
         if kinds[0] != kinds[1]:
             raise DTypeError(
-                f"{operation}: the cache holds {kinds[0]} and out {kinds[1]}. Pass two arrays of the same format."
+                f"{operation}: the cache holds {kinds[0]}, but out holds {kinds[1]}. Pass two arrays of the same "
+                "format."
             )
         arrays += _arrays_of(live, operation, out, "out", True)
     views = Views(arrays)

@@ -136,8 +136,8 @@ def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
 
 def _missing(name: str, operation: str) -> ShapeError:
     return ShapeError(
-        f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have two numbers "
-        "or two of (H,). Pass both."
+        f"{operation}: {name} is missing. An int8 pool needs k_scale and v_scale of shape (N, bs, H). For 8-bit floats "
+        "each may be a number or (H,). Pass both."
     )
 
 

@@ -229,7 +229,8 @@ def codes_and_numbers(
     format, shape = given.format, tuple(given.shape)
     affine = format.rule == "affine"
     if affine != (given.biases is not None):
-        raise ShapeError(f"{operation}: {of}biases {'are missing' if affine else 'do not belong'} to {format}.")
+        wrong = "are missing, and {} needs them" if affine else "are given, and {} has none"
+        raise ShapeError(f"{operation}: {of}biases {wrong.format(format)}.")
     codes_name, *names = _names(of)
     codes, scales = view(given.codes, codes_name, operation), view(given.scales, names[0], operation)
     parts = [scales, view(given.biases, names[1], operation)] if affine else [scales]

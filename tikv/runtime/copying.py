@@ -18,8 +18,8 @@ class NotCopied:
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # copy.copy(), copy.deepcopy() and pickle call this
         raise CopyError(
-            f"{type(self).__name__}: copy and pickle do not work here: it belongs to the Taichi that runs in "
-            f"this process. {self.instead}"
+            f"{type(self).__name__}: this object cannot be copied or pickled in this way, since it belongs to the "
+            f"engine that runs in this process. {self.instead}"
         )
 
 

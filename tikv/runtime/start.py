@@ -266,9 +266,9 @@ def require_alive(runtime: Runtime, operation: str) -> None:
             raise StaleRuntimeError(f"{operation}: {_why_forked()}")
         name, ti = engine.engine_in_use().title, engine.engine_in_use().alias
         raise StaleRuntimeError(
-            f"{operation}: it was made in {name} runtime epoch {runtime.epoch}, which a later tikv.init(), {ti}.init() "
-            f"or {ti}.reset() ended; its memory is gone. Call init() once, before creating stores and arrays, and "
-            "create this one again."
+            f"{operation}: this object was made in {name} runtime epoch {runtime.epoch}, which a later tikv.init(), "
+            f"{ti}.init() or {ti}.reset() ended; its memory is gone. Call init() once, before creating stores and "
+            "arrays, and create this object again."
         )
 
 
@@ -286,11 +286,11 @@ def _auto() -> tuple[list[str], str]:
     archs = list(devices.candidate_archs())
     if archs[0] == "metal" and not (engine.shares_mps() and engines.version_of("torch")):
         # On Metal each host array is copied there and back with a wait in between; on the CPU it is not copied.
-        return ["cpu"], "it works on NumPy's and PyTorch's arrays in place, and nobody has run Metal on a Mac yet"
+        return ["cpu"], "the CPU reads NumPy's and PyTorch's arrays in place, and nobody has run Metal on a Mac yet"
     return archs, {
-        "metal": "PyTorch sees memory of this engine there",
-        "cuda": "NVIDIA's driver is here",
-        "vulkan": "a GPU of Vulkan's is here, and no CUDA",
+        "metal": "PyTorch can use this engine's memory there",
+        "cuda": "NVIDIA's driver is installed",
+        "vulkan": "there is a GPU with a Vulkan driver, and no CUDA",
         "cpu": "there is no GPU",
     }[archs[0]]
 

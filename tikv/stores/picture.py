@@ -504,7 +504,7 @@ def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
     """The path to write to, or OptionError if it does not end in .svg, or CacheFileError if it cannot be written."""
     if pathlib.Path(path).suffix != ".svg":
         raise OptionError(
-            f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Name the file so."
+            f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Give the file that suffix."
         )
     return replacing.target_of(path, operation, ".svg")
 

@@ -280,10 +280,10 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
     for name, dtype, scale in zip(SCALES, stored, given, strict=True):
         whole = isinstance(dtype, GroupFormat) and dtype.has_tensor_scale
         if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
-            shown = "the model has it" if dtype is None else str(dtype)
+            shown = "in the model's dtype" if dtype is None else f"as {dtype}"
             raise OptionError(
-                f"{operation}: {name} belongs to 8-bit floats, and {name[0].upper()} is stored as {shown}. Leave "
-                "it out, or use float8_e4m3fn, float8_e5m2 or nvfp4."
+                f"{operation}: {name} scales 8-bit floats and nvfp4, but {name[0].upper()} is stored {shown}. Leave it "
+                "out, or use float8_e4m3fn, float8_e5m2 or nvfp4."
             )
 
 
@@ -301,7 +301,7 @@ def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operat
         if row is not None and row.finds_scales:
             raise OptionError(
                 f"{operation}: {dtype.name} has one scale per row, and attention reads the scales of K and V with "
-                "the same strides, so the other one cannot have a scale of its own. Leave k_scale and v_scale out."
+                "the same strides, so neither k_scale nor v_scale can be given. Leave both out."
             )
         if row is not None:
             found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)

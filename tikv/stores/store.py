@@ -1021,6 +1021,6 @@ class KVCacheStore(runtime.DeepCopied):
     def _place_in_words(self) -> str:
         """Where the layers are kept, if the caller asked for a place."""
         if self.place == "host":
-            return f" on the host, {self.resident_layers} of them on the device too"
+            return f" on the host, {counted(self.resident_layers, 'layer')} on the device too"
         plain = "" if self._config.place == "device" else why_plain(self.runtime, "KVCacheStore")
         return f", place='host' is plain: {plain}" if plain else ""

@@ -168,12 +168,12 @@ class KVCacheAppendPlan(runtime.NotCopied):
             if array.shape != wanted[name]:
                 raise ShapeError(
                     f"{operation}: {name} is {describe(array)} where the descriptor says {wanted[name]}. "
-                    f"Select a plan for it."
+                    f"Select a plan for such arrays."
                 )
             if name != "cache_offsets" and array.dtype is not self.dtype:
                 raise DTypeError(
                     f"{operation}: {name} is {describe(array)} where the descriptor says {self.dtype}. "
-                    f"Select a plan for it."
+                    f"Select a plan for such arrays."
                 )
         ragged.check_arrays(self.runtime, operation, arrays)
 

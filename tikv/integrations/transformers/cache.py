@@ -51,7 +51,7 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
     Raises:
         OptionError: they are not valid numbers, max_cache_len is given too, or no layer has full attention.
     """
-    sinks = _integer(sinks, "sinks", 0, "none")
+    sinks = _integer(sinks, "sinks", 0, "leave it out")
     if window is None:
         if sinks:
             raise OptionError(f"{OPERATION}: sinks={sinks} need a window. Pass window too.")
@@ -149,7 +149,7 @@ def _places(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], windo
     """
     if place not in PLACES:
         raise OptionError(f"{OPERATION}: unknown place {place!r}. Use one of {', '.join(map(repr, PLACES))}.")
-    count = _integer(resident_layers, "resident_layers", 1, "2, the number of layers by default")
+    count = _integer(resident_layers, "resident_layers", 1, "leave it out for 2 layers")
     if place == "device":
         return None
     why = ""
@@ -547,7 +547,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         operation = f"{OPERATION}.load"
         if not hasattr(config, "get_text_config"):
-            raise OptionError(f"{operation}: {type(config).__name__} is not a configuration of a model.")
+            raise OptionError(
+                f"{operation}: {type(config).__name__} is not a configuration of a model. Use model.config."
+            )
         fields = cache_files.fields_of(shim.decoder_of(config))
         make = functools.partial(cls, place=place, resident_layers=resident_layers)
         return cache_files.Loaded(make, config, fields, path, operation).read(device)  # type: ignore[no-any-return]

@@ -145,8 +145,8 @@ class IndexedLayer(TikvLayer):
             self._indexer.forget()
         elif self._indexer.length not in (0, tensor.shape[2]):
             raise OptionError(
-                f"{self._name}: {which} cannot be set to {tensor.shape[2]} tokens, since the indexer has keys of "
-                f"{self._indexer.length} and chooses them by their numbers. Set as many, or reset() first."
+                f"{self._name}: {which} cannot be set to {tensor.shape[2]} tokens, since the indexer has "
+                f"{self._indexer.length} keys and chooses among them by number. Set as many tokens, or reset() first."
             )
         super()._set(which, tensor)
 

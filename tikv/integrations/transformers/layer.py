@@ -481,8 +481,9 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
             raise OptionError(
-                f"{self._name}: crop({tokens_to_remove}) is unclear with {length} tokens, since this transformers "
-                f"counts tokens to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
+                f"{self._name}: crop({tokens_to_remove}) is unclear with {length} tokens, since this version of "
+                f"transformers counts tokens to remove. Use crop({int(tokens_to_remove) - length}) to keep "
+                f"{tokens_to_remove}."
             )
         self._refuse_crop(length, target)
         return target
@@ -492,7 +493,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if store is not None and store.origin > max(0, target - self._past):
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
-                f"{self.sliding_window} needs positions from {max(0, target - self._past)}, held are "
+                f"{self.sliding_window} needs positions from {max(0, target - self._past)}, but the cache holds "
                 f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be "
                 f"dropped, or reset()."
             )
@@ -595,7 +596,8 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
 
 _update_outside_the_graph = _outside_the_graph(
     f"{OPERATION} makes and moves its memory outside of compiled graphs, where it also refuses tokens and writes codes "
-    f"in groups. With fullgraph=True give max_cache_len, and run the prompt or early_initialization() without it"
+    f"in groups. With fullgraph=True, give max_cache_len, and run the prompt or early_initialization() outside of the "
+    f"compiled model"
 )
 _step_outside_the_graph = _outside_the_graph(
     f"{OPERATION}: torch would compile the model again for each number of cached tokens, since dynamic=False makes it "

@@ -94,8 +94,8 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         outside = [i for i in index.flatten().tolist() if not low <= i < high]
         if outside:
             raise PositionError(
-                f"{operation}: there is no sequence {outside[0]}; layer {self.index} keeps the states of {high}. Use "
-                f"{low} to {high - 1}."
+                f"{operation}: there is no sequence {outside[0]}; layer {self.index} keeps the states of {high} "
+                f"sequences. Use {low} to {high - 1}."
             )
 
     def _change_states(self, change: Any) -> None:

@@ -65,7 +65,7 @@ class StreamingLayer(RingLayer):
         if tokens > 1 and attention not in (*_MASKED, ATTENTION):
             raise OptionError(
                 f"{self._name}: {tokens} new tokens after {self.get_seq_length()} do not all see each other within "
-                f"window={self.window}, and attention {attention!r} gets no mask that could say so. Use "
+                f"window={self.window}, and attention {attention!r} gets no mask that could hide them. Use "
                 f"{', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
             )
         if store is None:
@@ -149,7 +149,8 @@ class StreamingLayer(RingLayer):
         if first > needed and target < length:
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of {self.window} needs "
-                f"positions from {needed} after the sinks; the cache has {first}..{length - 1}. Drop fewer, or reset()."
+                f"positions from {needed} after the sinks, but the cache holds {first}..{length - 1}. Drop fewer, or "
+                f"reset()."
             )
 
     def crop(self, tokens_to_remove: int) -> None:

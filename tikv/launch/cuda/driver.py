@@ -134,7 +134,7 @@ def _attribute(which: int, index: int, what: str) -> int:
     if status:
         raise ArchError(
             f"launch: for device {index}, the CUDA driver does not say {what} (error {status}). Run `python -m tikv "
-            "doctor` to see what it says, and update it."
+            "doctor` for more, and update the driver."
         )
     return number.value
 

@@ -130,7 +130,7 @@ def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
     room = (2**31 - 1 - iterations) // block  # the stride is added once more after the last iteration
     blocks = min(blocks, room)
     if blocks < 1:
-        raise CapacityError(f"{operation}: {iterations} work items leave no room for a stride. Split the call.")
+        raise CapacityError(f"{operation}: {iterations} work items are too many for one launch. Split the call.")
     return blocks
 
 

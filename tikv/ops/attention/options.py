@@ -149,7 +149,10 @@ def check_form(
         if row is not None and row.finds_scales and not scaled:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; {row} needs k_scale and v_scale.")
         if scaled and row is None:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and 8-bit floats have scales.")
+            raise DTypeError(
+                f"{operation}: {name} is {describe(a)}; only int8 and 8-bit floats have scales. Leave k_scale and "
+                "v_scale out."
+            )
     if options.mass and cache.k.format is not None:
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not supported. Leave return_mass out.")
     for scale in [found.array for found in cache.scales]:
@@ -205,7 +208,8 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
     if length > limit:
         holds = f"the table names {cache.capacity} slots" if cache.place == "table" else f"capacity={cache.capacity}"
         error = PositionError if cache.place == "table" else CapacityError
-        raise error(f"{operation}: {what} is {length}, but {holds}. Use lengths of at most {limit}, or ring=True.")
+        ring = ", or ring=True" if cache.place != "table" and not operation.startswith("KVCacheStore.") else ""
+        raise error(f"{operation}: {what} is {length}, but {holds}. Use lengths of at most {limit}{ring}.")
     if length < 0 or 0 < length < queries:
         raise PositionError(
             f"{operation}: {what} is {length}, and the {queries} queries belong to the newest tokens. Use at least "

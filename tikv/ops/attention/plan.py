@@ -339,7 +339,7 @@ class AttentionPlan(Plan):
         if longest > limit or shortest < needed:
             for at in np.flatnonzero((known > limit) | ((known < needed) & (known != 0)))[:1]:
                 where = ", ".join(map(str, np.unravel_index(at, known.shape)))
-                check_length(int(known.flat[at]), needed, limit, cache, f"length {where}", operation)
+                check_length(int(known.flat[at]), needed, limit, cache, f"lengths[{where}]", operation)
         if "table" in arrays:
             check_table(operation, host_indices(arrays["table"], self.live), known, cache)
         return Lengths(longest, -(-int(known.sum(dtype=np.int64)) // known.size) if self.by_head else None)

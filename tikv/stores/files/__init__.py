@@ -74,10 +74,9 @@ def read(
     with tensor_file.opened(path, operation) as file:
         metadata = file.metadata
         if metadata.get("tikv") != kind:
-            found = words(metadata.get("tikv") or "no cache of this library")
-            raise CacheFileError(
-                f"{operation}: {shown} holds {found}, not a {kind}. Give a file that {kind}.save wrote."
-            )
+            found = metadata.get("tikv")
+            holds = f"{words(found)}, not a {kind}" if found else "no cache of this library"
+            raise CacheFileError(f"{operation}: {shown} holds {holds}. Give a file that {kind}.save wrote.")
         if metadata.get("version") != str(VERSION):
             raise CacheFileError(
                 f"{operation}: {shown} has format version {words(metadata.get('version'))}; this library reads "

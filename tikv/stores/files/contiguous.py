@@ -76,7 +76,7 @@ def layers_of(form: dict[str, Any], counts: Any, left: Sequence[Any] = ()) -> li
         fits = layer.held <= layer.slots or (left and left[i] is not None)
         if layer.valid_from > layer.length or not fits or (not layer.ring and layer.length > layer.slots):
             raise ValueError(
-                f"layer {i} has {layer.length} tokens in {layer.slots} slots, the oldest is {layer.valid_from}"
+                f"layer {i} has {layer.length} tokens in {layer.slots} slots, and the oldest is {layer.valid_from}"
             )
         found.append(layer)
     return found

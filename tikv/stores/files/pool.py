@@ -102,8 +102,8 @@ class SavedSequences:
             return form | {"num_blocks": checks.integer(num_blocks, "num_blocks", self.operation, low=1)}
         if form["num_blocks"] > MOST_BLOCKS:
             raise files.CacheFileCapacityError(
-                f"{self.operation}: {str(self.path)!r} describes a pool of {form['num_blocks']} blocks; more than "
-                f"{MOST_BLOCKS} are not made because a file says so. Give num_blocks."
+                f"{self.operation}: {str(self.path)!r} describes a pool of {form['num_blocks']} blocks. Without "
+                f"num_blocks, at most {MOST_BLOCKS} are made. Give num_blocks."
             )
         block, row = (
             sum(a.itemsize * math.prod(a.shape[1:]) for name, a in self.tensors.items() if name.startswith(start))
@@ -238,9 +238,12 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
         (alone if sequence["swapped"] else used).update(blocks)
         numbers.add(number)
     if len(numbers) != len(sequences):
-        raise ValueError(f"{len(sequences)} sequences have {len(numbers)} numbers")
+        raise ValueError(f"{len(sequences)} sequences have only {len(numbers)} different numbers")
     if len(used) > num_blocks or len(used) + len(alone) != count:
-        raise ValueError(f"{len(used)} and {len(alone)} blocks of {count} are used, in a pool of {num_blocks}")
+        raise ValueError(
+            f"sequences use {len(used)} and swapped-out sequences {len(alone)} of the file's {count} blocks, in a pool "
+            f"of {num_blocks}"
+        )
     for layer, count in enumerate(new):
         for name, row in zip(ROWS, groups.newest_rows if groups else (), strict=False):
             files.require_entry(entries, f"new.{layer}.{name}", (count, heads, row.width), row.stored.numpy)

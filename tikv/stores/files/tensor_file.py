@@ -132,11 +132,14 @@ def parsed(text: str) -> Any:
     """Parse JSON of at most a description's size, without numbers such as NaN that JSON lacks; or ValueError."""
     parts = sum(text.count(mark) for mark in "[{:,")
     if len(text) > HEADER_BYTES or parts > HEADER_PARTS:
-        raise ValueError(f"JSON of {len(text)} characters and {parts} parts; at most {HEADER_PARTS} parts are read")
+        raise ValueError(
+            f"its JSON has {len(text)} characters and {parts} parts; at most {HEADER_BYTES} characters and "
+            f"{HEADER_PARTS} parts are read"
+        )
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
+        raise ValueError("its JSON is nested too deeply") from None
 
 
 def require_described(data: bytes, operation: str) -> None:
@@ -145,8 +148,8 @@ def require_described(data: bytes, operation: str) -> None:
     parts = sum(header.count(mark) for mark in (b"[", b"{", b":", b","))
     if len(header) > HEADER_BYTES or parts > HEADER_PARTS:
         raise CacheFileError(
-            f"{operation}: the description of what is saved takes {len(header)} bytes and {parts} parts; at most "
-            f"{HEADER_BYTES} and {HEADER_PARTS} are read again. Save fewer sequences in a file."
+            f"{operation}: the description of what is saved takes {len(header)} bytes and {parts} parts, but at most "
+            f"{HEADER_BYTES} bytes and {HEADER_PARTS} parts can be read back. Save fewer sequences in a file."
         )
 
 

@@ -120,8 +120,8 @@ def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> 
             or valid_from < length - layer.slots
         ):
             raise ValueError(
-                f"layer {layer.index} has {length} tokens, {coded} of them codes, and rows from {oldest} on, of "
-                f"which {valid_from} are outside the window"
+                f"layer {layer.index} has {length} tokens, {coded} of them codes, rows from {oldest} on and a window "
+                f"from {valid_from} on, which do not fit each other"
             )
         found.append(SavedLayer(layer, oldest, coded, []))
     return found

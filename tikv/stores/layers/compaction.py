@@ -111,7 +111,7 @@ def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: 
     if counts.size and counts.min() < counts.max():
         raise ShapeError(
             f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} {what}, "
-            f"and all have one length here. Keep as many of each, {remedy}."
+            f"but all heads have one length here. Keep equally many in each head, {remedy}."
         )
 
 

@@ -191,7 +191,7 @@ class ContiguousLayers(LayerStorage):
         if found.summaries is None:
             raise OptionError(
                 f"{operation}: layer {layer} has window={found.window}. {NO_PAGES} Ask a layer without a window, or "
-                f"summarise what tokens() gives with tikv.summarize_pages."
+                f"summarise what tokens() returns with tikv.summarize_pages."
             )
         return found.summaries
 
@@ -323,6 +323,6 @@ def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, A
     fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of different lengths wrap separately
     if not 0 <= layer.valid_from <= layer.length or not fits:
         raise ShapeError(
-            f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, the oldest is "
+            f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, and the oldest is "
             f"{layer.valid_from}."
         )

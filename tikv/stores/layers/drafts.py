@@ -34,7 +34,7 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
         if layer.ring and layer.length > layer.slots and chosen.shape[1] < drafted:
             raise PositionError(
                 f"{operation}: layer {layer.index} slides (window={layer.window}), and its {drafted} drafted "
-                f"tokens took the slots of older ones, which queries after a shorter path see. Keep all of them, "
+                f"tokens took the slots of older ones, which queries would see after a shorter path. Keep all of them, "
                 f"or restore a snapshot and append the path."
             )
     if (chosen != np.arange(chosen.shape[1])).any():
@@ -62,7 +62,7 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
     if drafted is None:
         if first.newest == 0:
             raise PositionError(
-                f"{operation}: nothing was appended since the last trim. Pass their number as drafted=."
+                f"{operation}: nothing was appended since the last trim. Pass the number of drafted tokens as drafted=."
             )
         return first.newest
     return checks.integer(drafted, "drafted", operation, low=0, high=first.length)

@@ -93,7 +93,7 @@ class Queries(NamedTuple):
         if others > tokens or heads % num_kv_heads:
             return ""
         axes = AXES[OTHER[self.layout]][-len(self.axes) :]
-        return f" As {named(axes)} q would fit: with layout={OTHER[self.layout]!r}."
+        return f" Read as {named(axes)}, q would fit: use layout={OTHER[self.layout]!r}."
 
     def refuse_more_than(self, operation: str, tokens: int, num_kv_heads: int) -> None:
         """Raise PositionError if a layer has some tokens, but fewer than there are queries."""
@@ -253,7 +253,7 @@ def _check(
         others = extents.get("T", 0)
         if others and others % num_kv_heads == 0:
             swapped = axes.translate(str.maketrans("TH", "HT"))
-            remedy = f"As {named(swapped)} it fits: use layout={OTHER[layout]!r}."
+            remedy = f"Read as {named(swapped)}, it fits: use layout={OTHER[layout]!r}."
         raise ShapeError(
             f"{operation}: {extents['H']} query heads do not divide among {num_kv_heads} KV heads ({as_read}). {remedy}"
         )

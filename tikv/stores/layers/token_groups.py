@@ -103,7 +103,7 @@ class TokenGroupLayers(LayerStorage):
         return self.codes[layer].tokens
 
     def check_drawn_mass(self, operation: str) -> None:
-        raise OptionError(f"{operation}: {self.title} cannot return the attention mass. Leave it out.")
+        raise OptionError(f"{operation}: {self.title} has no attention mass. Leave mass out.")
 
     # --- writes
 
@@ -131,7 +131,9 @@ class TokenGroupLayers(LayerStorage):
 
     def require_positions(self, operation: str, remedy: str) -> None:
         """Raise OptionError: appends at positions on the device, steps and graphs are not supported."""
-        raise OptionError(f"{operation}: {self.title} counts on the host which keys are quantised. {remedy}")
+        raise OptionError(
+            f"{operation}: {self.title} does not support this, since the host counts which keys are quantised. {remedy}"
+        )
 
     def _checked(self, operation: str, layer: int, rows: Views, layout: str) -> tuple[list[ArrayView], tuple[int, int]]:
         """New K and V that fit the layer as (batch, ., ., width), and their axes of tokens and heads."""
@@ -287,8 +289,8 @@ class TokenGroupLayers(LayerStorage):
         """As `LayerStorage.compact`, for whole groups; all layers are copied before any is written."""
         if rope is not None:
             raise OptionError(
-                f"{operation}: rope: {self.title} does not rotate keys, since those that are codes would be quantised "
-                f"a second time, with other scales. Leave it out."
+                f"{operation}: {self.title} does not rotate keys, since those that are codes would be quantised a "
+                f"second time, with other scales. Leave rope out."
             )
         layers = [(self.newest, self.counts[i], self.codes[i]) for i in keeps]
         choices = [choose(operation, *layer, keep) for layer, keep in zip(layers, keeps.values(), strict=True)]
@@ -380,7 +382,10 @@ class TokenGroupLayers(LayerStorage):
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         snapshot, store = shown
         if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
-            raise OptionError(f"{operation}: {snapshot:.200} was taken from a store of another form than {store}.")
+            raise OptionError(
+                f"{operation}: {snapshot:.200} was taken from a store of a different form. Restore it into a store "
+                f"made with the same arguments, not into {store}."
+            )
         for layer, codes, (length, *_), (coded, _) in zip(
             self.counts, self.codes, captured.counts, captured.codes, strict=True
         ):

@@ -204,7 +204,7 @@ def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Run
     if cu_seqlens is None:
         if rows != count:
             wanted = f"[0, {rows}]" if count == 1 else f"[0, ..., {rows}]"
-            detail = f"one for each sequence, as cu_seqlens is None; for more give cu_seqlens={wanted}"
+            detail = f"one for each sequence, since cu_seqlens is None; for more, give cu_seqlens={wanted}"
             checks.extent(rows, count, "the number of rows", operation, detail)
         return tuple(range(count + 1))
     bounds = tuple(host_integers(cu_seqlens, "cu_seqlens", operation, live))

@@ -104,7 +104,8 @@ class SequenceState:
         if queries > 1 and came and queries > since:
             raise PositionError(
                 f"{operation}: {queries} queries are given for sequence {self.number}, which has {came} tokens in "
-                f"layer {layer}{known}. The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
+                f"layer {layer}{known}. The queries belong to the newest tokens: append those first, or pass fewer "
+                f"queries.{remedy}"
             )
 
     def drafted(self, operation: str, drafted: int | None) -> int:
@@ -123,7 +124,7 @@ class SequenceState:
         if drafted is None and newest == 0:
             raise PositionError(
                 f"{operation}: nothing was appended to sequence {self.number} since it was truncated or compacted. "
-                "Pass their number as drafted=."
+                "Pass the number of drafted tokens as drafted=."
             )
         count = newest if drafted is None else drafted
         for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
