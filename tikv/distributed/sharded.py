@@ -58,7 +58,8 @@ class ShardedKVCacheStore:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
         shard: "heads" or "tokens"; for a two-dimensional mesh, a pair of both, in the order of the mesh's dimensions.
         interleave: tokens per block; of the ranks that share tokens, rank ``p // interleave % world`` holds position
-            p. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries.
+            p. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries, at most
+            256.
         **form: the arguments of `KVCacheStore`, for the whole model: ``num_kv_heads`` counts the heads of all ranks,
             and ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 

@@ -22,8 +22,8 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
 
     Args:
         scores: (B, T, N), or (B, H, T, N) per KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
-            strides with a contiguous last axis. -infinity is chosen only among tokens that are always kept; NaN is
-            chosen before all numbers.
+            strides with a contiguous last axis. A score of -infinity is chosen only if its token or page is always
+            kept; NaN is chosen before all numbers.
         k: how many tokens or pages are chosen, including those that are always kept.
         page: tokens per page, if scores are those of pages: the number that `page_scores` took (its default is 16).
             None if scores are those of tokens. The scores do not tell which they are, so without ``page`` the indices
