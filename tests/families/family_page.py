@@ -40,7 +40,8 @@ Logits count as right if they differ by at most {tolerance} of their standard de
 Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
 many standard deviations: "the same as transformers' own cache, which differs by 0.5" means that `TikvCache` gives the
 same logits as that cache. If a model has layers in which an indexer chooses keys, the notes say in which form the model
-passes the choice to attention "tikv", which then reads only those keys.
+passes the choice to attention "tikv", which then reads only those keys. If the result in a setting depends on the
+attention, the setting has several notes. Notes longer than 300 characters are cut.
 
 The column `TikvCache` has one of these words:
 
