@@ -37,7 +37,7 @@ class ArchError(TikvError, RuntimeError):
 
 
 class MissingPackageError(ArchError, ImportError):
-    """A package that this library can do without is needed and not installed; the message says what to install."""
+    """An optional package that the call needs but that is not installed; the message says what to install."""
 
 
 class GroupError(TikvError, RuntimeError):

@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
         codes: (..., D * bits / 32) uint32, the first code of a row in the lowest bits.
         scales: (..., D / group), one per group.
         biases: the same, or None if the format has no biases.
-        format: its row in `tikv.formats`.
+        format: the format, as `tikv.formats` defines it.
         shape: the shape of the rows, (..., D).
     """
 

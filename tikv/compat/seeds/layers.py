@@ -411,7 +411,9 @@ class PagedKVLayer(KVLayer):
 
     @property
     def paged_block_indices(self) -> list[int]:
-        """The sequence's blocks in order, a copy on the host. To change them, assign a list, as a `BlockPool` gives it.
+        """The sequence's blocks in order, a copy on the host.
+
+        To change them, assign a list of block indices, such as `BlockPool.allocate` returns.
 
         Raises:
             CapacityError: there are more blocks than ``max_blocks_per_seq``.

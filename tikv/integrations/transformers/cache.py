@@ -275,8 +275,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     only if transformers can.
 
     For the configuration of an encoder-decoder, the cache is an `EncoderDecoderCache` as well. Its second cache grows
-    with the encoder's tokens, which all queries see. Two `TikvCache` in transformers' own `EncoderDecoderCache` work
-    too. But T5Gemma replaces the second of these with a new cache, which lacks ``dtype`` and other options: give
+    with the encoder's tokens, which all queries see. Two `TikvCache` objects in transformers' own `EncoderDecoderCache`
+    work too. But T5Gemma replaces the second of these with a new cache, which lacks ``dtype`` and other options: give
     T5Gemma a single `TikvCache`, which keeps them.
 
     Examples:
@@ -385,7 +385,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return not why
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append new tokens to a layer; returns all keys and values that these tokens may see, oldest first.
+        """Append new tokens to a layer; returns all keys and values that these tokens may see.
 
         Args:
             key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides.
@@ -393,8 +393,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             *args, **kwargs: what else models pass; ignored.
 
         Returns:
-            Keys and values, each (batch, num_kv_heads, n, head_dim). They are views of the cache if it stores the
-            model's dtype and gradients are off, else copies. `get_mask_sizes` returns n beforehand.
+            Keys and values, each (batch, num_kv_heads, n, head_dim), oldest first unless new tokens have overwritten
+            old ones, as with ``window=``. They are views of the cache if it stores the model's dtype and gradients are
+            off, else copies. `get_mask_sizes` returns n beforehand.
 
         Raises:
             ShapeError, DTypeError, ArchError: the tokens do not fit the model, batch, dtype or device of the cache.
@@ -496,7 +497,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layer.activate_past_recording()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation: keys, values and scales as they are stored, and each layer's counts.
+        """Save the conversation: keys, values and scales as they are stored, and each layer's token counts.
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step; after an error it is unchanged.
