@@ -26,23 +26,34 @@ INSIDE = picture.INK["light"]  # of words in a bar, whose colour is that of both
 LOSS = {"light": "#cf222e", "dark": "#ff7b72"}  # of a ratio below 1
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
 
-# (what the picture calls it, the row's name and that of the row below it which is meant, which of the figures that the
-# row has between slashes, the peer's words just before its figures)
+# (what the picture calls it, the file of benches below benches/, the row's name there)
 COPIES = [
-    ("prefill, float32", ["prefill copy_kv"], 0, "copy_"),
-    ("prefill, float16", ["prefill copy_kv", "the same, float16"], 0, "torch"),
-    ("prefill, float32\nto float16", ["float32 to float16"], 0, "torch"),
-    ("append, 64 sequences\nx 64 rows, float16", ["append_ragged, 64 sequences x 64 rows"], 0, "indexing"),
-    ("131,072 tokens into\nrandom pages of 16", ["write_slots, 131,072 tokens"], 0, "indexing"),
+    ("prefill, float32", "ops/bench_copy.py", "prefill, float32"),
+    ("prefill, float16", "ops/bench_copy.py", "prefill, float16"),
+    ("prefill, float32\nto float16", "ops/bench_copy.py", "prefill, float32 to float16"),
+    (
+        "append, 64 sequences\nx 64 rows, float16",
+        "ops/bench_ragged.py",
+        "append ragged, 64 sequences, 64 rows each, float16",
+    ),
+    (
+        "131,072 tokens into\nrandom pages of 16",
+        "ops/bench_paged.py",
+        "write slots, 131,072 tokens, random pages of 16, float16",
+    ),
+    ("compact, any half\nof the rows", "ops/bench_compact.py", "compact, 32 layers, 8192 rows, half: any rows"),
 ]
+# The same, and whose time it is compared with: torch's by the name of its operation, or one of the others in the row.
 CALLS = [
-    ("1 token, float32", ["copy_kv, 1 token"], 0, "two index_copy_"),
-    ("1 token, float16", ["copy_kv, 1 token"], 1, "two index_copy_"),
-    ("1 token, 32 layers", ["append_all, 32 layers, 1 token"], 0, "64 index_copy_"),
-    ("32 appends in\na captured graph", ["32 appends in a captured graph"], 0, "64 index_copy_ captured"),
-    ("1 token after 1,000,000", ["append after 1,000 / 1,000,000 tokens"], 1, "torch cat"),
-    ("TikvCache.update\nat 20,000 tokens", ["TikvCache.update at 2,000 / 20,000 tokens"], 1, "DynamicCache"),
-]
+    ("1 token, float32", "stores/bench_append.py", "copy kv one token, 1 token, float32", "two index_copy_"),
+    ("1 token, float16", "stores/bench_append.py", "copy kv one token, 1 token, float16", "two index_copy_"),
+    ("1 token, 32 layers", "stores/bench_append.py", "append all, 1 token, 32 layers", "64 index_copy_"),
+    ("32 appends in\na captured graph", "launch/bench_cuda.py", "captured step, 1 token, 32 layers, append",
+     "64 index_copy_ captured"),
+    ("1 token after 1,000,000", "stores/bench_append.py", "append after, 1 token after 1,000,000", "cat"),
+    ("TikvCache.update\nat 20,000 tokens", "integrations/bench_transformers.py", "update, at 20000 tokens",
+     "DynamicCache"),
+]  # fmt: skip
 # (sequences x tokens, query heads per KV head)
 DECODES = [("32 x 8,192", 1), ("32 x 8,192", 4), ("32 x 8,192", 8), ("1 x 32,768", 8), ("128 x 1,024", 8)]
 SHARED = [
@@ -156,29 +167,24 @@ def needed(cell: str, part: int = 0, after: str = "", unit: str = "") -> float:
     return found
 
 
-def copies(work: Table, kept: Table) -> Panel:
+def copies(row_of) -> Panel:
     """Writes of many tokens, and the compaction, with the speed of memcpy that their share of it says."""
     groups = []
-    for name, row, part, peer in COPIES:
-        cells = work.row(*row)
-        ours, theirs = needed(cells["tikv"], part, unit="GB/s"), needed(cells["peer"], part, peer)
-        share = figure(cells["device memcpy"])
-        roof = 100 * ours / share if share else None
-        groups.append(Group(name, [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)], roof))
-    cells = kept.row("compact, any half")
-    ours, theirs = needed(cells["tikv"], unit="GB/s"), needed(cells["peer"], after="gather into a new array")
-    groups.append(Group("compact, any half\nof the rows", [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)]))
+    for name, file, work in COPIES:
+        cells = row_of(file, work)
+        ours, theirs, share = (needed(cells[column]) for column in ("tikv GB/s", "torch GB/s", "of a copy"))
+        groups.append(Group(name, [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)], 100 * ours / share))
     return Panel("writes: K and V of many tokens", "GB/s read and written; line: the device's memcpy", groups)
 
 
-def calls(work: Table) -> Panel:
+def calls(row_of) -> Panel:
     """Microseconds of calls that write a token."""
     groups = []
-    for name, row, part, peer in CALLS:
-        cells = work.row(*row)
-        ours, theirs = needed(cells["tikv"], part, unit="us"), needed(cells["peer"], part, peer)
-        word = peer.removeprefix("torch ")
-        groups.append(Group(name, [Bar("tikv", ours, theirs / ours), Bar("torch", theirs, word=word)]))
+    for name, file, work, peer in CALLS:
+        cells = row_of(file, work)
+        ours = needed(cells["tikv us"])
+        theirs = needed(cells["torch us"]) if cells["torch us"] else needed(cells["others"], after=peer)
+        groups.append(Group(name, [Bar("tikv", ours, theirs / ours), Bar("torch", theirs, word=peer)]))
     return Panel("one token's K and V", "microseconds a call; shorter is better", groups, "log", 4)
 
 
@@ -265,9 +271,17 @@ def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
         found = only(of_program, f"a table of {program}")
         return Table(found["columns"], [[plain(cell) for cell in row] for row in found["rows"]])
 
-    work, kept = measured("pytest benches --arch cuda"), measured("--arch cuda", "Half of the tokens")
+    def bench(file: str, work: str) -> dict[str, str]:
+        rows = [
+            dict(zip(table["columns"], row, strict=True))
+            for table in saved[0]["tables"]
+            for row in table["rows"]
+            if f"benches/{file} " in table["command"]
+        ]
+        return only([row for row in rows if row.get("work") == work], f"a row {work!r} of {file}")
+
     codes = measured("attention_gpu.py codes")
-    left = [copies(work, kept), calls(work), formats(measured("bench_quantize.py --arch cuda"), codes)]
+    left = [copies(bench), calls(bench), formats(measured("bench_quantize.py --arch cuda"), codes)]
     right = [
         decodes(measured("attention_gpu.py decode")),
         prompts(measured("attention_gpu.py prompts")),
@@ -287,7 +301,7 @@ def labels(found: list[list[Panel]]) -> list[str]:
 def fill(axes, panel: Panel, theme: str):
     """The groups of a panel one below the other."""
     ink = picture.INK[theme]
-    longest = max(bar.figure for group in panel.groups for bar in group.bars)
+    longest = max(max(group.roof or 0, *(bar.figure for bar in group.bars)) for group in panel.groups)
     start = 1 if panel.scale == "log" else 0
     letter = 0.017 * panel.room * longest
     y, ticks = 0.0, []
