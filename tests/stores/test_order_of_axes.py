@@ -294,5 +294,41 @@ def test_rows_of_another_dtype_say_how_to_make_the_store(arch):
     for call in calls:
         with pytest.raises(tikv.DTypeError, match=r"[Oo]r make the store with dtype='bfloat16'\.$"):
             call()
+    apart = tikv.KVCacheStore(**form, capacity=32, v_dtype="float64")
+    with pytest.raises(tikv.DTypeError, match=r"\. Make the store with another v_dtype: no rows fit both K and V\.$"):
+        apart.append(0, rows, rows)
     with pytest.raises(tikv.DTypeError, match=r"Append float32 or float16\.$"):
         stores[0].append(0, *[rows_of(5, 2).astype(np.int8)] * 2)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "newest", "layers_take", "pool_takes"),
+    [
+        ({}, "float16", "float32 or float16", "float32 or float16"),
+        ({"scale_dtype": "float32"}, "float32", "float32", "float32 or bfloat16"),
+        ({"v_dtype": "float32"}, r"float16\|float32", "float32", "float32"),
+    ],
+)
+def test_rows_that_groups_along_tokens_do_not_take_are_to_be_converted(arch, options, newest, layers_take, pool_takes):
+    """No message says to make the store with another dtype, which would give up the groups."""
+    import ml_dtypes
+
+    form = {**FORM, "head_dim": 32, "dtype": tikv.Quant(4, 32, "tokens", 32), **options}
+    store, pool = tikv.KVCacheStore(**form, capacity=64), tikv.PagedKVCacheStore(**form, num_blocks=4, block_size=32)
+    seq, names = [pool.add()], ("float32", "float16", "bfloat16", "float64")
+    for name in names:
+        rows = np.ones((1, 2, 32), getattr(ml_dtypes, name, name))
+        calls = [
+            (layers_take, "a store", lambda rows=rows: store.append(0, rows, rows)),
+            (layers_take, "a store", lambda rows=rows: store.append_all(rows[None], rows[None])),
+            (layers_take, "a store", lambda rows=rows: store.extend(0, np.ones((1, 2, 32), np.float32), rows, rows)),
+            (pool_takes, "a pool", lambda rows=rows: pool.append(0, rows, rows, seq)),
+        ]
+        for takes, what, call in calls:
+            if name in takes.split(" or "):
+                call()
+                continue
+            says = f"append {name} to {what} with groups along tokens, whose newest rows are {newest} "
+            with pytest.raises(tikv.DTypeError, match=rf"{says}.*\. Append {takes}\.$"):
+                call()

@@ -319,3 +319,8 @@ def appended(*stored: Stored, divided: bool = False) -> tuple[str, ...]:
         scaled = row is not None and (row.finds_scales or divided)
         found.append(tuple(row.name for row in dtypes.QUANTIZABLE) if scaled else dtypes.APPENDED[dtype.name])
     return tuple(name for name in found[0] if all(name in names for names in found))
+
+
+def append_one_of(names: Sequence[str]) -> str:
+    """What a message advises whose rows have another dtype than these; without any, K and V do not go together."""
+    return f"Append {' or '.join(names)}" if names else "Make the store with another v_dtype: no rows fit both K and V"

@@ -24,6 +24,7 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
 from tikv.stores.layers.summaries import summarize, written_pages
+from tikv.stores.row_format import append_one_of
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -330,10 +331,14 @@ def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayV
 
 
 class Appends:
-    """The appends to the layers of one memory: it checks them, keeps their plans and runs them."""
+    """The appends to the layers of one memory: it checks them, keeps their plans and runs them.
+
+    Attributes:
+        of_groups: whether the layers are the newest tokens of a store with groups along tokens; messages say so.
+    """
 
     def __init__(self, memory: LayerMemory) -> None:
-        self.memory = memory
+        self.memory, self.of_groups = memory, False
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
 
     def append_first(
@@ -475,10 +480,14 @@ class Appends:
         checks.same_dtype(k, v, "k", "v", operation)
         allowed = memory.rows.appended
         if k.dtype.name not in allowed:
-            store = f", or make the store with dtype={k.dtype.name!r}" if k.dtype in dtypes.FLOATS else ""
+            to, other = f"a {memory.rows.name} store", ""
+            if self.of_groups:  # another dtype of the store would give up the groups
+                to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
+            elif allowed and k.dtype in dtypes.FLOATS:
+                other = f", or make the store with dtype={k.dtype.name!r}"
             raise DTypeError(
-                f"{operation}: cannot append {k.dtype.name} to a {memory.rows.name} store (k: {describe(k)}). Append "
-                f"{' or '.join(allowed)}{store}."
+                f"{operation}: cannot append {k.dtype.name} to {to} (k: {describe(k)}). "
+                f"{append_one_of(allowed)}{other}."
             )
         axes, lead = "T, H, D" if token_axis == 1 else "H, T, D", "num_layers, batch" if stacked else "batch"
         shape = f"({lead}, {axes})" + (", or without the batch" if memory.batch_size == 1 else "")

@@ -74,6 +74,7 @@ class TokenGroupLayers(LayerStorage):
         slots = config.sinks + quant.residual + quant.group
         ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, rows=form.newest)
         self.newest = ContiguousLayers(live, ring)
+        self.newest.appends.of_groups = True
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
         self.quant, self.config, self.rows = quant, config, form.said
         self.counts = config.counts()

@@ -18,7 +18,7 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
-from tikv.errors import OptionError, PositionError
+from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.ops import blocks, checks, paged
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.merge import merge_into
@@ -45,7 +45,7 @@ from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.rows import of_all_heads, pairs_of
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState, refuse_missed
 from tikv.stores.pools.tables import DeviceTables
-from tikv.stores.row_format import ROWS, RowFormats
+from tikv.stores.row_format import ROWS, RowFormats, append_one_of
 
 FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
 
@@ -380,10 +380,21 @@ class TokenGroupPages(Pages):
         key = ("new pages", *[a.key for a in arrays])
         plan: Any = self.runtime.plans.get(key)
         if plan is None:
+            self._check_dtype(operation, rows)
             plan = paged.check_write_slots(self.runtime, operation, arrays, "HND", (None, None), [])
             self.runtime.plans.keep(key, plan)
         if not prepared_only:
             plan.run(arrays)
+
+    def _check_dtype(self, operation: str, rows: Sequence[ArrayView]) -> None:
+        """Raise DTypeError if K and V have one dtype and the new pages do not take rows of it."""
+        kept, given = [row.stored.name for row in self.form.newest_rows], rows[0]
+        takes = [d.name for d in dtypes.QUANTIZABLE if all(to in dtypes.CONVERSIONS[d.name] for to in kept)]
+        if given.dtype is rows[1].dtype and given.dtype.name not in takes:
+            raise DTypeError(
+                f"{operation}: cannot append {given.dtype.name} to a pool with groups along tokens, whose newest rows "
+                f"are {'|'.join(dict.fromkeys(kept))} (k: {describe(given)}). {append_one_of(takes)}."
+            )
 
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
         """Quantise the next group of a sequence, in three launches."""
