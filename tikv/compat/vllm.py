@@ -121,7 +121,7 @@ def reshape_and_cache(
 
     Raises:
         OptionError: ``interleaved_v`` is true, a layout of values that is not supported.
-        As `reshape_and_cache_flash`.
+        TikvError: as `reshape_and_cache_flash` raises it.
     """
     if flag(interleaved_v, "interleaved_v", "vllm.reshape_and_cache"):
         refuse_option("vllm.reshape_and_cache", interleaved_v=(True, "False, values as (N, H, D, bs)"))
