@@ -49,6 +49,10 @@ HABITS = {
     r"\bfades? to\b": "say: is rescaled to",
     r"\bturned (?:back|into numbers)\b|\bmade numbers\b": "say: rotated back, dequantised or converted",
     r"\b(?:is|are) no matter\b|\bto be had\b|\bgoes? on running\b": "say: does not matter, available, continues",
+    r"\bfor each (?:head|layer|sequence|row|rank) its own\b": "say: each ... has its own",
+    r"\bwhat stands\b|\bdoes so if\b|\bthere an?\b": "put the subject first: ... is in, ... if, a ... there",
+    r"\b(?:us|ms|microseconds|milliseconds) gives?\b": "say: takes ... us",
+    r"\bsome (?:ten|hundred|thousand)\b": "say: a few hundred, or about ...",
     r"\bhas another (?:ending|dtype|shape|length)\b": "say: has the wrong ..., or a different ...",
 }
 LONGEST_HEADING = 80
