@@ -147,7 +147,8 @@ class Quant:
         bits: bits per code: 2, 3, 4 or 8.
         group: numbers that share a scale and a bias: 32, 64 or 128.
         axis: "head_dim": groups lie along the columns of a row. "tokens": a group of keys is one channel of several
-            tokens, and values still group along the columns, as in KIVI. Stores, pools and `TikvCache` support it.
+            tokens, and values still group along the columns, as in KIVI; only stores, pools and `TikvCache` support
+            this.
         residual: with "tokens", the number of newest tokens that always stay unquantised, at least ``group``.
         rotate: "hadamard": before keys become codes, the launch that writes them multiplies them by signs and, in
             blocks, by a Hadamard matrix, whose size is the largest power of two that divides their width. Each call of
@@ -160,7 +161,8 @@ class Quant:
         OptionError: bits, group, axis or rotate is not one of these choices, or the residual does not fit.
 
     Examples:
-        >>> Quant(bits=4).format.name
+        >>> import tikv
+        >>> tikv.Quant(bits=4).format.name
         'quant4_64'
     """
 

@@ -182,9 +182,10 @@ def copy_kv(
     """`tikv.copy_kv` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
     Examples:
-        >>> import torch, tikv
+        >>> import torch
+        >>> from tikv import torch_ops
         >>> k_cache, v_cache = torch.zeros(2, 1, 4, 2)
-        >>> copy_kv(torch.ones(1, 1, 2), torch.full((1, 1, 2), 2.0), k_cache, v_cache, position=3)
+        >>> torch_ops.copy_kv(torch.ones(1, 1, 2), torch.full((1, 1, 2), 2.0), k_cache, v_cache, position=3)
         >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
         ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0])
     """
@@ -197,9 +198,11 @@ def append_ragged(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor
     With positions in a tensor, here and in `decode_attention`, a decode step is one graph for all positions.
 
     Examples:
-        >>> import torch, tikv
+        >>> import torch
+        >>> from tikv import torch_ops
         >>> k_cache, v_cache = torch.zeros(2, 2, 1, 4, 1)
-        >>> append_ragged(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1), k_cache, v_cache, torch.tensor([1, 3]))
+        >>> new = torch.ones(2, 1, 1, 1)
+        >>> torch_ops.append_ragged(new, new, k_cache, v_cache, torch.tensor([1, 3]))
         >>> k_cache.reshape(2, 4).tolist()
         [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
@@ -220,9 +223,10 @@ def write_slots(
     """`tikv.write_slots` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
     Examples:
-        >>> import torch, tikv
+        >>> import torch
+        >>> from tikv import torch_ops
         >>> k_pool, v_pool = torch.zeros(2, 2, 3, 1, 1)
-        >>> write_slots(torch.ones(2, 1, 1), torch.ones(2, 1, 1), k_pool, v_pool, torch.tensor([4, -1]))
+        >>> torch_ops.write_slots(torch.ones(2, 1, 1), torch.ones(2, 1, 1), k_pool, v_pool, torch.tensor([4, -1]))
         >>> k_pool.flatten().tolist()
         [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     """
@@ -252,9 +256,10 @@ def decode_attention(
     ``sink_logits``, ``mask`` and ``return_mass``, are not supported.
 
     Examples:
-        >>> import torch, tikv
-        >>> values = torch.arange(8.0).reshape(1, 1, 4, 2)
-        >>> decode_attention(torch.ones(1, 1, 2), torch.zeros(1, 1, 4, 2), values, torch.tensor([3])).tolist()
+        >>> import torch
+        >>> from tikv import torch_ops
+        >>> keys, values = torch.zeros(1, 1, 4, 2), torch.arange(8.0).reshape(1, 1, 4, 2)
+        >>> torch_ops.decode_attention(torch.ones(1, 1, 2), keys, values, torch.tensor([3])).tolist()
         [[[2.0, 3.0]]]
     """
     out, lse = _decode_attention(
@@ -286,11 +291,12 @@ def paged_decode_attention(
     ``sink_logits``, ``mask`` and ``impl``, are not supported.
 
     Examples:
-        >>> import torch, tikv
+        >>> import torch
+        >>> from tikv import torch_ops
         >>> pool = torch.arange(4.0).reshape(2, 2, 1, 1)
         >>> table, length = torch.tensor([[1, 0]]), torch.tensor([3])
-        >>> out = paged_decode_attention(torch.zeros(1, 1, 1), pool, pool, table, length)  # the mean of 2, 3 and 0
-        >>> round(out.item(), 4)
+        >>> out = torch_ops.paged_decode_attention(torch.zeros(1, 1, 1), pool, pool, table, length)
+        >>> round(out.item(), 4)  # the mean of 2, 3 and 0
         1.6667
     """
     out, lse = _paged_decode_attention(

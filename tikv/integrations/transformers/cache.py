@@ -280,14 +280,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     T5Gemma a single `TikvCache`, which keeps them.
 
     Examples:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> import torch
+        >>> from tikv.integrations.transformers import TikvCache
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
         ...                      num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
         >>> model = LlamaForCausalLM(config).eval()
         >>> cache = TikvCache(model.config)
         >>> text = model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=4, do_sample=False,
-        ...                       eos_token_id=None)
+        ...                       eos_token_id=None)  # cache= is past_key_values= before transformers 5.24
         >>> cache.get_seq_length(), tuple(cache.layers[0].keys.shape)
         (6, (1, 1, 6, 8))
     """
@@ -510,6 +511,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Examples:
             >>> import tempfile, torch
+            >>> from tikv.integrations.transformers import TikvCache
             >>> from transformers import LlamaConfig
             >>> cache = TikvCache(LlamaConfig(num_hidden_layers=1))
             >>> states = torch.ones(1, 2, 3, 8)

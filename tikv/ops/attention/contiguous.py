@@ -150,7 +150,7 @@ def decode_attention(
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
         splits. Heads of different lengths take as long as heads of equal lengths with as many keys in total.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
-        per query for all query heads of a group; tensor cores gather them.
+        per query for all query heads of a group; the kernels for tensor cores gather them, too.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Examples:
