@@ -3,7 +3,7 @@
     python examples/choose.py
     python examples/choose.py --read 96 48 24 --excerpts 4
     python examples/choose.py --plot choose.png         # needs matplotlib
-    python examples/choose.py --text my_module.py       # Python source is what the model has read
+    python examples/choose.py --text my_module.py       # Python source: the model was trained on it
 
 The prompt is read in one prefill. Then the text continues token by token, and in each layer that sees all tokens, a
 query reads only some of them. The cost of a method is the log-likelihood that the text loses. The table has the bytes

@@ -3,7 +3,7 @@
     python examples/compress.py
     python examples/compress.py --keep 0.5 0.25 --excerpts 4
     python examples/compress.py --plot compress.png     # needs matplotlib
-    python examples/compress.py --text my_module.py     # Python source is what the model has read
+    python examples/compress.py --text my_module.py     # Python source: the model was trained on it
 
 The prompt is read in one prefill. Then each layer that sees all tokens keeps a share of them, chosen by one of the
 methods below, and the text continues token by token. The cost of a method is the log-likelihood that the text loses.

@@ -2,8 +2,8 @@
 
     python examples/cuda_graph_decode.py [--tokens 256] [--layers 16]
 
-The model is untrained: only the work matters, which is the same in each step, one position further on. Everything that
-a step changes is in device memory: the token, the position, the keys and values. So the graph is captured once and
+The model is untrained: only the work matters, which is the same in each step, at the next position. Everything that a
+step changes is in device memory: the token, the position, the keys and values. So the graph is captured once and
 replayed. Without an NVIDIA GPU, the same step runs on the CPU, one call after another.
 """
 

@@ -3,7 +3,7 @@
     python examples/formats.py
     python examples/formats.py --formats float16 q8_0 quant4_32 --excerpts 4
     python examples/formats.py --plot formats.png       # needs matplotlib
-    python examples/formats.py --text my_module.py      # Python source is what the model has read
+    python examples/formats.py --text my_module.py      # Python source: the model was trained on it
 
 A text is read token by token, with keys and values kept in one of the formats. The cost of a format is the
 log-likelihood that the text loses. The table has the bytes of a token's keys and values over all layers, the loss in

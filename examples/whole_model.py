@@ -3,7 +3,8 @@
     python examples/whole_model.py                                  a small Llama with random weights, in a minute
     python examples/whole_model.py --prompt 4096 --formats model int8
     python examples/whole_model.py --batch 8 --window 256           also a window of 256 tokens with 4 sinks
-    python examples/whole_model.py --size medium                    8 layers of 512; large, as on a GPU: 16 of 2,048
+    python examples/whole_model.py --size medium                    8 layers 512 wide; the default on a GPU is
+                                                                    "large", 16 layers 2,048 wide
     python examples/whole_model.py path/to/checkpoint               any causal model on disk
     python examples/whole_model.py --json runs.json                 also add the run to a file with earlier runs;
                                                                     benches/whole_models.py draws it

@@ -5,6 +5,7 @@ doctor    run real operations on each back end                    (also: env-rep
 variants  the named copies
 support   operation x dtype x back end
 bench     20 seconds of timings beside numpy, torch and memcpy    (also: benchmark, performance)
+export    kernels as SPIR-V and Metal source
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_what_is_refused(two):
         "that divides them, or shard by tokens.",
         "OptionError: ShardedKVCacheStore: shard='rows' is unknown. Use 'heads' or 'tokens'; for a two-dimensional "
         "mesh, a pair of both in the order of its dimensions.",
-        "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') names what 2 dimensions shard, but the group has "
+        "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') is for 2 dimensions, but the group has "
         "1. Name what each dimension shards.",
     ]
     assert first[:3] == second[:3] == wanted

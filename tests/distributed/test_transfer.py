@@ -26,7 +26,7 @@ def test_what_a_receiver_refuses(two):
     sender, receiver = two.run(on_ranks.refuse_to_receive)
     assert receiver[0] == (
         "ShapeError: recv_sequence: the pool of rank 0 has head_dim=8 there and 16 here, head_dim_v=8 there and 16 "
-        "here. Create both with the same sizes."
+        "here. Create both with the same head_dim, head_dim_v."
     )
     assert sender[0] == f"GroupError: send_sequence: rank 1 refused: {receiver[0].partition(': ')[2]}"
     assert receiver[1].startswith("CapacityError: recv_sequence: ")

@@ -274,7 +274,7 @@ def test_text_is_streamed_while_it_is_sampled(arch):
 EAGER = {  # family: options, and what is said
     "Bart": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
               "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "forced_eos_token_id": None,
-              "decoder_start_token_id": 2}, "its decoder may have an encoder"),
+              "decoder_start_token_id": 2}, "the model may have an encoder"),
     "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "a layer keeps more than"),
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ def test_what_only_the_native_launcher_provides_has_no_other_launcher(unpatchabl
     kernel.shared_bytes, kernel.needs_native = nbytes, True
     kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
     with pytest.raises(
-        launch.NeedsNativeLauncher, match=rf"{what}, which only the native launcher provides.*a form nobody"
+        launch.NeedsNativeLauncher, match=rf"{what} that only the native launcher provides.*a form nobody"
     ):
         kernel.bind(1, types.SimpleNamespace(device="cuda:0"))
 

@@ -144,8 +144,8 @@ def put(keep, at, value):
 GOOD = np.tile(np.arange(0, 8, 2), (2, 3, 1))
 MASK = np.ones((2, 3, 8), bool)
 REFUSED = [
-    (put(GOOD, (1, 2, 3), 4), {}, tikv.PositionError, "keep of sequence 1, head 2 has 4 after 4, at 3"),
-    (put(GOOD, (0, 1, 1), 7), {}, tikv.PositionError, "keep of sequence 0, head 1 has 4 after 7, at 2"),
+    (put(GOOD, (1, 2, 3), 4), {}, tikv.PositionError, "keep of sequence 1, head 2 has 4 after 4, at index 3"),
+    (put(GOOD, (0, 1, 1), 7), {}, tikv.PositionError, "keep of sequence 0, head 1 has 4 after 7, at index 2"),
     (put(GOOD, (0, 1, 0), -1), {}, tikv.PositionError, r"head 1 has -1, and 8 rows are held there. Use 0\.\.7"),
     (put(GOOD, (1, 0, 3), 8), {}, tikv.PositionError, "head 0 has 8, and 8 rows are held"),
     (GOOD[:, 0] * 2, {}, tikv.PositionError, "keep of sequence 0 has 12, and 8 rows"),

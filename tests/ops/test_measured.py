@@ -120,7 +120,7 @@ def test_a_call_is_of_a_kind(live, monkeypatch, queries, length, options, kind):
 def test_another_torch_and_another_device_are_measured_again(live, file):
     measured.write(live, timed(torch="1.0"))
     assert measured.timings(live) is None
-    assert "measured with torch 1.0" in report(live)
+    assert "was measured with torch 1.0, and torch " in report(live)
     told = json.loads(file.read_text())
     told["devices"] = {"cuda: another": told["devices"].popitem()[1]}
     file.write_text(json.dumps(told))

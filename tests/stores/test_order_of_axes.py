@@ -151,7 +151,9 @@ def test_what_can_be_read_in_two_ways_is_refused(arch, rng, kind):
     model = kind(arch, rng, 1, num_kv_heads=1)
     q = rng.standard_normal((1, 4, WIDTH)).astype(np.float32)
     equal(model.attend(q), expected(model, q[:, None])[0][:, 0])
-    with pytest.raises(tikv.ShapeError, match=r"may be 4 query heads of one token or 4 tokens of one\. Pass \(batch"):
+    with pytest.raises(
+        tikv.ShapeError, match=r"may be 4 query heads of one token or 4 tokens of one query head\. Pass \(batch"
+    ):
         model.attend(q, layout="head_major")
     equal(model.attend(q[:, :, None], layout="head_major"), expected(model, q[:, None])[0].swapaxes(1, 2))
     equal(model.attend(q[:, None], layout="head_major"), expected(model, q[:, :, None])[0].swapaxes(1, 2))

@@ -168,8 +168,8 @@ def test_a_bar_shows_each_kernel_unless_quiet(arch, made, monkeypatch):
     total = seen[0][1]
     assert {(title, n) for title, n, _, _ in seen} == {("warmup", total)}
     assert [done for *_, done in seen] == sorted(done for *_, done in seen)
-    assert seen[0][2] == "float32, 1 new on 0"
-    kernels = [now for _, _, now, _ in seen if re.fullmatch(r"float32, 1 new on \d+: [a-z ]+", now)]
+    assert seen[0][2] == "float32, 1 new token after 0"
+    kernels = [now for _, _, now, _ in seen if re.fullmatch(r"float32, 1 new token after \d+: [a-z ]+", now)]
     assert len(kernels) == len(names)
     seen.clear()
     tikv.warmup(store, query_heads=4, quiet=True)

@@ -259,7 +259,10 @@ def check_torch_memory(array: Any, pointer: int, seen: ArrayView, name: str, ope
         first = array.storage_offset() * seen.dtype.itemsize
         held = array.untyped_storage().nbytes()
     except Exception as error:
-        raise ShapeError(f"{operation}: {name} is a torch tensor without a storage ({_first_line(error)}).") from error
+        raise ShapeError(
+            f"{operation}: {name} is a torch tensor without a storage ({_first_line(error)}). Pass a tensor whose "
+            "values are in memory."
+        ) from error
     if pointer <= first or held < first + seen.span:
         what = "there is no memory behind it" if pointer <= first else f"its storage has {held} bytes"
         raise ShapeError(

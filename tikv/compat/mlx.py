@@ -301,8 +301,10 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
     names = [f"{i}.{j}" for j in (2, 3, 4)] if newer else [f"0.{i}.{j}" for j in range(3)]
     length, group, bits = (_number(file, name, newer) for name in names)
     if bits not in BITS or group not in GROUPS:
+        known, sizes = (", ".join(map(str, numbers)) for numbers in (BITS, GROUPS))
         raise OptionError(
-            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which is not supported."
+            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which is not supported. Use a "
+            f"file whose bits are one of {known}, in groups of one of {sizes}."
         )
     format = GROUP_FORMATS[f"quant{bits}_{group}"]
     if first is not None and first.format is not format:
@@ -352,7 +354,7 @@ def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
     if not newer:
         text = file.metadata[name]
         if not re.fullmatch("-?[0-9]{1,20}", text):
-            raise ValueError(f"number {name} is {reprlib.repr(text)}")
+            raise ValueError(f"number {name} is {reprlib.repr(text)}, not an integer")
         return int(text)
     entry = file.entries[name]
     if entry.dtype.kind not in "iu" or math.prod(entry.shape) != 1:

@@ -396,8 +396,8 @@ class ShardedKVCacheStore:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         if self._shard is not None and name not in ALIKE:
             raise NotSharedError(
-                f"ShardedKVCacheStore.{name}: a cache sharded by tokens does not have it: this rank holds "
-                f"{self._share()}, and no rank holds all. Use `local.{name}` for this rank's tokens, or shard by heads."
+                f"ShardedKVCacheStore.{name}: a cache sharded by tokens does not have it, since no rank holds all "
+                f"tokens. This is {self._share()}. Use `local.{name}` for this rank's tokens, or shard by heads."
             )
         return getattr(self.local, name)
 
@@ -562,7 +562,7 @@ def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
         )
     if len(names) != dimensions:
         raise OptionError(
-            f"{operation}: shard={shard!r} names what {len(names)} dimension{'s' * (len(names) != 1)} shard, but the "
+            f"{operation}: shard={shard!r} is for {len(names)} dimension{'s' * (len(names) != 1)}, but the "
             f"{'group' if mesh is None else 'mesh'} has {dimensions}. Name what each dimension shards."
         )
     if mesh is None:

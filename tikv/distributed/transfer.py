@@ -193,7 +193,9 @@ def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, ope
     ours = _form(pool)
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         said = ", ".join(f"{name}={theirs.get(name)!r} there and {ours[name]!r} here" for name in other)
-        raise ShapeError(f"{operation}: the pool of rank {src} has {said}. Create both with the same sizes.")
+        raise ShapeError(
+            f"{operation}: the pool of rank {src} has {said}. Create both with the same {', '.join(other)}."
+        )
 
 
 class _Peer:

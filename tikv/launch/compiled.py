@@ -55,7 +55,7 @@ class Kernel(CompiledKernel):
         if self.needs_native:
             what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
             raise NeedsNativeLauncher(
-                f"{self.name}: this kernel needs {what}, which only the native launcher provides, and that launcher "
+                f"{self.name}: this kernel needs {what} that only the native launcher provides, and that launcher "
                 f"is not used here ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
                 "TIKV_LAUNCHER."
             )

@@ -319,6 +319,7 @@ def _block_elements(pool: ArrayView, name: str, operation: str) -> int:
             expected *= extent
     if pool.shape[0] > 1 and pool.strides[0] < expected:
         raise ShapeError(
-            f"{operation}: the blocks of {name} ({describe(pool)}, strides {pool.strides} elements) overlap."
+            f"{operation}: the blocks of {name} ({describe(pool)}, strides {pool.strides} elements) overlap. Pass a "
+            "pool whose blocks lie apart."
         )
     return expected

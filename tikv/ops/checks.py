@@ -133,7 +133,8 @@ def writable(array: ArrayView, name: str, operation: str) -> None:
     readable(array, name, operation)
     if 0 not in array.shape and any(s == 0 and n > 1 for n, s in zip(array.shape, array.strides, strict=True)):
         raise ShapeError(
-            f"{operation}: the destination {name} ({describe(array)}) is broadcast; its elements share memory."
+            f"{operation}: the destination {name} ({describe(array)}) is broadcast; its elements share memory. Pass an "
+            "array with memory for each element."
         )
     if _overlaps_itself(array):
         raise ShapeError(

@@ -116,7 +116,7 @@ def _check_mask(mask: Host, rows: HeadRows, operation: str) -> None:
         *lead, row = (int(i) for i in np.argwhere(wrong)[0])
         raise PositionError(
             f"{operation}: the mask keeps row {row} of {_head(lead)}, which holds "
-            f"{int(np.broadcast_to(held, mask.shape[:-1])[tuple(lead)])}. Keep rows that are held."
+            f"{int(np.broadcast_to(held, mask.shape[:-1])[tuple(lead)])} rows. Keep rows that are held."
         )
 
 
@@ -137,8 +137,8 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
         *lead, at = (int(i) for i in np.argwhere(falls)[0])
         pair = index[tuple(lead)][at : at + 2].tolist()
         raise PositionError(
-            f"{operation}: keep of {_head(lead)} has {pair[1]} after {pair[0]}, at {at + 1}. Each index must be "
-            "above the one before: sort them, and remove duplicates."
+            f"{operation}: keep of {_head(lead)} has {pair[1]} after {pair[0]}, at index {at + 1}. Each number must "
+            "be above the one before: sort them, and remove duplicates."
         )
     outside = (first < 0) | (last >= limits)
     lead = [int(i) for i in np.argwhere(outside)[0]]

@@ -439,8 +439,8 @@ class PagedKVLayer(KVLayer):
             )
         if len(found) * self.block_size < self._len:
             raise PositionError(
-                f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Call "
-                f"set_len() first."
+                f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Assign "
+                f"more blocks, or call set_len() with fewer tokens first."
             )
         self._blocks, self._slots = found, len(found) * self.block_size
         table = np.full(self.max_blocks_per_seq, -1, np.int32)

@@ -131,7 +131,7 @@ def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed:
     elif place == "host":
         why = "place='host' needs layers whose tokens share no scales"
     elif crossed:
-        why = "its decoder may have an encoder"
+        why = "the model may have an encoder"
     else:
         beside = [
             i for i, kind in enumerate(kinds) if kind.indexed or (kind.state is not None and kind.kind != "state")
@@ -156,7 +156,7 @@ def _places(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], windo
     if window is not None:
         why = f"window={window} bounds the memory"
     elif crossed:
-        why = "its decoder may have an encoder, whose tokens all layers read"
+        why = "the model may have an encoder, whose tokens all layers read"
     elif all(layer.kind != "full" for layer in kinds):
         why = "no layer of this model has full attention, and sliding layers are small and stay on the device"
     else:
@@ -203,7 +203,7 @@ def _streaming_layer(
 def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     """Why steps of a cache whose memory is allocated once cannot be compiled; empty if they can."""
     if crossed:
-        return "its decoder may have an encoder"
+        return "the model may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
         return "a layer has chunked attention"
     if any(isinstance(layer, GroupsLayer) for layer in layers):

@@ -480,10 +480,11 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         length = self.get_seq_length()
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
+            n, most = int(tokens_to_remove), min(int(tokens_to_remove), length)
             raise OptionError(
-                f"{self._name}: crop({tokens_to_remove}) is unclear with {length} tokens, since this version of "
-                f"transformers counts tokens to remove. Use crop({int(tokens_to_remove) - length}) to keep "
-                f"{tokens_to_remove}."
+                f"{self._name}: crop({n}) is unclear: old versions of transformers kept {n} tokens, and this one "
+                f"counts tokens to remove. With {length} tokens, crop({most - length}) keeps {most}, and crop({-n}) "
+                f"drops {most}."
             )
         self._refuse_crop(length, target)
         return target

@@ -149,8 +149,8 @@ class StreamingLayer(RingLayer):
         if first > needed and target < length:
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of {self.window} needs "
-                f"positions from {needed} after the sinks, but the cache holds {first}..{length - 1}. Drop fewer, or "
-                f"reset()."
+                f"positions from {needed} on besides the sinks, but the cache holds {first}..{length - 1}. Drop fewer, "
+                f"or reset()."
             )
 
     def crop(self, tokens_to_remove: int) -> None:

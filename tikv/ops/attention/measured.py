@@ -130,8 +130,10 @@ def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
         return None, why
     if found is None:
         return None, f"{default}nothing was measured on this device; run `tikv bench --attention` to measure"
-    if found.torch != runtime.version_of("torch"):
-        return None, f"{default}measured with torch {found.torch}; run `tikv bench --attention` to measure again"
+    if found.torch != (installed := runtime.version_of("torch")):
+        now = "no torch" if installed is None else f"torch {installed}"
+        why = f"{str(file)!r} was measured with torch {found.torch}, and {now} is installed"
+        return None, f"{default}{why}; run `tikv bench --attention` to measure again"
     return found, f"measured on {found.day}, in {str(file)!r}"
 
 

@@ -151,8 +151,8 @@ def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> 
     if wrong.any():
         b, t = (int(n) for n in np.argwhere(wrong)[0])
         raise PositionError(
-            f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is not a token before token {t}. Use one from "
-            f"-1, the prefix, to {t - 1}."
+            f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is not a token before token {t}. Use -1 (the "
+            f"prefix) to {t - 1}."
         )
 
 

@@ -192,8 +192,8 @@ def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads
     if layout == "head_major" and batch == num_kv_heads == 1 and q.shape[1] > 1:
         raise ShapeError(
             f"{operation}: q is {describe(q)}, which with layout='head_major' and one KV head may be {q.shape[1]} "
-            f"query heads of one token or {q.shape[1]} tokens of one. Pass (batch, Hq, T, D), or one query per "
-            f"sequence without layout."
+            f"query heads of one token or {q.shape[1]} tokens of one query head. Pass (batch, Hq, T, D), or "
+            f"one query per sequence without layout."
         )
     return "BH"  # one token of one sequence is the same
 

@@ -331,8 +331,8 @@ class TokenGroupLayers(LayerStorage):
                 lost = counts.history is not None and length - whole < counts.history.first_whole
                 raise PositionError(
                     f"{operation}: cannot drop {n} tokens of length={length}: the first {coded} are codes of whole "
-                    f"groups, quantised once. Drop at most {most}, {'' if lost else f'{whole} for whole groups, '}or "
-                    f"reset()."
+                    f"groups, quantised once. Drop at most {most}{'' if lost else f', or {whole} for whole groups'}, "
+                    f"or reset()."
                 )
 
     def reset(self) -> None:

@@ -208,7 +208,7 @@ def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Run
             checks.extent(rows, count, "the number of rows", operation, detail)
         return tuple(range(count + 1))
     bounds = tuple(host_integers(cu_seqlens, "cu_seqlens", operation, live))
-    wanted = f"one more than seqs: 0, then where the rows of each of {count} end"
+    wanted = f"one more than the number of sequences, {count}: 0, then where the rows of each sequence end"
     checks.extent(len(bounds), count + 1, "the length of cu_seqlens", operation, wanted)
     if bounds[0] != 0 or bounds[-1] > rows or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ShapeError(

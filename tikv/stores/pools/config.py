@@ -115,7 +115,7 @@ class PoolConfig:
             )
         if self.layout == "VLLM":
             raise OptionError(
-                f"{operation}: layout VLLM cuts rows into pieces, whose pages cannot be summarised. Use NHD or HND."
+                f"{operation}: layout VLLM cuts rows into pieces, so its pages cannot be summarised. Use NHD or HND."
             )
         check_summarized(operation, self.rows, self.page)
 

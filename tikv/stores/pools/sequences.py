@@ -131,7 +131,7 @@ class SequenceState:
             if since < count:
                 raise PositionError(
                     f"{operation}: drafted={count} is too many, since sequence {self.number} has {came} tokens in "
-                    f"layer {layer}{known}. Pass at most that many."
+                    f"layer {layer}{known}. Pass at most {since}."
                 )
         return count
 

@@ -85,4 +85,4 @@ def lengths_held(tokens: int, most: int, windows: Sequence[int] = ()) -> list[in
 def title_of(dtype: DType, tokens: int, held: int, window: int | None = None) -> str:
     """A description of a call, for people who wait."""
     slides = f" in a window of {window}" if window else ""
-    return f"{dtype.name}, {tokens} new on {held}{slides}"
+    return f"{dtype.name}, {tokens} new token{'s' * (tokens != 1)} after {held}{slides}"

@@ -65,7 +65,7 @@ def _room(layer: Any, tokens: int) -> int:
         return MOST_HELD
     if tokens > layer.limit:
         raise CapacityError(
-            f"{OPERATION}: tokens={tokens} are more than max_cache_len={layer.limit}. Use at most as many."
+            f"{OPERATION}: tokens={tokens} are more than max_cache_len={layer.limit}. Use at most {layer.limit}."
         )
     return int(layer.limit - tokens)
 

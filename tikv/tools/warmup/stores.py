@@ -30,7 +30,7 @@ def jobs_of_store(store: KVCacheStore, asked: Asked) -> list[Job]:
     if None in layers and asked.tokens[0] > store.capacity:
         raise CapacityError(
             f"{OPERATION}: tokens={asked.tokens[0]} do not fit layer {layers[None]}, whose capacity is "
-            f"{store.capacity}. Use at most as many."
+            f"{store.capacity}. Use at most {store.capacity}."
         )
     jobs = []
     for dtype in asked.formats_of(store.dtype):
