@@ -37,11 +37,11 @@ Each setting runs with attention "eager", "sdpa" and "tikv", if the model suppor
 run with an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention.
 Logits count as right if they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
 
-Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
-many standard deviations: "the same as transformers' own cache, which differs by 0.5" means that `TikvCache` gives the
-same logits as that cache. If a model has layers in which an indexer chooses keys, the notes say in which form the model
-passes the choice to attention "tikv", which then reads only those keys. If the result in a setting depends on the
-attention, the setting has several notes. Notes longer than 300 characters are cut.
+Transformers' own cache runs in the same settings. If both caches give the same wrong logits, the notes say by how many
+standard deviations these differ from the logits without a cache: "the same as transformers' own cache, which differs by
+0.5". If a model has layers in which an indexer chooses keys, the notes say in which form the model passes the choice to
+attention "tikv", which then reads only those keys. If the result in a setting depends on the attention, the setting has
+several notes. Notes longer than 300 characters are cut.
 
 The column `TikvCache` has one of these words:
 

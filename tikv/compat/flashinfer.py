@@ -1,4 +1,4 @@
-"""FlashInfer's page functions: `append_paged_kv_cache`, `batch_decode_with_paged_kv_cache` and their helpers.
+"""FlashInfer's page functions, such as `append_paged_kv_cache`, and its wrapper of paged decode as a single function.
 
 As in FlashInfer, page tables and last-page lengths already count the tokens that are being appended, log-sum-exps are
 of base 2, and pages of one token may omit the axis of length 1.
