@@ -109,7 +109,7 @@ def markdown(found: dict, short: bool = False) -> str:
     told = [textwrap.fill(f"{text}:", 128, break_long_words=False, break_on_hyphens=False)]
     told.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     if any("(*)" in each for line in lines for each in line):
-        told.append("(*) from another run, in which the row was alone.")
+        told.append("(*) from another run.")
     return "\n\n".join(told) + "\n"
 
 

@@ -250,7 +250,7 @@ a processor, torch 2.13, tikv 0.2; a model; `python a` and `python b`:
 | 2 texts of 8 tokens | TikvCache | not measured | not measured | 17.3 GB (*) | not measured | not measured |
 | all runs | TikvCache | not measured | not measured | not measured | 22 to 31 s | not measured |
 
-(*) from another run, in which the row was alone.
+(*) from another run.
 """
 SHORT = """\
 a processor, torch 2.13, tikv 0.2; a model:
@@ -263,7 +263,7 @@ a processor, torch 2.13, tikv 0.2; a model:
 | 1 text of 4,096 tokens | TikvCache, more | does not fit | does not fit | does not fit |
 | 2 texts of 8 tokens | TikvCache | not measured | 17.3 GB (*) | not measured |
 
-(*) from another run, in which the row was alone.
+(*) from another run.
 """
 
 

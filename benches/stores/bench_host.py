@@ -1,4 +1,4 @@
-"""A step over layers in the host's memory, beside what one copy of page-locked memory to the GPU takes by torch."""
+"""A step over layers in the host's memory, beside torch's copy of as many bytes of page-locked memory to the GPU."""
 
 import pytest
 
