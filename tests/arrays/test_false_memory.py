@@ -10,6 +10,7 @@ import pytest
 import tikv
 from tikv import arrays, reference
 from tikv.arrays import protection
+from tikv.runtime.cache import BoundedCache
 
 SHAPE = (1, 2, 8)
 on_host = pytest.mark.archs("cpu", "vulkan", "metal")
@@ -255,6 +256,12 @@ def mapped(tmp_path, mode, form=(2, 512, 8)):
 
 
 linux = pytest.mark.skipif(protection._populate() is None, reason="the system does not tell which memory is read-only")
+
+
+@pytest.fixture(autouse=True)
+def unknown_pages(monkeypatch):
+    """A mapping may lie where earlier tests had memory that was writable, which is remembered."""
+    monkeypatch.setattr(protection, "_writable", BoundedCache(1 << 16))
 
 
 @linux
