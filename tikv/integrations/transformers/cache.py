@@ -546,7 +546,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         Raises:
             CacheFileError: the file is missing or damaged, does not hold a `TikvCache`, or belongs to a model with a
                 different configuration.
-            ArchError: the engine runs on a different device.
+            ArchError: tikv already runs on a different device.
         """
         operation = f"{OPERATION}.load"
         if not hasattr(config, "get_text_config"):

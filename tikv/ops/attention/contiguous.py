@@ -113,7 +113,7 @@ def decode_attention(
         indices: (B, T, K) int32 or int64, or (B, H, T, K) per KV head: the tokens that each query reads, in any order,
             counted from the first of its sequence as ``seq_lens`` counts them; -1 stands for no token. No other row is
             read. Tokens that ``causal``, ``window``, a mask or a ring hides stay hidden. A token that is named twice
-            counts twice; in debug mode that is an error.
+            counts twice; with ``tikv.init(debug=True)`` that is an error.
 
     Returns:
         ``out``, or a new array of q's kind, if that is NumPy, torch, or a library with ``from_dlpack`` such as JAX;
@@ -140,13 +140,13 @@ def decode_attention(
         for formats with groups of 8-bit or 4-bit codes, with float16 scales, q of float16 or bfloat16, and heads of 64,
         96 or 128; weights and dequantised values are then rounded to float16, and the same bounds hold. They are used
         for 8-bit floats, mxfp8, mxfp4 and nvfp4 too, whose values need no rounding; all but float8_e5m2 and mxfp4 need
-        compute capability 9.0 and the native launcher. On such a GPU with that launcher, K and V that are stored in
-        int8, 8-bit floats or groups of 8-bit or 4-bit codes are rounded to the dtype of q for prompts of at least 128
-        query rows per KV head, if heads are 64, 96, 128 or 256 wide. Results are then within these bounds of attention
-        over the rounded numbers; with float16, numbers beyond 65,504 become infinite.
-        ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, all arithmetic is float32. It
-        is also float32 with sink logits, slopes, masks or trees, except in prompts of at least 128 query rows per KV
-        head in float16 or bfloat16 on compute capability 9.0.
+        compute capability 9.0 and the native launcher (``tikv.info()["launcher"]`` says which is in use). On such a GPU
+        with that launcher, K and V that are stored in int8, 8-bit floats or groups of 8-bit or 4-bit codes are rounded
+        to the dtype of q for prompts of at least 128 query rows per KV head, if heads are 64, 96, 128 or 256 wide.
+        Results are then within these bounds of attention over the rounded numbers; with float16, numbers beyond 65,504
+        become infinite. ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, all
+        arithmetic is float32. It is also float32 with sink logits, slopes, masks or trees, except in prompts of at
+        least 128 query rows per KV head in float16 or bfloat16 on compute capability 9.0.
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
         splits. Heads of different lengths take as long as heads of equal lengths with as many keys in total.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
