@@ -73,7 +73,8 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
             contiguous last axis.
         least, greatest: (B, H, P, D), as `summarize_pages` gives them; H divides Hq.
         seq_lens: (B,) int32 or int64, or one int for all: tokens of each sequence, the newest included.
-        page: tokens per page. Give `select` the same number: without it, scores count as those of tokens.
+        page: tokens per page of the summaries, which cannot be checked: if it is too large, the newest pages score
+            -infinity. Give `select` the same number: without it, scores count as those of tokens.
 
     Returns:
         (B, H, T, P) float32 of q's array kind. A page that begins after a query's own token scores -infinity.

@@ -94,7 +94,8 @@ class Step(runtime.NotCopied):
     Attributes:
         store: the store.
         graph: the `Graph` that runs.
-        positions: (batch,) int64 on the device: the position of each sequence's next token.
+        positions: (batch,) int64 on the device: the position of each sequence's next token, as of the last run or
+            replay. After a call such as `KVCacheStore.append` or `KVCacheStore.trim`, the next run corrects them.
     """
 
     instead = "Call compile_step for each store."

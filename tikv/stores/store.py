@@ -853,7 +853,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
+        """Return to a snapshot of this store: lengths and contents, whatever was appended or dropped since.
 
         A snapshot of another store is accepted too, if that store has the same layers, heads, widths, windows, sinks,
         dtypes, ``k_scale`` and ``v_scale``. Its capacity may differ: this store keeps its own, which must have room for
