@@ -5,6 +5,7 @@ Debian: g++ libvulkan-dev), runs it, and compares every bit with what tikv compu
 reads launches.txt, and an app would have the same facts in its own code.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -93,8 +94,12 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(pathlib.Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=pathlib.Path, help="where to keep all files (default: a temporary one)"
+    )
+    if chosen := parser.parse_args().folder:
+        main(chosen)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             main(pathlib.Path(temporary))
