@@ -230,10 +230,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             are fewer.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
-            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read.
-            With `tikv.Quant(axis="tokens", residual=)`, keys that are older than the newest ``residual`` tokens are
-            quantised by channel. Then `crop` drops any number of the unquantised tokens, but quantised ones only in
-            whole groups, and steps are not compiled.
+            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read,
+            but attention "tikv" reads them in place when it decodes. With `tikv.Quant(axis="tokens", residual=)`, keys
+            that are older than the newest ``residual`` tokens are quantised by channel. Then `crop` drops any number of
+            the unquantised tokens, but quantised ones only in whole groups, and steps are not compiled.
         v_dtype: the format of values, if it differs from that of keys. It takes the same formats as ``dtype``, except
             groups along tokens.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
