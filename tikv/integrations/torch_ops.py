@@ -196,7 +196,8 @@ def copy_kv(
 def append_ragged(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_offsets: Tensor) -> None:
     """`tikv.append_ragged` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
-    With positions in a tensor, here and in `decode_attention`, a decode step is one graph for all positions.
+    Since ``cache_offsets`` here and ``seq_lens`` in `decode_attention` are tensors, a decode step is one graph for all
+    positions.
 
     Examples:
         >>> import torch

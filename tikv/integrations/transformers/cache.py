@@ -236,8 +236,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             the unquantised tokens, but quantised ones only in whole groups, and steps are not compiled.
         v_dtype: the format of values, if it differs from that of keys. It takes the same formats as ``dtype``, except
             groups along tokens.
-        k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
-            `tikv.KVCacheStore`.
+        k_scale, v_scale: scales, as in `tikv.KVCacheStore`, the same for all layers: for 8-bit floats, one number or
+            (num_kv_heads,); for "nvfp4", one number.
         window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
             continue endlessly in the memory of that many tokens. With None, it sees all tokens. A prompt may be longer;
             attention must then be "sdpa", "eager" or "tikv".
@@ -258,10 +258,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             tokens.
 
     A sliding layer has room for its window, for 64 more tokens, and for 128 or a quarter of the window, whichever is
-    more. So its tokens are rarely moved to the front, and the newest can be dropped again. With ``window=``, a
-    full-attention layer overwrites its oldest token after the sinks with each new one; keys keep their true positions.
-    For a longer prompt, a layer gets more room. When the next layer's tokens arrive, it keeps only its window and what
-    a `crop` of 64 tokens needs. So only one layer at a time has the whole prompt.
+    more. So its tokens are rarely moved to the front, and the newest can be dropped again. In compiled steps, the
+    layer has room only for its window. With ``window=``, a full-attention layer overwrites its oldest token after the
+    sinks with each new one; keys keep their true positions. For a longer prompt, a layer gets more room. When the next
+    layer's tokens arrive, it keeps only its window and what a `crop` of 64 tokens needs. So only one layer at a time
+    has the whole prompt.
 
     Gradients do not flow through the cache: `backward` raises. Gradients of queries are right whatever happens to the
     cache: if gradients are enabled, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
@@ -464,7 +465,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return -1 if self._limit is None else self._limit
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a layer, or the layer with the most room, can hold; -1 means any number."""
+        """The bound on a layer's tokens or, without an index, the greatest bound of all layers; -1 means no bound.
+
+        It is ``max_cache_len``, or the window of a sliding layer if that is smaller; ``window=`` does not count.
+        """
         lengths = [getattr(layer, "get_max_length", lambda: -1)() for layer in self.layers]
         if layer_idx is not None:
             return int(lengths[layer_idx]) if layer_idx < len(lengths) else -1
