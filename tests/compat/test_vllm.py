@@ -80,7 +80,7 @@ def test_vllm_blocks(arch, rng):
         vllm.swap_blocks(src, dst)
     for wrong in ((caches[:2], caches[2:3]), (caches[:2], [caches[2], caches[3][:2]])):
         kept = [oracle.to_numpy(cache).copy() for cache in caches]
-        with pytest.raises(tikv.ShapeError, match=r"copy_blocks: 2 key caches and . value caches"):
+        with pytest.raises(tikv.ShapeError, match=r"copy_blocks: key_caches has 2 pools and value_caches ., of"):
             vllm.copy_blocks(*wrong, [(0, 1)])
         for cache, old in zip(caches, kept, strict=True):
             oracle.assert_same_bits(cache, old)

@@ -246,7 +246,7 @@ def test_models_and_attention_that_cannot_are_refused(arch):
     with pytest.raises(tikv.OptionError, match=r"layer 0: compact\(\) works only on layers without a window"):
         layer.compact([[0]])
     layer.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(tikv.OptionError, match="'flash_attention_2' gets no mask that could hide them"):
+    with pytest.raises(tikv.OptionError, match="'flash_attention_2' gets no mask that hides keys outside the window"):
         layer.update(rows, rows)
     assert layer.store is None
     layer.update(rows[:, :, :8], rows[:, :, :8])

@@ -263,7 +263,7 @@ def test_on_a_cpu_it_is_a_plain_cache_and_says_so(arch):
     [
         (LLAMA, {"place": "disk"}, "unknown place 'disk'"),
         (LLAMA, {"place": "host", "resident_layers": 0}, "resident_layers=0"),
-        (LLAMA, {"place": "host", "window": 8}, "window=8 bounds the memory"),
+        (LLAMA, {"place": "host", "window": 8}, "layers with window=8 are small and stay on the device"),
         (("", "MistralConfig", {"sliding_window": 7}), {"place": "host"}, "no layer of this model has full attention"),
         (("", "T5Config", {}), {"place": "host"}, "the model may have an encoder"),
         (LLAMA, {"offloading": True}, "Use place='host' to keep"),

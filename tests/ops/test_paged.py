@@ -299,7 +299,7 @@ def test_layouts_scales_and_chunks_are_checked(arch, rng):
     with pytest.raises(tikv.ShapeError, match="v_scale is missing"):
         tikv.write_slots(*case.placed, *case.pools, SLOTS, layout="VLLM", k_scale=scale)
     halves = case.pools[0].reshape(BLOCKS, HEADS, 8, PAGE, 2)
-    with pytest.raises(tikv.ShapeError, match="x is 2 where 16 bytes are 4 elements"):
+    with pytest.raises(tikv.ShapeError, match=r"its last axis, x, has 2 elements where 4 are needed \(16 bytes\)"):
         tikv.write_slots(*case.placed, halves, case.pools[1], SLOTS, layout="VLLM")
     case.unchanged()
 

@@ -71,8 +71,8 @@ class Memory:
                 self.ptr = self.block.data_ptr()
             elif live.index:
                 raise ArchError(
-                    f"memory: torch allocates it on {live.device}, and this process has not imported torch or "
-                    "cannot use it. Import torch before the first operation, or start a process that sees "
+                    f"memory: torch allocates all memory on {live.device}, and this process has not imported torch, or "
+                    "its torch has no CUDA. Import torch before the first operation, or start a process that sees "
                     f"{live.device} alone."
                 )
             elif size // 4 > MOST_WORDS:

@@ -364,8 +364,8 @@ class CacheCall:
             first, k_first = (k, True) if apart > 0 else (v, False)
             return first.restrided((*k.shape[:3], width), k.strides), k_first
         raise OptionError(
-            f"{self.operation}: qv needs scores over K and V together, which are read in place. Pass k_cache and "
-            "v_cache that are neighbouring columns of one array: cache[..., :D] and cache[..., D:]."
+            f"{self.operation}: with qv, attention reads K and V together, in place. Pass k_cache and v_cache that "
+            "are neighbouring columns of one array: cache[..., :D] and cache[..., D:]."
         )
 
     def _attention(self, queries: Any) -> tuple[Any, Any, Any]:

@@ -387,7 +387,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     counts = [pool.shape[0] if pool.ndim else 0 for pools in lists for pool in pools]
     if len(lists[0]) != len(lists[1]) or len(set(counts)) > 1:
         raise ShapeError(
-            f"{operation}: {len(lists[0])} key caches and {len(lists[1])} value caches of {counts} blocks. "
+            f"{operation}: key_caches has {len(lists[0])} pools and value_caches {len(lists[1])}, of {counts} blocks. "
             f"Pass one of each per layer, all with the same number of blocks."
         )
     calls = [blocks.blocks_call(operation, k, v, block_mapping) for k, v in zip(*lists, strict=True)]

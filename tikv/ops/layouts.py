@@ -152,8 +152,8 @@ def pool_shape(pool: ArrayView, axes: str, name: str, operation: str, format: Gr
     extent = dict(zip(axes, pool.shape, strict=True))
     if "X" in extent and extent["X"] != CHUNK_BYTES // pool.dtype.itemsize:
         raise ShapeError(
-            f"{operation}: {name} is {describe(pool)}: its last axis x is {extent['X']} where {CHUNK_BYTES} bytes are "
-            f"{CHUNK_BYTES // pool.dtype.itemsize} elements. Shape it {shape}."
+            f"{operation}: {name} is {describe(pool)}: its last axis, x, has {extent['X']} elements where "
+            f"{CHUNK_BYTES // pool.dtype.itemsize} are needed ({CHUNK_BYTES} bytes). Shape it {shape}."
         )
     width = extent["D"] if "D" in extent else extent["C"] * extent["X"]
     if format is not None:

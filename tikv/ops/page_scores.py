@@ -151,7 +151,9 @@ def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
     checks.rank(k, (4,), "k_cache", "(B, H, S, D)", operation)
     checks.readable(k, "k_cache", operation)
     if k.dtype not in SUMMARIZED:
-        raise DTypeError(f"{operation}: k_cache is {describe(k)}; keys are {', '.join(a.name for a in SUMMARIZED)}.")
+        raise DTypeError(
+            f"{operation}: k_cache is {describe(k)}; keys must be one of {', '.join(a.name for a in SUMMARIZED)}."
+        )
     _check_lengths(lens, k.shape[0], operation)
     batch, heads, capacity, width = k.shape
     pages = -(-capacity // page)

@@ -154,7 +154,7 @@ def _places(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], windo
         return None
     why = ""
     if window is not None:
-        why = f"window={window} bounds the memory"
+        why = f"layers with window={window} are small and stay on the device"
     elif crossed:
         why = "the model may have an encoder, whose tokens all layers read"
     elif all(layer.kind != "full" for layer in kinds):

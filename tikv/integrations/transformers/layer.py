@@ -596,8 +596,8 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
 
 
 _update_outside_the_graph = _outside_the_graph(
-    f"{OPERATION} makes and moves its memory outside of compiled graphs, where it also refuses tokens and writes codes "
-    f"in groups. With fullgraph=True, give max_cache_len, and run the prompt or early_initialization() outside of the "
+    f"{OPERATION} makes and moves its memory, refuses tokens and writes codes in groups only outside of compiled "
+    f"graphs. With fullgraph=True, give max_cache_len, and run the prompt or early_initialization() outside of the "
     f"compiled model"
 )
 _step_outside_the_graph = _outside_the_graph(

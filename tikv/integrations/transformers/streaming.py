@@ -65,8 +65,8 @@ class StreamingLayer(RingLayer):
         if tokens > 1 and attention not in (*_MASKED, ATTENTION):
             raise OptionError(
                 f"{self._name}: {tokens} new tokens after {self.get_seq_length()} do not all see each other within "
-                f"window={self.window}, and attention {attention!r} gets no mask that could hide them. Use "
-                f"{', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
+                f"window={self.window}, and attention {attention!r} gets no mask that hides keys outside the window. "
+                f"Use {', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
             )
         if store is None:
             return super().update(key_states, value_states)

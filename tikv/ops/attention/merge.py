@@ -82,7 +82,7 @@ def _check_states(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
         checks.rank(a, (2, 3, 4), name, "(..., D_v)", operation)
         checks.readable(a, name, operation)
         if a.dtype not in QUERIES:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; states are float32, float16 or bfloat16.")
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; states must be float32, float16 or bfloat16.")
         if a.shape[-1] == 0:
             raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
     if second.shape != first.shape:

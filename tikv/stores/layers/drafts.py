@@ -56,8 +56,9 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
     for layer in layers:
         if (layer.length, layer.newest) != (first.length, first.newest):
             raise PositionError(
-                f"{operation}: layer {layer.index} has {layer.length} tokens, the last {layer.newest} of one call, and "
-                f"layer {first.index} has {first.length} and {first.newest}. Append the draft to all layers first."
+                f"{operation}: layer {layer.index} has {layer.length} tokens ({layer.newest} from its last append), "
+                f"and layer {first.index} has {first.length} ({first.newest} from its last append). Append the draft "
+                "to all layers first."
             )
     if drafted is None:
         if first.newest == 0:

@@ -118,8 +118,9 @@ class SequenceState:
             other = self.came(layer)
             if other != came or (brought != newest and drafted is None):
                 raise PositionError(
-                    f"{operation}: layer {layer} of sequence {self.number} has {other} tokens, the last {brought} "
-                    f"of one call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
+                    f"{operation}: layer {layer} of sequence {self.number} has {other} tokens ({brought} from its last "
+                    f"append), and layer 0 has {came} ({newest} from its last append). Append the draft to all layers "
+                    "first."
                 )
         if drafted is None and newest == 0:
             raise PositionError(

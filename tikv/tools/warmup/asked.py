@@ -30,7 +30,9 @@ class Asked(NamedTuple):
             query_heads = checks.integer(query_heads, "query_heads", OPERATION, low=1)
         numbers = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
         if not numbers:
-            raise OptionError(f"{OPERATION}: tokens={tokens!r} is empty. Use a number of new tokens, or several.")
+            raise OptionError(
+                f"{OPERATION}: tokens={tokens!r} is empty. Pass one number of new tokens, or several numbers."
+            )
         numbers = [checks.integer(n, "tokens", OPERATION, low=1) for n in numbers]
         names = list(formats) if isinstance(formats, (list, tuple)) else None if formats is None else [formats]
         found = names and [dtypes.parse(name, OPERATION) for name in names]
