@@ -496,7 +496,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """Until `crop` is called, keep the tokens that it may go back to."""
+        """From now on, keep what `crop` needs to go back to the present length.
+
+        After a `crop`, this goes on from the length that it left. Layers that overwrite tokens keep nothing extra:
+        full-attention layers with ``window=``, and sliding layers that took compiled steps before this call.
+        """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

@@ -423,7 +423,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """Until `crop` is called, keep the tokens that it may go back to."""
+        """From now on, keep what `crop` needs to go back to the present length.
+
+        After a `crop`, this goes on from the length that it left.
+        """
         self.record_past = True
         self._settled = self.get_seq_length()
 
