@@ -356,6 +356,24 @@ def test_twenty_steps_by_hand_and_then_what_a_cache_can_do(arch, family):
 
 
 @torch.no_grad()
+def test_the_past_of_a_window_is_recorded_from_the_prompt_on(arch):
+    """Not from a step on, whose window has no room for more; the message says so."""
+    it = Stepper(arch, "Mistral")
+    recorded = TikvCache(it.model.config, **it.options)
+    recorded.activate_past_recording()
+    it.model(it.ids[:, :9], **given(recorded))
+    for cache in (it.cache, recorded):
+        cache.get_mask_sizes(1, 0)  # slots go round from here on, unless the past is recorded
+        cache.activate_past_recording()
+        for at in range(9, 20):
+            it.step(at, compiled=False, cache=cache)
+    with pytest.raises(tikv.PositionError, match=r"20 to 15 tokens.*activate_past_recording\(\) before the prompt, or"):
+        it.cache.crop(-5)
+    recorded.crop(-5)
+    it.check(it.step(15, compiled=False, cache=recorded), 15)
+
+
+@torch.no_grad()
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
 def test_slots_that_go_round_are_left_for_whatever_needs_an_order(arch, family, tmp_path):

@@ -495,11 +495,11 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _refuse_crop(self, length: int, target: int) -> None:
         store = self.store
         if store is not None and store.origin > max(0, target - self._past):
+            when = "the tokens that may be dropped" if self._counted is None else "the prompt"  # steps were compiled
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
                 f"{self.sliding_window} needs positions from {max(0, target - self._past)}, but the cache holds "
-                f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be "
-                f"dropped, or reset()."
+                f"{store.origin}..{length - 1}. Call activate_past_recording() before {when}, or reset()."
             )
 
     def reorder_cache(self, beam_idx: Any) -> None:
