@@ -88,7 +88,13 @@ def append_paged_kv_cache(
     block_size = _slots_of_page(k_pool, kv_layout)
     skipped = (batch < 0) | (position < 0)
     unknown = ~skipped & (batch >= requests)
-    index.refuse_where(unknown, lambda t: f"batch_indices{[*t]}={int(batch[t])}, and there are {requests} requests.")
+    index.refuse_where(
+        unknown,
+        lambda t: (
+            f"batch_indices{[*t]}={int(batch[t])}, and there are {requests} requests. Use 0..{requests - 1}, or a "
+            f"negative number to skip the token."
+        ),
+    )
     zero = index.library.zeros_like(batch)
     left_out = skipped | unknown
     batch, position = where(left_out, zero, batch), where(left_out, zero, position)

@@ -190,7 +190,11 @@ class CacheCall:
             )
         counts = self.asked.counts
         index.refuse_where(
-            counts > most, lambda b: f"max_seqlen_q={most}, but sequence {b[0]} has {int(counts[b])} queries."
+            counts > most,
+            lambda b: (
+                f"max_seqlen_q={most}, but sequence {b[0]} has {int(counts[b])} queries. Pass the largest number of "
+                "queries of any sequence."
+            ),
         )
         return int(most)
 
@@ -212,9 +216,11 @@ class CacheCall:
         if index.has(name):
             table = index.array(name, (batch if chosen is None else None, None), "(B, pages)")
             if chosen is not None:
-                wrong = (chosen < 0) | (chosen >= table.shape[0])
+                rows = table.shape[0]
+                wrong = (chosen < 0) | (chosen >= rows)
                 index.refuse_where(
-                    wrong, lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is not a row of the {name}."
+                    wrong,
+                    lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is not a row of the {name}. Use 0..{rows - 1}.",
                 )
                 table = table[index.library.clip(chosen, 0, max(0, table.shape[0] - 1))]
         else:
@@ -240,7 +246,7 @@ class CacheCall:
             (before < 0) | (lengths > capacity),
             lambda b: (
                 f"cache_seqlens{[*b]}={int(before[b])} and {int(counts[b])} new tokens do not fit the {capacity} slots "
-                "of a sequence."
+                "of a sequence. Lengths must be at least 0, and the cache needs room for all tokens."
             ),
         )
         starts = index.arange(table.shape[1])[None] * layout.page
@@ -317,7 +323,10 @@ class CacheCall:
         position = self.rotated_from[rows.sequence] + (rows.number if by_number else 0)
         index.refuse_where(
             rows.inside & ((position < 0) | (position >= held)),
-            lambda t: f"row {t[0]} of {name} is rotated by position {int(position[t])}, and rotary_cos has {held}.",
+            lambda t: (
+                f"row {t[0]} of {name} is at position {int(position[t])}, and rotary_cos and rotary_sin have positions "
+                f"0..{held - 1}. Use positions within them, or pass longer tables."
+            ),
         )
         position = place(index.library.clip(position, 0, held - 1), x)
         return ragged_rows.rotated(x, position, given.rotary_cos, given.rotary_sin, bool(given.rotary_interleaved))

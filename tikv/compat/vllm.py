@@ -254,7 +254,10 @@ def gather_and_maybe_dequant_cache(
         )
     sequence, batch = sequence[:num_tokens], table.shape[0]
     unknown = (sequence < 0) | (sequence >= batch)
-    index.refuse_where(unknown, lambda t: f"token_to_seq{[*t]}={int(sequence[t])}, and there are {batch} sequences.")
+    index.refuse_where(
+        unknown,
+        lambda t: f"token_to_seq{[*t]}={int(sequence[t])}, and there are {batch} sequences. Use 0..{batch - 1}.",
+    )
     source, rows = view(src_cache, "src_cache", operation), view(dst, "dst", operation)
     none = index.library.full_like(sequence, batch)
     _gather(operation, index, source, rows, table, index.library.where(unknown, none, sequence), factor)
@@ -359,7 +362,7 @@ def _gather(
         missing,
         lambda t: (
             f"token {int(position[t])} of sequence {int(known[t])} has no page in block_table, or a page that is not "
-            f"among the {source.shape[0]} pages of src_cache."
+            f"among the {source.shape[0]} pages of src_cache. Give each token that is copied one of these pages."
         ),
     )
     to = rows.part(0, 0, tokens)

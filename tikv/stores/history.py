@@ -95,6 +95,6 @@ class History(NamedTuple):
             there = np.arange(self.tokens) < self.counts[..., None]
             rises = np.diff(a, axis=-1, prepend=-1) > 0
             if not ((a == -1) | there).all() or not (rises | ~there).all() or (a >= end).any():
-                raise ValueError("the positions that are left of a layer do not ascend, or go beyond its end")
+                raise ValueError("the positions that a layer kept do not ascend, or go beyond its end")
         if self.tokens != int(self.counts.max(initial=0)):
-            raise ValueError("more positions are left of a layer than its heads have")
+            raise ValueError("there are more positions than any head of a layer kept")

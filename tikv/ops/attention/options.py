@@ -237,7 +237,8 @@ def check_table(
         at = tuple(int(x) for x in np.argwhere(wrong)[0])
         raise PositionError(
             f"{operation}: block_tables[{', '.join(map(str, at))}]={int(table[at])} is not one of the pool's "
-            f"{cache.blocks} blocks, and the context of {int(lens[at[:-1]])} tokens needs it."
+            f"{cache.blocks} blocks, and the context of {int(lens[at[:-1]])} tokens needs it. Use "
+            f"0..{cache.blocks - 1}."
         )
 
 

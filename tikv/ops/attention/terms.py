@@ -88,7 +88,8 @@ def check_terms(
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
     if options.mass and (given := [name for name in UNCOUNTED if name in arrays]):
-        raise OptionError(f"{operation}: return_mass cannot be combined with {given[0]}. Pass one of the two.")
+        shown = given[0].removesuffix("_bits")
+        raise OptionError(f"{operation}: return_mass cannot be combined with {shown}. Pass one of the two.")
     name = tree_of(arrays)
     if not name:
         return

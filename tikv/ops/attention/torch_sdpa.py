@@ -39,7 +39,7 @@ def why_not_torch(
     if lens_by_head(arrays):
         return "KV heads have different lengths"
     if given := [name for name in NAMES if name in arrays]:
-        return f"torch has no {given[0]}"
+        return f"{given[0].removesuffix('_bits')} is not passed on to torch"
     if not q.dtype is k.dtype is v.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name} and V {v.dtype.name}; torch needs one dtype for all three"
     if len({a.device for a in (q, k, v)}) > 1:

@@ -262,7 +262,7 @@ def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
     if layers[number].end == 0 < most.end:
         raise PositionError(
             f"{operation}: layer {number} holds no tokens, and layer {most.index} holds {most.end}. Append to layer "
-            f"{number} first, or use extend(). To merge what it holds with other results, pass return_lse=True."
+            f"{number} first, or use extend(). If the empty result is to be merged with others, pass return_lse=True."
         )
 
 

@@ -49,8 +49,8 @@ def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int]
         row, g = (int(i) for i in parted[0])
         raise PositionError(
             f"{operation}: {named(row)} cannot keep {counts[row, g]} of its tokens {max(first[g], coded.first)} to "
-            f"{first[g] + coded.group - 1}, which share scales. Keep all or none of a group; those from {coded.end} on "
-            f"are not codes yet, and any of them may be kept."
+            f"{first[g] + coded.group - 1}, which share scales. Keep all or none of a group; tokens from {coded.end} "
+            f"on are not codes yet, and any of them may be kept."
         )
     return counts > 0
 

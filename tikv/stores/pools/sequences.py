@@ -554,8 +554,8 @@ def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -
             most = came.index(max(came))
             raise PositionError(
                 f"{operation}: layer {layer} holds no tokens of sequence {state.number}, and layer {most} holds "
-                f"{came[most]}. Append to layer {layer} first, or use extend(). To merge what it holds with other "
-                f"results, pass return_lse=True."
+                f"{came[most]}. Append to layer {layer} first, or use extend(). If the empty result is to be "
+                f"merged with others, pass return_lse=True."
             )
 
 
