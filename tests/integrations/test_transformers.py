@@ -614,7 +614,7 @@ def test_crop_has_the_meaning_of_this_version(arch, rng):
     assert layer.get_seq_length() == 4
     oracle.assert_same_bits(layer.keys.numpy(), k[:, :, :4].numpy())
     if shim.CROP_REFUSES_POSITIVE:
-        with pytest.raises(ValueError, match=r"Use crop\(-1\) to keep 3"):
+        with pytest.raises(ValueError, match=r"With 4 tokens, crop\(-1\) keeps 3, and crop\(-3\) drops 3"):
             layer.crop(3)
     else:
         layer.crop(3)
