@@ -2,8 +2,9 @@
 
 Call the functions here in compiled code; in eager code the functions of `tikv` do the same with less overhead. Each
 operator has a fake implementation, so that shapes are known while tracing, and declares which arguments it writes to.
-For lengths and scales, the operators take only tensors, where the functions of `tikv` also take numbers.
-Gradients do not flow: backward through attention raises `tikv.OptionError`, and writes to a cache carry no gradient.
+For lengths, ``k_scale`` and ``v_scale``, the operators take only tensors, where the functions of `tikv` also take
+numbers. Gradients do not flow: backward through attention raises `tikv.OptionError`, and writes to a cache carry no
+gradient.
 """
 
 from typing import Any, Optional

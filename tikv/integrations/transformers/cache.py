@@ -245,8 +245,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         place: "device", or "host" for a cache larger than the memory of a GPU: full-attention layers are in page-locked
             memory of the host, and the GPU has copies of ``resident_layers`` of them; the next layer is copied while
             one is used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
-            Steps are not compiled. On CPU and Metal this makes no difference, and the repr of the layers says so. It is
-            not supported with ``window=`` or groups along tokens, for encoder-decoders, for models without full
+            Steps are not compiled. On CPU and Metal, "host" makes no difference, and the repr of the layers says so. It
+            is not supported with ``window=`` or groups along tokens, for encoder-decoders, for models without full
             attention, or if layers keep more than keys and values.
         resident_layers: see ``place``.
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
@@ -479,8 +479,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of all layers, or of none if one of them raises.
 
-        Tokens that a window has overwritten do not come back. If the next query would then see fewer tokens than its
-        window, the call is refused, unless `activate_past_recording` kept those tokens.
+        Tokens that a window has overwritten do not come back. If the next query's window would include such tokens,
+        the call is refused, unless `activate_past_recording` kept them.
 
         Args:
             tokens_to_remove: a negative number drops that many, at most all. A positive number, before transformers
@@ -488,7 +488,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Raises:
             OptionError: the number is positive, since transformers 5.16.
-            PositionError: the next query would see too few tokens. Nothing is changed.
+            PositionError: tokens in the next query's window are no longer held. Nothing is changed.
         """
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
@@ -498,7 +498,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """From now on, keep what `crop` needs to go back to the present length.
 
-        After a `crop`, this goes on from the length that it left. Layers that overwrite tokens keep nothing extra:
+        After a `crop`, recording goes on from the new, shorter length. Layers that overwrite tokens keep nothing extra:
         full-attention layers with ``window=``, and sliding layers that took compiled steps before this call.
         """
         for layer in self.layers:
