@@ -152,6 +152,6 @@ def test_bytes_and_refused_stores(arch):
         store.attend(0, np.ones((1, 1, 64), np.float32), return_mass=True)
     store.append(0, *(np.ones((3, 1, 64), np.float32) for _ in "kv"))
     before = oracle.to_numpy(store.keys(0)).copy()
-    with pytest.raises(tikv.DTypeError, match="are not rotated"):
+    with pytest.raises(tikv.DTypeError, match="cannot be rotated"):
         store.compact(0, np.array([[0, 2]]), rope=tikv.Rope(inv_freq=np.ones(32, np.float32)))
     oracle.assert_same_bits(store.keys(0), before)

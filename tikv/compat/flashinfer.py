@@ -406,7 +406,7 @@ def get_batch_indices_positions(
     index = Indices(operation, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     starts = index.array("append_indptr", (None,), "(B + 1,)")
     if not starts.shape[0]:
-        raise ShapeError(f"{operation}: append_indptr is (0,); it needs one more entry than there are requests.")
+        raise ShapeError(f"{operation}: append_indptr is empty; it needs one more entry than there are requests.")
     lens, where = index.array("seq_lens", (starts.shape[0] - 1,), "(B,)"), index.library.where
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None:

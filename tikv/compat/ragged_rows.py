@@ -36,7 +36,9 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
         return RaggedRows(sequence, number, index.arange(batch) * 0 + each, number >= 0)
     starts = index.array(starts_name, (None,), "(B + 1,)")
     if not starts.shape[0]:
-        raise ShapeError(f"{index.operation}: {starts_name} is (0,); it needs one more entry than there are sequences.")
+        raise ShapeError(
+            f"{index.operation}: {starts_name} is empty; it needs one more entry than there are sequences."
+        )
     index.check_starts(starts_name, starts, shape[0], f"rows of {name}")
     row = index.arange(shape[0])
     inside = row < starts[-1]

@@ -46,7 +46,9 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
     """
     operation = "summarize_pages"
     if isinstance(k_cache, Quantized):
-        raise DTypeError(f"{operation}: k_cache holds codes of {k_cache.format}. Pass the keys that were quantised.")
+        raise DTypeError(
+            f"{operation}: k_cache holds codes of {k_cache.format}. Pass the keys as they were before quantisation."
+        )
     live = runtime_of(k_cache)
     size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
     k = view(k_cache, "k_cache", operation)

@@ -214,9 +214,8 @@ class Step(runtime.NotCopied):
         first_valid = store.check_step(operation, self._layers, tokens)
         length = store.layer_length(self._layers[0])
         if length != self._length:
-            launch.refuse_during_capture(
-                store.runtime, operation, "the store's length, which has changed since this step's last call,"
-            )
+            what = "the store's length, which has changed since this step's last call,"
+            launch.refuse_during_capture(store.runtime, operation, what, "Call Step.prepare before the capture.")
             write_host(np.full(self._batch, length, np.int64), self._arrays["positions"])
             self._length = length
         self._lens[:] = length + tokens

@@ -114,7 +114,7 @@ def attend(
     key, value = decoded(key), decoded(value)
     mask, plain = decoded(attention_mask), softcap is not None or sinks is not None
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or numbers to add to the scores.")
+        raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or floats to add to the scores.")
     if tokens == 1:
         causal = False  # the newest query sees all keys
     if mask is None and causal and (said or plain or tokens != held):

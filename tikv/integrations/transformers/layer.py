@@ -447,8 +447,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """
         if self.store is None or self.is_sliding:
             raise OptionError(
-                f"{self._name}: compact() works only on layers with full attention and tokens. Set keys and values "
-                "instead."
+                f"{self._name}: compact() works only on layers with full attention that hold tokens. Set keys and "
+                "values instead."
             )
         self._recall()
         self.store.compact(keep)

@@ -44,7 +44,7 @@ def compact_layers(
     """
     if rope is not None:
         if memory.rows.k.format is not None:
-            raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} are not rotated. Leave rope out.")
+            raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} cannot be rotated. Leave rope out.")
         check_keys(layers[0].k, _scales_of_keys(layers[0]), rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for layer, choice in zip(layers, choices, strict=True):

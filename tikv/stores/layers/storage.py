@@ -271,7 +271,7 @@ class LayerStorage(abc.ABC):
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
         """Keep a path of the newest tokens; `KVCacheStore.commit`."""
-        self._refuse(operation, "Trim what was not taken.")
+        self._refuse(operation, "Trim the drafted tokens that were not accepted.")
 
     def reorder(self, operation: str, index: Any) -> None:
         """Let sequences continue from others; `KVCacheStore.reorder`."""
