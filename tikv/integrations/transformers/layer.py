@@ -458,8 +458,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens; the argument means what it means in the installed transformers.
 
-        Tokens that a window has dropped do not come back. A model's result must not depend on that, so `crop` refuses
-        if the next query would see fewer tokens than its window; `activate_past_recording` keeps them from then on.
+        Tokens that a window has dropped do not come back. A model's result must not depend on that: if the next query's
+        window would include such tokens, the call is refused, unless `activate_past_recording` kept them.
         `KVCacheStore.trim` goes back as far as its ring holds tokens, and its queries see those that are left.
 
         Args:
@@ -468,8 +468,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             OptionError: the number is positive, since transformers 5.16.
-            PositionError: tokens that the next query sees are no longer held, since the window has moved on. Nothing is
-                changed.
+            PositionError: tokens in the next query's window are no longer held. Nothing is changed.
         """
         target = self._cropped_to(tokens_to_remove)
         if self.store is not None:
