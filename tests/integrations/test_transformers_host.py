@@ -254,7 +254,7 @@ def test_on_a_cpu_it_is_a_plain_cache_and_says_so(arch):
     assert repr(cache.layers[0]) == "TikvLayer(full, empty, place='host')"
     assert_same(model, TikvCache(model.config), cache, prompts(9))
     assert cache.place == "device"
-    assert "place='host' is plain: cpu computes in the host's memory" in repr(cache.layers[0])
+    assert "place='host' makes an ordinary layer: cpu computes in the host's memory" in repr(cache.layers[0])
 
 
 @pytest.mark.archs("cpu")

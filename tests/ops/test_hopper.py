@@ -366,7 +366,7 @@ def hopper_gpu(ampere):
         ({"terms": ["sink_logits", "alibi_slopes", "parents"]}, ""),
         ({"terms": ["mask"], "softcap": 30.0}, ""),
         ({"terms": ["alibi_slopes"], "softcap": 30.0}, ""),
-        ({"terms": ["alibi_slopes", "mask"], "softcap": 30.0}, "alibi_slopes and mask follow a soft cap"),
+        ({"terms": ["alibi_slopes", "mask"], "softcap": 30.0}, "alibi_slopes and mask are given with softcap"),
         ({"terms": ["alibi_slopes"], "sharded": (16, 16)}, "alibi_slopes count tokens of other ranks"),
         ({"ptr": 8}, "not every row begins"),
         ({"scale": -1.0}, "scaled by -1.0"),

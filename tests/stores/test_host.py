@@ -395,7 +395,7 @@ def test_a_plain_store_says_that_it_is_one(arch):
         pytest.skip("there a store on the host is one")
     store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=8, capacity=4, place="host")
     assert (store.place, store.resident_layers, store.resident_nbytes) == ("device", 2, store.nbytes)
-    assert f"place='host' is plain: {arch} computes in the host's memory" in repr(store)
+    assert f"place='host' makes an ordinary store: {arch} computes in the host's memory" in repr(store)
     assert "place" not in repr(tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=8, capacity=4))
     assert store.keys(0).shape == (1, 1, 4, 8)
     assert tikv.info()["place_host"] == f"plain: {arch} computes in the host's memory"

@@ -487,7 +487,9 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     for name, a in (("v", v), ("s", s)):
         checks.writable(view(a, name, operation), name, operation)
         if library_of(a) is not library or (library is np and not isinstance(a, np.ndarray)):
-            raise DTypeError(f"{operation}: {name} is {type(a).__name__}. Pass NumPy arrays, or torch tensors.")
+            raise DTypeError(
+                f"{operation}: {name} is {type(a).__name__}. Pass v and s both from NumPy or both from torch."
+            )
     merged = _merged(operation, v, s, v_other, s_other)
     where = None
     if mask is not None:

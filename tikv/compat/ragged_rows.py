@@ -91,8 +91,8 @@ def require_library(operation: str, arrays: dict[str, Any], why: str) -> None:
         library, seen = library_of(array), view(array, name, operation)
         if library is not library_of(first) or (library is np and not isinstance(array, np.ndarray)):
             raise DTypeError(
-                f"{operation}: {name} is {type(array).__module__}.{type(array).__name__}. {why} takes NumPy arrays, or "
-                f"torch tensors."
+                f"{operation}: {name} is {type(array).__module__}.{type(array).__name__}. {why} needs all arrays "
+                f"from NumPy or all from torch."
             )
         if seen.device != view(first, first_name, operation).device:
             raise ShapeError(

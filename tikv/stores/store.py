@@ -1023,4 +1023,4 @@ class KVCacheStore(runtime.DeepCopied):
         if self.place == "host":
             return f" on the host, {counted(self.resident_layers, 'layer')} on the device too"
         plain = "" if self._config.place == "device" else why_plain(self.runtime, "KVCacheStore")
-        return f", place='host' is plain: {plain}" if plain else ""
+        return f", place='host' makes an ordinary store: {plain}" if plain else ""

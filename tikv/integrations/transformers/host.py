@@ -98,4 +98,4 @@ class HostLayer(TikvLayer):
         if store is None:
             return f"{found}, place='host')"
         why = self._places.why_plain(store.runtime, OPERATION)
-        return f"{found}, place='host'{f' is plain: {why}' if why else ''})"
+        return f"{found}, place='host'{f' makes an ordinary layer: {why}' if why else ''})"

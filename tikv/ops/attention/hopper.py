@@ -45,7 +45,7 @@ def why_not_warpgroups(
     if "alibi_slopes" in arrays and options.sharded[0]:
         return "alibi_slopes count tokens of other ranks"
     if "alibi_slopes" in arrays and (tree := tree_of(arrays)) and options.softcap is not None:
-        return f"alibi_slopes and {tree} follow a soft cap, which has not been compared on such a GPU yet"
+        return f"alibi_slopes and {tree} are given with softcap, which has not been tested on such a GPU yet"
     return ""
 
 

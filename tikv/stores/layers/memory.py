@@ -303,7 +303,7 @@ class LayerMemory:
         if len(chosen) != self.batch_size:
             raise ShapeError(
                 f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. "
-                f"Use select() to change it."
+                f"Use select() to change the batch size."
             )
         if (chosen != np.arange(self.batch_size)).any():
             filled = [((*a.shape[:2], x.filled, *a.shape[3:]), a) for x in self.layers for a in x.arrays if x.filled]
