@@ -87,7 +87,8 @@ class ShardedKVCacheStore:
     collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
     one rank only, whose cache then lacks an append: let that end the process, or `reset` all ranks. With
     ``tikv.init(debug=True)``, calls and lengths are compared first, and if they differ, all ranks raise `GroupError`.
-    If a rank dies, the next collective of the others raises `GroupError`, at the latest after that timeout.
+    If a rank dies, the next collective of the others raises `GroupError` at once with gloo; with NCCL, torch by default
+    ends these processes after that timeout.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
