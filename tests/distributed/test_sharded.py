@@ -115,7 +115,9 @@ def test_ranks_that_disagree_and_one_that_dies():
     survivor, dead = processes.try_run(on_ranks.die)
     assert dead == (False, "the process has ended")
     assert survivor[0], survivor
-    assert survivor[1].startswith("GroupError: ShardedKVCacheStore.attend: rank 0 of 2 lost the other "), survivor
+    assert survivor[1].startswith("GroupError: ShardedKVCacheStore.attend: rank 0 of 2 lost the other processes ("), (
+        survivor
+    )
     processes.end()
 
 

@@ -267,7 +267,8 @@ REFUSED = {
     "RwkvConfig": "RwkvForCausalLM has a cache of its own kind, and its configuration is RwkvConfig",
     "XLNetConfig": "XLNetLMHeadModel has a cache of its own kind",
     "MiniMaxConfig": "MiniMaxForCausalLM has a cache of its own kind",
-    "OpenAIGPTConfig": "OpenAIGPTLMHeadModel takes no cache, and its configuration is OpenAIGPTConfig",
+    "OpenAIGPTConfig": "OpenAIGPTLMHeadModel takes no cache, and its configuration is OpenAIGPTConfig. "
+    "Use the model without cache=",
     "DeepseekV4Config": "layer 0 of DeepseekV4Config is of type 'heavily_compressed_attention', which keeps keys",
     "BltConfig": "BltConfig does not say what its layers are: .*num_hidden_layers",
 }

@@ -123,7 +123,8 @@ def test_a_second_start_ends_the_first(python):
         "    print(error)\n"
         "print(repr(third))\n"
     )
-    message = "op: this object was made in Taichi runtime epoch 3, which a later tikv.init(), ti.init() or ti.reset()"
+    ended = "a later tikv.init(), ti.init() or ti.reset() ended"
+    message = f"op: this object was made in Taichi runtime epoch 3, which {ended}"
     assert oracle.said(message) in child.stdout
     assert "Runtime(cpu, epoch 3, gone)" in child.stdout
 

@@ -188,7 +188,8 @@ def test_heads_that_hold_different_tokens_keep_a_path_of_what_came_since(arch, r
             [0],
             None,
             tikv.PositionError,
-            r"has 3 tokens \(3 from its last append\), and layer 0 has 4 \(1 from its last append\)",
+            r"layer 1 of sequence 2 has 3 tokens \(3 from its last append\), "
+            r"and layer 0 has 4 \(1 from its last append\)",
         ),
         ([3], [0], None, tikv.PositionError, "sequence 3 is swapped out"),
         ([4], [1, 2], None, tikv.CapacityError, "1 blocks are needed and 0 of 8 are free"),

@@ -275,7 +275,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: s.append(0, ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.append(0, ROWS[:1], ROWS[:1], positions=np.zeros(1, np.int32)), tikv.OptionError, "positions"),
         (lambda s: s.positions_on_device(), tikv.OptionError, "since the host counts which keys are quantised"),
-        (lambda s: s.advance(1), tikv.OptionError, "the host counts"),
+        (lambda s: s.advance(1), tikv.OptionError, "since the host counts which keys are quantised"),
         (lambda s: tikv.compile_step(s), tikv.OptionError, r"compile_step: a store of groups.*Call append\(\)"),
         (lambda s: s.extend(0, ROWS[:17], ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.extend(0, ROWS[:2], ROWS[:1], ROWS[:1]), tikv.ShapeError, "tokens of q"),
@@ -301,7 +301,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (
             lambda s: s.compact(0, [[]], rope=ROPE),
             tikv.OptionError,
-            "quantised a second time.*Leave rope out",
+            "compact: .*quantised a second time.*Leave rope out",
         ),
         (lambda s: s.reorder([1]), tikv.PositionError, "index 1 is outside"),
         (lambda s: s.keys(0), tikv.OptionError, "Read tokens"),
