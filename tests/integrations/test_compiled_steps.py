@@ -311,7 +311,7 @@ class Stepper:
         self.model = build(arch, family, num_hidden_layers=FAMILIES[family].get("num_hidden_layers", 2))
         self.compiled = torch.compile(self.model, backend="eager" if arch == "cpu" else "inductor", fullgraph=True)
         self.options = options or {"max_cache_len": 32}
-        self.ids = torch.randint(1, 97, (batch, 60), generator=torch.Generator().manual_seed(0)).to(arch)
+        self.ids = torch.randint(1, 96, (batch, 160), generator=torch.Generator().manual_seed(0)).to(arch)
         self.cache = self.prompted(prompt)
 
     def prompted(self, prompt):
@@ -356,21 +356,64 @@ def test_twenty_steps_by_hand_and_then_what_a_cache_can_do(arch, family):
 
 
 @torch.no_grad()
-def test_the_past_of_a_window_is_recorded_from_the_prompt_on(arch):
-    """Not from a step on, whose window has no room for more; the message says so."""
-    it = Stepper(arch, "Mistral")
-    recorded = TikvCache(it.model.config, **it.options)
-    recorded.activate_past_recording()
-    it.model(it.ids[:, :9], **given(recorded))
-    for cache in (it.cache, recorded):
-        cache.get_mask_sizes(1, 0)  # slots go round from here on, unless the past is recorded
-        cache.activate_past_recording()
-        for at in range(9, 20):
-            it.step(at, compiled=False, cache=cache)
-    with pytest.raises(tikv.PositionError, match=r"20 to 15 tokens.*activate_past_recording\(\) before the prompt, or"):
-        it.cache.crop(-5)
-    recorded.crop(-5)
-    it.check(it.step(15, compiled=False, cache=recorded), 15)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("back", [1, 3, 64])
+def test_a_ring_has_room_for_a_crop_of_64_tokens(arch, back, compiled):
+    """As temporal order has, and whatever the new length is."""
+    it = Stepper(arch, "Mistral", prompt=80, max_cache_len=200)
+    it.cache.get_mask_sizes(1, 0)  # slots go round from here on
+    for at in range(80, 82 + back):
+        it.step(at, compiled=compiled)
+    with pytest.raises(tikv.PositionError, match=f"from {82 + back} to 11 tokens.* needs positions from 5 on"):
+        it.cache.crop(11 - 82 - back)
+    it.cache.crop(-back)
+    for at in range(82, 86):
+        it.check(it.step(at, compiled=compiled and at > 83), at)
+    it.check(it.model(it.ids[:, 86:90], **given(it.cache)).logits[:, -1:], 89)
+
+
+@torch.no_grad()
+def test_the_past_of_a_window_is_recorded_from_any_step_on(arch):
+    it = Stepper(arch, "Mistral", max_cache_len=200)
+    it.cache.get_mask_sizes(1, 0)
+    for at in range(9, 12):
+        it.step(at, compiled=False)
+    it.cache.activate_past_recording()
+    for at in range(12, 100):
+        it.step(at, compiled=False)
+    it.cache.crop(-88)
+    it.check(it.step(12, compiled=False), 12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("options", [{"max_cache_len": 60}, {"window": 8, "sinks": 3}], ids=str)
+@pytest.mark.parametrize("length", [6, 7, 8, 9, 13, 14, 15])
+def test_one_wrong_token_is_taken_back_at_any_length(arch, family, options, length):
+    """Also where the ring then holds one token fewer than it has slots."""
+    if "window" in options and family == "Mistral":
+        pytest.skip("no layer of it attends in full")
+    it = Stepper(arch, family, prompt=length, **options)
+    wrong = it.ids.clone()
+    it.ids[:, length] += 1
+    it.step(length, compiled=False)
+    it.cache.crop(-1)
+    it.ids = wrong
+    fresh = it.prompted(length)
+    for at in range(length, length + 4):
+        got, want = it.step(at, compiled=False), it.step(at, compiled=False, cache=fresh)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("names", [("tikv", "eager"), ("tikv", "sdpa", "tikv"), ("sdpa", "tikv", "eager")], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 60}], ids=str)
+def test_attention_changes_its_name_at_any_step(arch, family, names, options):
+    it = Stepper(arch, family, prompt=12, **(options or {"dtype": None}))
+    for at in range(12, 24):
+        it.model.set_attn_implementation(names[(at - 12) // 4 % len(names)])
+        it.check(it.step(at, compiled=False), at)
 
 
 @torch.no_grad()
@@ -542,10 +585,6 @@ def test_what_is_not_compiled_says_why(arch, monkeypatch):
     text = generate(model, TikvCache(model.config, max_cache_len=20), prompts(5), 6, **compiling(arch)).sequences
     assert text.shape == (1, 11)
     assert counters["stats"]["unique_graphs"] == 0
-
-
-def test_the_order_of_a_ring():
-    assert steps.order_of_ring(11, 6, 2).tolist() == [0, 1, 5, 2, 3, 4]  # positions 0, 1, 7..10 by 2 + (p - 2) % 4
 
 
 @pytest.mark.parametrize(

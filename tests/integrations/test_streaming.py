@@ -57,7 +57,13 @@ def masked_logits(model, ids, padding=None, **options):
 
 def fed(model, cache, ids, sizes, padding=None):
     """The logits of a text given to the model in pieces of these sizes."""
-    found, start = [], 0
+    assert sum(sizes) == ids.shape[1]
+    return fed_from(model, cache, ids, sizes, padding, 0)
+
+
+def fed_from(model, cache, ids, sizes, padding, start):
+    """The logits of the pieces from token `start` on."""
+    found = []
     with torch.no_grad():
         for size in sizes:
             part, end = ids[:, start : start + size], start + size
@@ -66,7 +72,6 @@ def fed(model, cache, ids, sizes, padding=None):
                 seen["position_ids"] = (padding.cumsum(1) - 1).clamp(min=0)[:, start:end]
             found.append(model(part, **given(cache), **seen).logits)
             start = end
-    assert start == ids.shape[1]
     return torch.cat(found, dim=1)
 
 
@@ -115,17 +120,72 @@ def test_narrower_storage(arch, attention, dtype):
     assert cache.layers[0].store.dtype.name == dtype
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "tikv"])
-def test_padding_is_not_seen(arch, attention):
-    """Left-padded prompts, whose padding the sinks and the window hold like any token."""
-    model, ids, pieces = build(attention), text(50, batch=3), [20, *[1] * 15, 6, *[1] * 9]
+PADDED = (0, 2, 17)  # tokens of padding before each row's text
+
+
+def padded(ids):
     padding = torch.ones_like(ids)
-    padding[1, :2], padding[2, :17] = 0, 0
+    for row, first in enumerate(PADDED):
+        padding[row, :first] = 0
+    return padding
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tikv", "eager"])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("pieces", [[20, *[1] * 15, 6, *[1] * 9], [3, 2, 1, 13, *[1] * 4, 20, *[1] * 7], [1] * 50])
+def test_each_row_of_a_padded_batch_is_as_alone(arch, attention, dtype, pieces):
+    """The sinks are the first tokens of its own text, and the padding takes no place in its window."""
+    model, ids = build(attention), text(50, batch=3)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS, dtype=dtype)
+    got = fed(model, cache, ids, pieces, padded(ids))
+    for row, first in enumerate(PADDED):
+        want = masked_logits(model, ids[row : row + 1, first:])
+        torch.testing.assert_close(got[row : row + 1, first:], want, rtol=0, atol=ROOM.get(dtype, 2e-5))
+
+
+def test_what_a_padded_batch_lives_through(arch, tmp_path):
+    """Rows that change places, copies, files and wrong tokens."""
+    model, ids = build("tikv"), text(60, batch=3)
+    padding, cache = padded(ids), TikvCache(model.config, window=WINDOW, sinks=SINKS)
+
+    def goes_on(cache, rows, pieces, start):
+        got = fed_from(model, cache, ids[rows], pieces, padding[rows], start)
+        for got_row, row in zip(got, rows, strict=True):
+            first = PADDED[row]
+            want = masked_logits(model, ids[row : row + 1, first:])[0, start - first : start - first + sum(pieces)]
+            torch.testing.assert_close(got_row, want, rtol=0, atol=2e-5)
+
+    fed(model, cache, ids[:, :31], [20, *[1] * 11], padding)
+    with pytest.raises(tikv.PositionError, match=r"31 to 29 tokens: a window of 12 needs positions from 21 on"):
+        cache.crop(-2)
+    cache.crop(-1)
+    cache.save(tmp_path / "padded.safetensors")
+    twin = copy.deepcopy(cache)
+    goes_on(TikvCache.load(tmp_path / "padded.safetensors", model.config), [0, 1, 2], [1, 1, 5, 1], 30)
+    goes_on(twin, [0, 1, 2], [4, 1, 1], 30)
+    cache.reorder_cache(torch.tensor([2, 0, 2]))
+    goes_on(cache, [2, 0, 2], [1] * 3, 30)
+    cache.batch_repeat_interleave(2)
+    goes_on(cache, [2, 2, 0, 0, 2, 2], [1, 4], 33)
+    cache.batch_select_indices(torch.tensor([-1, 2]))
+    goes_on(cache, [2, 0], [1] * 14, 38)
+    with pytest.raises(tikv.OptionError, match=r"keys cannot be set, since the rows begin at positions \[17, 0\]"):
+        cache.layers[0].keys = cache.layers[0].keys
+    cache.reset()
+    torch.testing.assert_close(fed(model, cache, ids, [1] * 60), masked_logits(model, ids), rtol=0, atol=2e-5)
+
+
+def test_a_mask_that_says_another_beginning_is_refused(arch):
+    model, ids = build("tikv"), text(30, batch=3)
     cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
-    got = fed(model, cache, ids, pieces, padding)
-    want = masked_logits(model, ids, padding)
-    for row, first in enumerate((0, 2, 17)):
-        torch.testing.assert_close(got[row, first:], want[row, first:], rtol=0, atol=2e-5)
+    fed(model, cache, ids[:, :20], [20], padded(ids))
+    with pytest.raises(tikv.PositionError, match=r"row 1 begins at position 0, but its first tokens.* from position 2"):
+        fed_from(model, cache, ids, [5], torch.ones_like(ids), 20)
+    assert cache.get_seq_length() == 20
+    got = fed_from(model, cache, ids, [5, 1], padded(ids), 20)
+    for row, first in enumerate(PADDED):
+        want = masked_logits(model, ids[row : row + 1, first:26])[0, 20 - first :]
+        torch.testing.assert_close(got[row], want, rtol=0, atol=2e-5)
 
 
 def test_generate_writes_the_text_of_the_mask(arch):

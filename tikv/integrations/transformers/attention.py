@@ -18,7 +18,7 @@ from tikv.integrations.transformers.keywords import ATTENTION as ATTENTION
 from tikv.integrations.transformers.keywords import HEARD, KEYWORDS, MODEL, OPERATION
 from tikv.integrations.transformers.prompts import PromptMask, attend_prompt, prompt_mask, window_of
 from tikv.integrations.transformers.slots import request_of
-from tikv.integrations.transformers.stored import attend_in_place, decoded
+from tikv.integrations.transformers.stored import attend_in_place, decoded, reads_in_place
 from tikv.ops.attention.request import AttendRequest
 
 _READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that the kernel takes
@@ -79,8 +79,8 @@ def attend(
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
     traced = _is_traced()
     if attention_mask is not None:
-        if not traced and getattr(attention_mask, "tikv_of_slots", False):
-            attention_mask = None  # a step that is not compiled gets only the slots that it sees
+        if not traced and _says_what_is_read(attention_mask, key, value):
+            attention_mask = None
         elif attention_mask.shape[-1] > held:
             attention_mask = attention_mask[..., :held]  # the slots that a step reads if it is not compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
@@ -89,7 +89,9 @@ def attend(
     if traced:
         counted = getattr(key, "tikv_counted", None)
         starts = getattr(attention_mask, "tikv_starts", None)
-        seen = attention_mask is None or starts is not None or getattr(attention_mask, "tikv_of_slots", False)
+        seen = (
+            attention_mask is None or starts is not None or getattr(attention_mask, "tikv_of_slots", None) is not None
+        )
         alike = counted is not None and getattr(value, "tikv_counted", None) is counted
         if ours and tokens == 1 and seen and alike:
             assert counted is not None
@@ -135,6 +137,14 @@ def attend(
     causal = causal and mask is None
     out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
     return out, None
+
+
+def _says_what_is_read(mask: Any, key: Any, value: Any) -> bool:
+    """Whether a mask of slots says no more than what attention to these keys reads by itself."""
+    counted = getattr(mask, "tikv_of_slots", None)
+    if counted is None:
+        return False
+    return not counted.hides or reads_in_place(key, value)  # a step that is not compiled gets only slots in use
 
 
 def _by_kernels(
@@ -252,7 +262,7 @@ def _mask_of_slots(
     If one token sees all that is written, the mask is marked: attention then reads what is stored and ignores the mask,
     unless a model has made other keys of all slots, which need it. See `mask_for_attend` about skipped masks.
     """
-    traced, padding = _is_traced(), attention_mask
+    traced, padding, counted = _is_traced(), attention_mask, None
     if not traced:
         padding = None if padding is None or bool(padding.all()) else padding
         allow_is_causal_skip = window_of(mask_function) is not None
@@ -260,36 +270,48 @@ def _mask_of_slots(
     if isinstance(kv_offset, steps.SlotsOffset):
         counted, newest = kv_offset.counted, kv_offset.end - 1
         where = counted.positions(kv_offset.end)
+        if padding is not None and counted.starts is not None and _begin_at(counted.starts, padding[:, : newest + 1]):
+            padding = None  # the padding has no slots
     else:
+        counted = getattr(kv_offset, "tikv_counted", None)
         where = torch.arange(kv_length, device=device) + kv_offset
         newest = kwargs["q_offset"] + tokens - 1 if "q_offset" in kwargs else kwargs["cache_position"][-1]
     where = where.to(device)
     if tokens == 1 and padding is None and allow_is_causal_skip:
-        batch = kwargs["batch_size"]
+        seen = where <= newest
+        if counted is not None and counted.window:
+            seen = seen & (where > newest - counted.window)
         # Contiguous, since `generate` copies other masks, and the mark would be lost.
-        mask = (where <= newest).expand(batch, 1, 1, kv_length).contiguous()
-        mask.tikv_of_slots = True
+        shape = kwargs["batch_size"], 1, 1, kv_length
+        mask = (seen if seen.ndim == 1 else seen[:, None, None]).expand(shape).contiguous()
+        mask.tikv_of_slots = counted
         return mask
     if padding is not None and padding.shape[1] < kv_length:
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        position = where[key]
+        position = where[key] if where.ndim == 1 else where[batch, key]
         found = mask_function(batch, head, query, position) & (position <= newest)
-        return found if padding is None else found & padding[batch, position.clamp(max=padding.shape[1] - 1)]
+        return found if padding is None else found & padding[batch, position.clamp(min=0, max=padding.shape[1] - 1)]
 
     mask = made(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
     )
-    if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not counted.ring:
-        starts = _starts(padding[:, : kv_offset.end]) if window_of(mask_function) is not None else None
+    if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not kv_offset.counted.ring:
+        starts = _starts(padding[:, : newest + 1]) if window_of(mask_function) is not None else None
         if starts is not None:
             mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding
-    if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:
+    if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool or counted is None or counted.hides:
         return mask  # kept even if a window has no padding left: torch would compile again
     if bool((mask | (where > newest)).all()):
-        mask.tikv_of_slots = True
+        mask.tikv_of_slots = counted
     return mask
+
+
+def _begin_at(starts: Any, padding: Any) -> bool:
+    """Whether a mask (batch, n) of all tokens so far hides what is before each row's start, and nothing else."""
+    positions = torch.arange(padding.shape[1], device=padding.device)
+    return bool((padding.bool() == (positions >= starts[:, None].to(padding.device))).all())
 
 
 def _starts(padding: Any) -> Any:

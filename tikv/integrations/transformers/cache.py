@@ -214,6 +214,12 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     return ""
 
 
+def _first_tokens(padding: Any) -> tuple[int, ...]:
+    """The position of each row's first token that a mask (batch, n) shows; n for a row that is all padding."""
+    shown = padding.bool()
+    return tuple(torch.where(shown.any(1), shown.int().argmax(1), shown.shape[1]).tolist())
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
@@ -363,7 +369,18 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
+        self._find_layers()
+
+    def _find_layers(self) -> None:
+        """Sort out which layers need what before new tokens come."""
+        layers = self.layers
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
+        self._with_sinks = [layer for layer in layers if isinstance(layer, StreamingLayer) and layer.sinks]
+        self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
+        stated = [i for i, layer in enumerate(layers) if hasattr(layer, "conv_states")]
+        used = [i for i, layer in enumerate(layers) if isinstance(layer, TikvLayer) or i in stated]
+        self._last_used = used[-1] if stated else None  # the layer that ends a step, if layers keep states
+        self._newest_used: int | None = None  # the layer that was used last, if layers keep states
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
@@ -415,10 +432,92 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
             self._prompted = None
+        if layer is self._with_keys[0]:
+            self._refuse_unequal()
         found = layer.update(key_states, value_states)
         if layer.has_prompt_room:
             self._prompted = layer
+        if self._last_used is not None:
+            self._newest_used = layer_idx
         return found  # type: ignore[no-any-return]
+
+    def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
+        """A method of transformers' cache for the state of a layer, which is the newest that was used."""
+        if not _is_traced():
+            self._newest_used = layer_idx
+        return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, **options: Any) -> Any:
+        """As transformers' caches."""
+        return self._use_state("update_conv_state", layer_idx, (conv_states,), options)
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, **options: Any) -> Any:
+        """As transformers' caches."""
+        return self._use_state("update_recurrent_state", layer_idx, (recurrent_states,), options)
+
+    def get_conv_state(self, layer_idx: int, **options: Any) -> Any:
+        """As transformers' caches."""
+        return self._use_state("get_conv_state", layer_idx, (), options)
+
+    def get_recurrent_state(self, layer_idx: int, **options: Any) -> Any:
+        """As transformers' caches."""
+        return self._use_state("get_recurrent_state", layer_idx, (), options)
+
+    def _refuse_unequal(self) -> None:
+        """Raise PositionError if an interrupt has left layers of different lengths. Nothing is changed."""
+        lengths = [layer.get_seq_length() for layer in self._with_keys]
+        if lengths.count(lengths[0]) < len(lengths):
+            raise PositionError(
+                f"{OPERATION}: the layers hold {', '.join(map(str, lengths))} tokens, since a step was interrupted "
+                f"between them. Call align(), which brings all layers to the length of the shortest one and returns "
+                f"it, and go on from there; or reset()."
+            )
+
+    def _refuse_half_step(self) -> None:
+        """Raise PositionError if a step of a model whose layers keep states was interrupted between two layers."""
+        if self._newest_used not in (None, self._last_used):
+            raise PositionError(
+                f"{OPERATION}: a step was interrupted after layer {self._newest_used}. The states of the layers up to "
+                f"that one include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that was "
+                f"made before that step."
+            )
+
+    def align(self) -> int:
+        """After an interrupt between two layers, bring all layers to the length of the shortest one.
+
+        Returns:
+            That length. The model goes on with the token at this position.
+
+        Raises:
+            PositionError: a layer has overwritten what it would then need, or keeps a state, which cannot go back.
+                Nothing is changed. Use `reset`.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> cache, states = TikvCache(LlamaConfig(num_hidden_layers=2)), torch.ones(1, 2, 3, 8)
+            >>> _ = cache.update(states, states, 0), cache.update(states, states, 1)
+            >>> _ = cache.update(states, states, 0)  # and then Ctrl-C
+            >>> [layer.get_seq_length() for layer in cache.layers], cache.align()
+            ([6, 3], 3)
+        """
+        self._refuse_half_step()
+        lengths = [layer.get_seq_length() for layer in self._with_keys]
+        target = min(lengths)
+        ahead = [
+            (layer, target - length) for layer, length in zip(self._with_keys, lengths, strict=True) if length > target
+        ]
+        for layer, back in ahead:
+            layer._cropped_to(back)
+        for layer, back in ahead:
+            layer.crop(back)
+        return target
+
+    def reset(self) -> None:
+        """Forget all tokens and states; the memory stays."""
+        super().reset()
+        self._newest_used = None
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
         """(number of keys that a layer's `update` will return for these new tokens, position of the first key).
@@ -434,15 +533,20 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 "no new ones. Use reset() before another text."
             )
         if not _is_traced():
+            self._refuse_half_step()
+            self._refuse_unequal()
             self._refuse_another_text(queries, tokens, layer_idx)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
 
     def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
-        """Raise if the mask or the positions show that new tokens do not continue the text in the cache."""
+        """Raise if the mask or the positions show that new tokens do not continue the text in the cache.
+
+        Layers with sinks learn from the mask where each row begins.
+        """
         held = self.get_seq_length(layer_idx)
-        if not held:
+        if not held and not self._with_sinks:
             return
         padding, positions = shim.said_of_tokens(queries)
         if padding is not None:
@@ -452,7 +556,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                     f"covers only {padding.shape[1]}. Use reset() before another text, or pass a mask that covers "
                     "the whole text."
                 )
-        elif positions is not None and tokens > 1 and (first := int(positions.min())) < held:
+            if self._with_sinks and (tokens > 1 or not held or self._with_sinks[0].may_begin_later()):
+                starts = _first_tokens(padding[:, : held + tokens])
+                for layer in self._with_sinks:
+                    layer.begin_rows(starts)
+        elif held and positions is not None and tokens > 1 and (first := int(positions.min())) < held:
             raise PositionError(
                 f"{OPERATION}: the cache holds {held} tokens, and the new ones begin at position {first}. Use "
                 "reset() before another text; if these positions are intended, pass an attention_mask that covers "
@@ -607,7 +715,8 @@ class _OfEncoderDecoder:
         found = object.__new__(self._alone)
         cache_utils.Cache.__init__(found, layers=layers)
         found._limit, found._made, found._fields = limit, self._made, self._fields
-        found._why_not_compiled, found._rings, found._prompted = self._why_not_compiled, [], None
+        found._why_not_compiled, found._prompted = self._why_not_compiled, None
+        found._find_layers()
         return found
 
     @property

@@ -19,7 +19,7 @@ from tikv.integrations.transformers import shim
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.ring import SlidingRing
+from tikv.integrations.transformers.ring import RingLayer
 from tikv.integrations.transformers.storage import share_memory_with
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
@@ -76,7 +76,7 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
             f"{operation}: layer {index} keeps {beside}, which cannot be saved. Keep the cache with "
             "copy.deepcopy(), or process the prompt again."
         )
-    if isinstance(layer, SlidingRing):
+    if isinstance(layer, RingLayer):
         layer._put_in_order()
     store: Any = layer.store
     if store is None:
@@ -97,7 +97,8 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         "origin": store.origin,
         "whole_from": store.whole_from,
         "settled": layer._settled,
-        "oldest": getattr(layer, "_oldest", 0),
+        "oldest": getattr(layer, "sinks", 0),
+        "starts": getattr(layer, "_starts", None),
         "written_once": getattr(layer, "_written_once", False),
         "record_past": layer.record_past,
     }
@@ -189,8 +190,12 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
     slots = max(capacity, counts["length"]) if isinstance(layer, GroupsLayer) else capacity  # as in `make_room`
     if counts["length"] > slots or counts["settled"] > counts["origin"] + counts["length"]:
         raise ValueError(f"{name} has {counts['length']} tokens in {slots} slots, {counts}")
-    if hasattr(layer, "_oldest") and not layer.sinks <= counts["oldest"] < layer.window:
+    if isinstance(layer, RingLayer) and not layer.sinks <= counts["oldest"] < layer.window:
         raise ValueError(f"{name} has its oldest token in slot {counts['oldest']}")
+    if said.get("starts") is not None:
+        starts = [files.integer(n, "starts") for n in files.listed(said["starts"], "starts", batch)]
+        if not isinstance(layer, RingLayer) or max(starts) > counts["origin"] + counts["length"]:
+            raise ValueError(f"{name} has rows that begin at {starts}")
     if said["dtype"] not in ("float32", "float16", "bfloat16", "float64"):
         raise ValueError(f"{name} belongs to a model of dtype {files.words(said['dtype'])}, which is not supported")
     for key in ("written_once", "record_past"):
@@ -240,7 +245,7 @@ def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any,
     layer.is_initialized = True
     layer._attach()
     layer.record_past, layer._settled = said["record_past"], said["settled"]
-    if hasattr(layer, "_oldest"):
-        layer._oldest = said["oldest"]
+    if isinstance(layer, RingLayer):
+        layer.take_over(said["oldest"], said.get("starts"))
     if hasattr(layer, "_written_once"):
         layer._written_once = said["written_once"]

@@ -56,6 +56,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_croppable = True
+    _slots: CacheSlots | None = None
     attend_stored: Any = None  # attention of a decoded token, if only the layer can read its memory
     supports_early_init = True
 
@@ -132,9 +133,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots, unconverted
         usual = self._usual_room()
         self.has_prompt_room = usual is not None and store.capacity > usual
-        self._slots: CacheSlots | None = CacheSlots(
-            self._k, self._v, self._scales[0], self._scales[1], store.rows.formats
-        )
+        self._slots = CacheSlots(self._k, self._v, self._scales[0], self._scales[1], store.rows.formats)
         self._bound = self._bound_of(store)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -201,10 +200,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
         """The keys and values that new tokens see, after their own were written to the slots before `end`."""
-        tokens = key_states.shape[2]
-        first = max(0, end - tokens - self._past) if self.is_sliding else 0
+        first = max(0, end - key_states.shape[2] - self._past) if self.is_sliding else 0
+        return self._returned(key_states, first, end)
+
+    def _returned(self, key_states: Any, first: int, end: int) -> tuple[Any, Any]:
+        """What `update` returns of slots first..end."""
         graded = torch.is_grad_enabled()
-        if tokens == 1 and not (self._as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
+        one = key_states.shape[2] == 1
+        if one and not (self._as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
             return self._lend(first, end)
         keys, values = self._read(first, end)
         if self._as_stored and graded:  # autograd may save them, and would not notice that they are overwritten
@@ -432,6 +435,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """`reset` of keys and values."""
         self._recall()
         self._staged.clear()
         self._settled = 0
@@ -471,11 +478,15 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             PositionError: tokens in the next query's window are no longer held. Nothing is changed.
         """
         target = self._cropped_to(tokens_to_remove)
-        if self.store is not None:
-            self._recall()
-            self.store.trim(self.get_seq_length() - target)
-            self._settled = target
-            self._recount_on_device()
+        if self.store is None:
+            return
+        if not target:
+            self._forget()
+            return
+        self._recall()
+        self.store.trim(self.get_seq_length() - target)
+        self._settled = target
+        self._recount_on_device()
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
         """The length that `crop` leaves; raises if it is impossible."""
@@ -491,15 +502,27 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._refuse_crop(length, target)
         return target
 
+    def _first_held(self) -> int:
+        """The oldest position that is held, sinks aside."""
+        return 0 if self.store is None else self.store.origin
+
+    def _oldest_needed(self, target: int) -> int:
+        """The oldest position, sinks aside, that a query at position `target` sees."""
+        return max(0, target - self._past)
+
     def _refuse_crop(self, length: int, target: int) -> None:
-        store = self.store
-        if store is not None and store.origin > max(0, target - self._past):
-            when = "the tokens that may be dropped" if self._counted is None else "the prompt"  # steps were compiled
+        first, needed = self._first_held(), self._oldest_needed(target)
+        if 0 < target < length and first > needed:
             raise PositionError(
-                f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
-                f"{self.sliding_window} needs positions from {max(0, target - self._past)}, but the cache holds "
-                f"{store.origin}..{length - 1}. Call activate_past_recording() before {when}, or reset()."
+                f"{self._name}: cannot go back from {length} to {target} tokens: {self._seen_in_words()} needs "
+                f"positions from {needed} on, but the cache holds {first}..{length - 1}. {self._way_out_of_crop()}"
             )
+
+    def _seen_in_words(self) -> str:
+        return f"a window of {self.sliding_window}" if self.is_sliding else "a layer that sees all tokens"
+
+    def _way_out_of_crop(self) -> str:
+        return "Call activate_past_recording() before the tokens that may be dropped, or reset()."
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Replace each sequence b by sequence ``beam_idx[b]``."""

@@ -68,7 +68,7 @@ def prompt_mask(
         return None
     sinks = 0
     if isinstance(kv_offset, steps.StreamedOffset):
-        if window:
+        if window or kv_offset.map.ring or kv_offset.map.starts is not None:
             return None
         window, sinks = kv_offset.window, kv_offset.sinks
     shape = batch_size, 1, tokens, kv_length

@@ -136,11 +136,13 @@ class ReadyLayer:
     def _mask_sizes_of_steps(self, queries: int) -> tuple[int, int] | None:
         """The result of `get_mask_sizes` if compiled steps may follow: all slots of the memory; else None."""
         counted = self._counted
-        if counted is None or not counted.current:
+        if counted is None or not self._goes_by_steps():
             return None
         if _is_traced():
             where = counted.positions(counted.count[0] + 1)
-            return counted.slots, where - torch.arange(counted.slots, device=where.device)
+            offset = where - torch.arange(counted.slots, device=where.device)
+            offset.tikv_counted = counted
+            return counted.slots, offset
         return self._slots_for_a_step() if queries == 1 else None
 
     def _takes(self, key_states: Any, value_states: Any) -> bool:

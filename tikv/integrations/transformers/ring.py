@@ -1,4 +1,4 @@
-"""Layers whose slots are a ring: a token overwrites the oldest after the sinks, and nothing is moved."""
+"""Layers whose slots may be a ring: a token overwrites the oldest after the sinks, and nothing is moved."""
 
 from __future__ import annotations
 
@@ -8,56 +8,194 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 
-from tikv.errors import ArchError, ShapeError
+from tikv.errors import ArchError, OptionError, ShapeError, TikvError
 from tikv.integrations.transformers import layer as layers
-from tikv.integrations.transformers import steps
+from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers import stored_ops as ops
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.room import ROLLBACK
+from tikv.integrations.transformers.slot_map import Array, SlotMap
 from tikv.integrations.transformers.storage import Storage
+from tikv.runtime.interrupts import uninterrupted
 
 _INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
 
 
 class RingLayer(TikvLayer):
-    """The base of layers whose slots may be a ring.
+    """The base of layers whose slots are in temporal order or a ring, as their `slot_map` says.
 
-    In compiled steps the token at position p is in slot ``sinks + (p - sinks) % (window - sinks)``, so that each step
-    finds its slot from the position, which is on the device.
+    Several new tokens are appended in temporal order. A single token overwrites the oldest one of a ring, in which a
+    compiled step finds its slot from its position, which is on the device.
+
+    Attributes:
+        window: how many tokens a query sees, itself and the sinks included.
+        sinks: how many first tokens of a row every query sees.
+        ring: how many slots after the sinks a ring has.
     """
 
     window: int
     sinks: int
-    _oldest: int  # slot of the oldest token after the sinks; `sinks` if slots are in temporal order
+    ring: int
+    _ring_first: int | None = None  # the oldest position in the ring; None if the slots are in temporal order
+    _starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin
+
+    @property
+    def slot_map(self) -> SlotMap:
+        """Where each token lies now."""
+        store = self.store
+        if store is None:
+            return SlotMap(0, self.sinks, self.sinks, 0, self._starts)
+        if self._ring_first is None:
+            return SlotMap(store.end, store.origin + self.sinks, self.sinks, 0, self._starts)
+        first = max(self._ring_first, store.end - self.ring)  # compiled steps may have overwritten some since
+        return SlotMap(store.end, first, self.sinks, self.ring, self._starts)
+
+    def _first_held(self) -> int:
+        return self.slot_map.first if self.store is not None else 0
+
+    def _oldest_needed(self, target: int) -> int:
+        return max(min(self._starts or (0,)) + self.sinks, target - (self.window - self.sinks) + 1)
+
+    @uninterrupted
+    def _rearrange(self, to: SlotMap, capacity: int) -> None:
+        """Move the tokens of a map of the same rows to its slots, drop the others, and have `capacity` slots."""
+        self._recall()
+        store, capacity_before = self.store, self._capacity()
+        assert store is not None
+        if capacity > capacity_before:
+            store.make_room(capacity=capacity)
+            self._attach()
+        sources = self.slot_map.sources(to)
+        if (sources != np.arange(to.used)).any():
+            self._take_from(sources)
+        self._ring_first = to.first if to.ring else None
+        store.recount(length=to.used, origin=to.end - to.used)
+        self._clear_empty(0)
+        if capacity < capacity_before:
+            store.make_room(capacity=capacity)
+        if self._counted is not None:
+            self._counted.current = False
+        if capacity < capacity_before:
+            self._attach()
+        self._show_ring()
+
+    def _take_from(self, sources: Array) -> None:
+        """Copy to each of the first slots the slot that `sources` gives for it, (slots,) or (batch, slots)."""
+        index, used = torch.as_tensor(sources, device=self.device), sources.shape[-1]
+        for words in self._words():
+            if index.ndim == 1:
+                words[:, :, :used] = words[:, :, index]
+            else:
+                rows = torch.arange(len(index), device=self.device)[:, None]
+                words[:, :, :used] = words[rows, :, index].transpose(1, 2)
+
+    def _words(self) -> list[Any]:
+        """The memory in dtypes that torch can index."""
+        return [a.view(_INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self._memory()]
+
+    def _capacity(self) -> int:
+        return 0 if self._store is None else self._store.capacity
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._show_ring()
+
+    def _show_ring(self) -> None:
+        """Tell attention which of the slots the newest token sees."""
+        if self._slots is None:
+            return
+        to = self.slot_map
+        if to.starts is not None:
+            held = [len(to.held(start)) for start in to.starts]
+            self._slots.sees(torch.tensor(held, dtype=torch.int32, device=self.device))
+        elif to.ring + to.sinks > self.window:
+            self._slots.sees(to.end, self.window, self.sinks + self.ring)
+        else:
+            self._slots.sees(None)
+
+    def _put_in_order(self) -> None:
+        """Move the tokens to temporal order."""
+        if self._ring_first is not None:
+            self._rearrange(self.slot_map._replace(ring=0), self._capacity())
+
+    def _go_round(self) -> bool:
+        """Make the slots a ring for a single token, if all that its window needs is held; whether they are one."""
+        store = self.store
+        if self._ring_first is not None or store is None:
+            return self._ring_first is not None
+        now = self.slot_map
+        if now.first > self._oldest_needed(now.end):
+            return False  # someone has set fewer keys
+        to = now._replace(first=max(now.first, now.end - self.ring), ring=self.ring)
+        self._rearrange(to, self.sinks + self.ring)
+        return True
 
     def _overwrite(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of one token when all slots are taken."""
+        """`update` of one token in a ring."""
         if layers._made_alike(key_states, value_states):
             return self._overwrite(*layers._alike(key_states, value_states))
         if has_gradient(key_states, value_states):
             return self._without_gradient(key_states, value_states)
         self._recall()
         store: Any = self.store
-        slot, end = self._oldest, store.end
-        store.recount(length=slot, origin=end - slot)
+        before = self.slot_map
+        after = before._replace(end=before.end + 1, first=max(before.first, before.end + 1 - self.ring))
+        self._ring_first = after.first
         try:
-            if not store.append_alike(key_states, value_states, store.capacity):
-                if key_states.dtype is not self.dtype:
-                    self._refit(key_states, value_states, None)
-                try:
-                    store.append(key_states, value_states)
-                except (ShapeError, ArchError) as error:
-                    self._refit(key_states, value_states, error)
-            end += 1
-        finally:
-            store.recount(length=self.window, origin=end - self.window)
-        self._oldest = slot + 1 if slot + 1 < self.window else self.sinks
+            if self._starts is None:
+                self._append_at(int(before.slots(before.end)), key_states, value_states)
+            else:
+                self._append_rows(before, key_states, value_states)
+        except TikvError:  # nothing was written
+            self._ring_first = before.first
+            store.recount(length=before.used, origin=before.end - before.used)
+            raise
+        except BaseException:
+            store.recount(length=before.used, origin=before.end - before.used)
+            raise
+        store.recount(length=after.used, origin=after.end - after.used)
+        self._clear_empty(before.used)
         self._count_on_device(1)
-        return self._seen(key_states, self.window)
+        self._show_ring()
+        return self._returned(key_states, 0, after.used)
 
-    def _slot_of(self, position: int) -> int:
-        """The slot of a position in compiled steps."""
-        ring = self.window - self.sinks
-        return position if position < self.window else self.sinks + (position - self.sinks) % ring
+    def _append_at(self, slot: int, key_states: Any, value_states: Any) -> None:
+        """Write one token of each row to a slot."""
+        store: Any = self.store
+        store.recount(length=slot, origin=store.end - slot)
+        if store.append_alike(key_states, value_states, store.capacity):
+            return
+        if key_states.dtype is not self.dtype:
+            self._refit(key_states, value_states, None)
+        try:
+            store.append(key_states, value_states)
+        except (ShapeError, ArchError) as error:
+            self._refit(key_states, value_states, error)
+
+    def _append_rows(self, to: SlotMap, key_states: Any, value_states: Any) -> None:
+        """Write the next tokens of rows that begin at different positions; padding is not written."""
+        if not self._takes(key_states, value_states):
+            self._refit(key_states, value_states, None)
+        assert self.store is not None
+        starts = np.asarray(to.starts)
+        next_tokens = to.end - starts if to.ring else [int(to.slots(to.end, start)) for start in starts]
+        where = torch.as_tensor(np.asarray(next_tokens), dtype=torch.int64, device=self.device)
+        ops.append_stored(
+            key_states, value_states, self._k, self._v, *self._scales, where, to.ring, self.sinks,
+            *(ops.name_of(format) for format in self.store.rows.formats),
+        )  # fmt: skip
+
+    def _clear_empty(self, first: int) -> None:
+        """Write zeros to empty slots from `first` on, which attention that gets a mask multiplies by 0."""
+        if self._starts is None:
+            return
+        empty = self.slot_map.positions()[:, first:] < 0
+        if empty.any():
+            hidden = torch.as_tensor(empty, device=self.device)[:, None]
+            for words in self._words():
+                words = words[:, :, first : first + empty.shape[1]]
+                words.masked_fill_(hidden if words.ndim == 3 else hidden[..., None], 0)
 
     def _count_on_device(self, tokens: int) -> None:
         counted = self._counted
@@ -71,103 +209,47 @@ class RingLayer(TikvLayer):
         """Do nothing: tokens are dropped from slots in temporal order, and the ring is made before the next step."""
 
     def _count_steps(self) -> None:
-        """Count what compiled steps have added, and which token is the oldest now."""
+        """Count what compiled steps have added."""
         counted, store = self._counted, self._store
         assert counted is not None
         assert store is not None
-        end = store.end + counted.taken()
-        held = min(end, self.window)
-        store.recount(length=held, origin=end - held)
-        self._oldest = self._slot_of(end) if end >= self.window else self.sinks
-        self._settled = max(self._settled, end - held)
+        now = SlotMap(store.end + counted.taken(), self._ring_first or 0, self.sinks, self.ring, self._starts)
+        store.recount(length=now.used, origin=now.end - now.used)
+        self._ring_first = max(now.first, now.end - self.ring)
+        self._settled = max(self._settled, self._ring_first - self.sinks)
+        self._show_ring()
 
     def make_ready(self) -> None:
-        """Make the slots a ring before a single token, if steps may be compiled."""
+        """Make the slots a ring before a single token, if its step may be compiled."""
         counted, store = self._counted, self._store
-        ready = counted is not None and counted.current
-        if not ready and store is not None and store.length and steps.are_compiled(self.device):
+        if (counted is None or not counted.current) and store is not None and store.length:
             self._make_ready()
-
-    def _go_round(self) -> None:
-        """Move tokens from temporal order to the slots of compiled steps; there are as many slots as the window has."""
-        store = self.store
-        assert store is not None
-        end = store.end
-        if end > self.window:
-            self._rearrange(steps.order_of_ring(end, self.window, self.sinks))
-        self._oldest = self._slot_of(end) if end >= self.window else self.sinks
-        if self._counted is None:
-            self._counted = steps.Counted(self, self.window, self.sinks, self.window - self.sinks)
-        self._counted.set(end)
-
-    def _put_in_order(self) -> None:
-        """Move the tokens back to temporal order."""
-        store = self.store
-        if self._counted is not None:
-            self._counted.current = False
-        if store is None or self._oldest == self.sinks:
-            return
-        self._recall()
-        behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
-        self._rearrange(np.r_[: self.sinks, behind])
-        self._oldest = self.sinks
-
-    def _rearrange(self, order: np.ndarray[Any, Any]) -> None:
-        """Move to each slot of the window the token that is in the slot given by `order`."""
-        chosen = torch.as_tensor(order, device=self.device)
-        for a in self._memory():
-            words = a.view(_INDEXED.get(a.dtype.itemsize, a.dtype))
-            words[:, :, : self.window] = words[:, :, chosen]
-
-
-class SlidingRing(RingLayer):
-    """A sliding layer of a cache whose steps may be compiled.
-
-    It is a `TikvLayer`, with its tokens in temporal order, until a step is about to be compiled. Then only its window
-    is kept and the slots are a ring, in compiled steps and others, until several tokens come at once.
-
-    Args:
-        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
-    """
-
-    def __init__(self, index: int, window: int, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
-        self.window, self.sinks, self._oldest = window, 0, 0
-        super().__init__(index, window, max_cache_len, dtype, config)
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `TikvLayer.update`."""
-        if _is_traced() or self._counted is None or not self._counted.current:
-            return super().update(key_states, value_states)
-        tokens = self._tokens_of(key_states)
-        self._refuse_beyond_limit(tokens)
-        if tokens > 1:
-            self._put_in_order()
-        elif self.store is not None and self.store.length == self.window:
-            return self._overwrite(key_states, value_states)
-        return super().update(key_states, value_states)
 
     def _make_ready(self) -> None:
         store = self.store
-        if store is None or not self.is_compileable or self.record_past or self._staged:
+        if store is None or not self.is_compileable or self.record_past or self._staged or not self._go_round():
             return
-        self._recall()
-        self._put_in_order()
-        store.make_room(capacity=self.window, drop=max(0, store.length - self.window))
-        self._attach()
-        self._go_round()
+        if self._counted is None:
+            self._counted = steps.Counted(self, self.sinks + self.ring, self.sinks, self.ring, self._starts)
+        self._counted.set(store.end)
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
-        found = super()._cropped_to(tokens_to_remove)
-        if found != self.get_seq_length():
+        target = super()._cropped_to(tokens_to_remove)
+        if target != self.get_seq_length():
             self._put_in_order()
-        return found
+        return target
 
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        self._oldest = 0
+    def _forget(self) -> None:
+        self._ring_first = None
+        self._set_starts(None)
         if self._counted is not None:
             self._counted.current = False
-        super().reset()
+        super()._forget()
+        self._show_ring()
+
+    def _set_starts(self, starts: tuple[int, ...] | None) -> None:
+        if starts != self._starts:
+            self._starts, self._counted = starts, None
 
     def _visible(self) -> tuple[Any, Any]:
         if not _is_traced():
@@ -175,20 +257,91 @@ class SlidingRing(RingLayer):
         return super()._visible()
 
     def _set(self, which: str, tensor: Any) -> None:
+        if self._starts is not None and tensor is not None:
+            raise OptionError(
+                f"{self._name}: {which} cannot be set, since the rows begin at positions {list(self._starts)}, and a "
+                f"tensor does not say which of its tokens are a row's sinks. Use batch_select_indices() for one row, "
+                f"or reset()."
+            )
         super()._set(which, tensor)
         if not self._staged:
-            self._oldest = 0
+            self._ring_first, self._starts = None, None
+            self._show_ring()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """As `TikvLayer.reorder_cache`."""
+        super().reorder_cache(beam_idx)
+        self._choose_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As `TikvLayer.batch_repeat_interleave`."""
-        self._put_in_order()
         super().batch_repeat_interleave(repeats)
+        self._choose_rows(np.repeat(np.arange(len(self._starts or ())), repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         """As `TikvLayer.batch_select_indices`."""
-        self._put_in_order()
         super().batch_select_indices(indices)
+        self._choose_rows(indices)
+
+    def _choose_rows(self, rows: Any) -> None:
+        """Let each row begin where the row that it was copied from does."""
+        if self._starts is not None:
+            self._set_starts(tuple(np.asarray(self._starts)[np.asarray(torch.as_tensor(rows).cpu())].tolist()))
+            self._show_ring()
+
+    def take_over(self, oldest: int, starts: list[int] | None) -> None:
+        """Go on from a file, in which the slots after the sinks are in temporal order, the first of them `oldest`.
+
+        Files of version 0.3 may have another `oldest` than the first slot after the sinks.
+        """
+        store: Any = self.store
+        self._ring_first, self._starts = None, None if starts is None else tuple(starts)
+        if oldest != self.sinks:
+            behind = np.roll(np.arange(self.sinks, store.length), self.sinks - oldest)
+            self._take_from(np.r_[: self.sinks, behind])
+        self._show_ring()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
+        copied: Any = super().__deepcopy__(memo)
+        copied._ring_first, copied._starts = self._ring_first, self._starts
+        copied._show_ring()
+        return copied  # type: ignore[no-any-return]
+
+
+class SlidingRing(RingLayer):
+    """A sliding layer of a cache whose steps may be compiled.
+
+    It is a `TikvLayer`, with its tokens in temporal order, until a single token comes while attention is "tikv". Then
+    the slots are a ring, of the window and of what a `crop` of 64 tokens needs, until several tokens come at once.
+
+    Args:
+        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
+    """
+
+    def __init__(self, index: int, window: int, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
+        room = window + ROLLBACK
+        self.window, self.sinks = window, 0
+        self.ring = room if max_cache_len is None else max(window, min(room, max_cache_len))
+        super().__init__(index, window, max_cache_len, dtype, config)
+
+    def _arrange(self, tokens: int) -> bool:
+        """Put the slots into the order for so many new tokens; whether that is a ring."""
+        if tokens == 1 and not self.record_past and self.store is not None and self.store.length:
+            self.make_ready()
+            if self._goes_by_steps():
+                return True
         self._put_in_order()
-        return super().__deepcopy__(memo)
+        return False
+
+    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+        """As `TikvLayer.get_mask_sizes`."""
+        if not _is_traced():
+            self._arrange(shim.query_length(queries))
+        return super().get_mask_sizes(queries)
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update`."""
+        if _is_traced() or not self._arrange(self._tokens_of(key_states)):
+            return super().update(key_states, value_states)
+        self._refuse_beyond_limit(1)
+        return self._overwrite(key_states, value_states)

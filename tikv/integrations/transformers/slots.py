@@ -35,13 +35,30 @@ class CacheSlots:
         formats: the formats of K and V, None for one that is not stored as groups of codes.
     """
 
-    __slots__ = ("_again", "_places", "_slots", "caches")
+    __slots__ = ("_again", "_length", "_places", "_request", "_slots", "_window", "caches")
 
     def __init__(self, k: Any, v: Any, k_scale: Any, v_scale: Any, formats: Any) -> None:
         self.caches = ContiguousCaches(k, v, 0, k_scale, v_scale, formats=formats)
         self._slots = k.shape[2]
         self._places = self._places_of(k, v)
         self._again: Again | None = None
+        self._length: Any = None
+        self._window: int | None = None
+        self._request: tuple[Any, Any] = (None, None)
+
+    def sees(self, length: Any, window: int | None = None, ring: int = 0) -> None:
+        """Say what the newest token sees, if that is not each of the slots that `attend` is told.
+
+        Args:
+            length: the number of tokens if they go round a ring, or a tensor of those of each sequence; None if the
+                newest token sees all slots.
+            window: of a ring, how many of the newest tokens it sees.
+            ring: how many slots tokens go round.
+        """
+        if window != self._window:
+            self._again = None
+            self.caches = self.caches._replace(ring=ring or False)
+        self._length, self._window = length, window
 
     @staticmethod
     def _places_of(k: Any, v: Any) -> tuple[Any, ...]:
@@ -52,14 +69,21 @@ class CacheSlots:
         return self._places == self._places_of(key, value)
 
     def attend(self, query: Any, length: int, request: AttendRequest) -> Any:
-        """Attention of (batch, heads, T, width) queries over the first `length` slots."""
+        """Attention of (batch, heads, T, width) queries over the first `length` slots, or over what `sees` said."""
+        if self._length is not None:
+            if self._window is None:
+                return attend_contiguous(query, self.caches, self._length, request)
+            if self._request[0] is not request:
+                self._request = request, request._replace(window=self._window)
+            length, request = self._length, self._request[1]
         again = self._again
         if again is not None and again.request is request and again.first <= length <= again.last:
             out = again.attend(query, length)
             if out is not None:
                 return out
         if query.is_cpu and query.shape[2] == 1 and request.sink_logits is request.indices is None:
-            again = self._again = Again.of(self.caches, query, request, length, min(length + STEPS, self._slots))
+            last = length + STEPS if self._window else min(length + STEPS, self._slots)
+            again = self._again = Again.of(self.caches, query, request, length, last)
             out = None if again is None else again.attend(query, length)
             if out is not None:
                 return out
@@ -121,10 +145,10 @@ class Again:
         return out if self._launches.attend_again((at, *self._stored, to), length) else None
 
 
-def attend_contiguous(query: Any, caches: ContiguousCaches, length: int, request: AttendRequest) -> Any:
-    """Attention over the first `length` slots of caches: (batch, heads, T, width of values)."""
+def attend_contiguous(query: Any, caches: ContiguousCaches, length: Any, request: AttendRequest) -> Any:
+    """Attention over the first `length` slots of caches, or of each sequence: (batch, heads, T, width of values)."""
     lengths: Any = length
-    if not query.is_cpu:
+    if not query.is_cpu and isinstance(length, int):
         lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
     call = contiguous_call(OPERATION, query, caches._replace(seq_lens=lengths), request)
     return call.attend(query, impl="auto")

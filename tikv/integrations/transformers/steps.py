@@ -7,14 +7,13 @@ token is a tensor, `Counted.count`, which the step itself advances; the host lea
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import numpy as np
 import torch
 
 from tikv.errors import CapacityError
 from tikv.integrations.transformers import stored_ops as ops
+from tikv.integrations.transformers.slot_map import SlotMap
 
 
 class Steps:
@@ -38,26 +37,37 @@ class Counted:
         widths: the widths of a head of keys and of values.
         dtype: the model's dtype.
         slots, sinks, ring: as above; `ring` is 0 without a ring.
+        window: how many tokens a query sees, if the ring has room for more; else 0.
+        starts: (batch,) int64, the position of each row's first token, from which its slots are counted; or None.
         count: (batch,) int64, the position of the next token.
         current: whether `count` and the slots match the layer.
         stepped: whether a compiled step has run since the host last counted.
         steps: the steps that the host has not counted.
     """
 
-    def __init__(self, layer: Any, slots: int, sinks: int, ring: int) -> None:
+    def __init__(
+        self, layer: Any, slots: int, sinks: int = 0, ring: int = 0, starts: tuple[int, ...] | None = None
+    ) -> None:
         self.keys, self.values = layer._k, layer._v
         self.k_scale, self.v_scale = layer._scales
         self.formats = tuple(ops.name_of(format) for format in layer.store.rows.formats)
         self.widths = layer.head_dim, layer._v_width
         self.dtype = layer.dtype
         self.slots, self.sinks, self.ring = slots, sinks, ring
+        self.window = layer.window if ring and slots > layer.window else 0
         with torch.inference_mode(False):
             self.count = torch.zeros(layer.batch_size, dtype=torch.int64, device=layer.device)
+            self.starts = None if starts is None else torch.tensor(starts, device=layer.device)
         self.current = self.stepped = False
         self.steps = Steps(None, 0)
-        for a in (self.keys, self.values, self.k_scale, self.v_scale, self.count):
+        for a in (self.keys, self.values, self.k_scale, self.v_scale, self.count, self.starts):
             if a is not None and a.is_cuda:  # a CUDA graph reads this address; for another cache it is captured again
                 torch._dynamo.mark_static_address(a, guard=False)
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be slots in use that the newest token of a row does not see."""
+        return bool(self.window) or self.starts is not None
 
     def set(self, end: int) -> None:
         """Set the position of the next token to `end`."""
@@ -74,18 +84,27 @@ class Counted:
         return found
 
     def positions(self, end: Any) -> Any:
-        """(slots,) the position in each slot when the newest is `end` - 1; a greater number for an empty slot."""
+        """The position in each slot when the newest is `end` - 1; a greater number for an empty slot.
+
+        (slots,) or, if rows begin at different positions, (batch, slots).
+        """
         slots = torch.arange(self.slots, device=self.keys.device)
         if not self.ring:
             return slots
-        behind = end - 1 - self.sinks
-        found = self.sinks + behind - (behind - (slots - self.sinks)) % self.ring
-        return torch.where((slots < self.sinks) | (found < self.sinks), slots, found)
+        starts = None if self.starts is None else self.starts[:, None]
+        behind = (end if starts is None else end - starts) - 1 - self.sinks
+        token = self.sinks + behind - (behind - (slots - self.sinks)) % self.ring
+        token = torch.where((slots < self.sinks) | (token < self.sinks), slots, token)
+        return token if starts is None else token + starts
+
+    def _of_rows(self) -> Any:
+        """(batch,) the number of the next token, counted from the first token of its row."""
+        return self.count if self.starts is None else self.count - self.starts
 
     def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """While traced, write new tokens, count them and return `read()`."""
         ops.append_stored(
-            keys, values, self.keys, self.values, self.k_scale, self.v_scale, self.count, self.ring, self.sinks,
+            keys, values, self.keys, self.values, self.k_scale, self.v_scale, self._of_rows(), self.ring, self.sinks,
             *self.formats,
         )  # fmt: skip
         self.count.add_(keys.shape[2])
@@ -94,7 +113,8 @@ class Counted:
 
     def read(self) -> tuple[Any, Any]:
         """While traced, keys and values of all slots, decoded; the compiler removes this if nothing reads them."""
-        written = self.seen()[:, None] > torch.arange(self.slots, device=self.count.device)
+        used = self._of_rows().clamp(min=0, max=self.slots)
+        written = used[:, None] > torch.arange(self.slots, device=self.count.device)
         found = []
         for a, scale, width, format in (
             (self.keys, self.k_scale, self.widths[0], self.formats[0]),
@@ -106,17 +126,15 @@ class Counted:
             found.append(numbers)
         return found[0], found[1]
 
-    def seen(self) -> Any:
-        """(batch,) how many slots the newest token sees."""
-        return self.count.clamp(max=self.slots)
-
     def attend(
         self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
     ) -> Any:
         """While traced, attention of the newest token's queries from `starts` on: (batch, heads, 1, value width)."""
+        length = self._of_rows()  # of a ring with room for more than its window: of all tokens
+        length = length if self.window else length.clamp(min=0, max=self.slots)
         return ops.attend_stored(
-            query, self.keys, self.values, self.k_scale, self.v_scale, self.seen(), sink_logits, scale, softcap,
-            self.widths[1], *self.formats, starts,
+            query, self.keys, self.values, self.k_scale, self.v_scale, length, sink_logits, scale, softcap,
+            self.widths[1], *self.formats, starts, self.slots if self.window else 0, self.window,
         )  # fmt: skip
 
 
@@ -144,43 +162,25 @@ class KnownOffset(int):
 
 
 class StreamedOffset(int):
-    """The offset of the keys of a streamed layer, as one number, and what tells the position of each key."""
+    """The offset of the keys of a streamed layer, as one number, and the map that tells each key's position.
 
-    count: int  # how many keys there are, the new ones included
-    tokens: int  # how many of them are new
+    Attributes:
+        map: where the keys lie once the new tokens are written.
+        tokens: how many of them are new.
+        window, sinks: those of the layer.
+    """
+
+    map: SlotMap
+    tokens: int
     window: int
     sinks: int
-    newest: int | None  # the newest token's slot, if it has overwritten the oldest; else the newest is the last
 
     @classmethod
-    def of(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> StreamedOffset:
-        """An offset with these attributes."""
-        found = cls(offset)
-        found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
-        return found
-
-    def positions(self) -> np.ndarray[Any, Any]:
-        """The positions of the keys, in the order of `update`."""
-        sinks, end = min(self.sinks, self.count), int(self) + self.count
-        behind = np.arange(end - (self.count - sinks), end)
-        if self.newest is not None:
-            behind = np.roll(behind, self.newest - sinks + 1)
-        found: np.ndarray[Any, Any] = np.r_[:sinks, behind]
-        return found
-
-
-def are_compiled(device: Any) -> bool:
-    """Whether steps on a device are likely to be compiled: it is a GPU, or torch's compiler has been imported."""
-    return device.type == "cuda" or "torch._dynamo" in sys.modules
-
-
-def order_of_ring(end: int, slots: int, sinks: int) -> np.ndarray[Any, Any]:
-    """The number, in temporal order, of the token in each slot of a full ring."""
-    ring = slots - sinks
-    positions = np.r_[:sinks, end - ring : end]
-    order = np.empty(slots, np.int64)
-    order[np.where(positions < sinks, positions, sinks + (positions - sinks) % ring)] = np.arange(slots)
-    return order
+    def sizes(cls, to: SlotMap, tokens: int, window: int) -> tuple[int, StreamedOffset]:
+        """The number of keys that a map has with its new tokens, and their offset."""
+        offset = cls(to.end - to.used)
+        offset.map, offset.tokens, offset.window, offset.sinks = to, tokens, window, to.sinks
+        return to.used, offset
 
 
 def refuse_skipped(name: str, end: int, limit: int) -> None:

@@ -140,6 +140,12 @@ def stored_pair(keys: Any, values: Any) -> Any:
     return None if pair is None else pair.stored()
 
 
+def reads_in_place(key: Any, value: Any) -> bool:
+    """Whether attention reads these keys and values where they are stored."""
+    slots = getattr(key, "tikv_slots", None)
+    return pair_of(key, value) is not None if slots is None else slots.are(key, value)
+
+
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
     """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, reading them as stored."""
     query, held = in_rows(query), key.shape[2]

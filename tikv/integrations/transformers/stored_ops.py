@@ -113,13 +113,18 @@ def attend_stored(
     k_format: str,
     v_format: str,
     starts: Optional[Tensor] = None,  # noqa: UP045
+    ring: int = 0,
+    window: int = 0,
 ) -> Tensor:
-    """Attention of one query per sequence to its first `lens` slots, from `starts` on: (B, Hq, 1, width_v)."""
+    """Attention of one query per sequence to its first `lens` slots, from `starts` on: (B, Hq, 1, width_v).
+
+    With `ring`, the tokens, `lens` in all, went round so many slots, and the query sees the newest `window` of them.
+    """
     found, both = _formats(k_format, v_format), starts is not None
     if starts is not None:
         lens = torch.stack((lens, starts), 1).flatten()
-    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, formats=found, starts=both)
-    request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits)
+    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, ring or False, formats=found, starts=both)
+    request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits, window=window or None)
     out: Tensor = contiguous_call("decode_attention", q, caches, request).attend(q, impl="taichi")
     return out
 

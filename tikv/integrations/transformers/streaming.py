@@ -15,6 +15,7 @@ from tikv.integrations.transformers import layer as layers
 from tikv.integrations.transformers import room as rooms
 from tikv.integrations.transformers import shim, steps
 from tikv.integrations.transformers.attention import ATTENTION
+from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer
 from tikv.integrations.transformers.storage import Storage
@@ -24,27 +25,60 @@ _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; "t
 
 
 class StreamingLayer(RingLayer):
-    """A full-attention layer of a model, which keeps only the first tokens and the newest ones.
+    """A full-attention layer of a model, which keeps only the first tokens of each row and the newest ones.
 
-    A single token overwrites the oldest after the sinks, so that it sees all slots, in place and in no order; keys are
-    already rotated by their true positions. Longer prompts are held whole, in temporal order, until the next tokens
-    come.
+    Once the window is full, a single token overwrites the oldest after the sinks, so that it sees all slots, in place
+    and in no order; keys are already rotated by their true positions. Longer prompts are held whole, in temporal order,
+    until the next tokens come. Padding on the left is not stored: the sinks are a row's first real tokens.
 
     Args:
         index, dtype, config: as in `TikvLayer`.
         window: how many tokens a query sees, itself and the sinks included.
-        sinks: how many first tokens every query sees.
+        sinks: how many first tokens of a row every query sees.
     """
 
     def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
-        self.window, self.sinks = window, sinks
+        self.window, self.sinks, self.ring = window, sinks, window - sinks
         super().__init__(index, None, None, dtype, config)
         self._goes_on = True
-        self._oldest = sinks
         know_masks()
 
     def _room_for(self, tokens: int) -> int:
         return max(tokens, min(self.window, super()._room_for(tokens)))
+
+    def begin_rows(self, starts: tuple[int, ...]) -> None:
+        """Take note of the position of each row's first token, before new tokens come.
+
+        Raises:
+            PositionError: tokens of a row are held that began at another position.
+        """
+        end, known = self.get_seq_length(), self._starts or (0,) * len(starts)
+        if len(known) != len(starts) or (end and self.store is not None and len(starts) != self.batch_size):
+            return  # another batch, which `update` refuses
+        for row, (now, before) in enumerate(zip(starts, known, strict=True)):
+            if now != before and before < end:
+                raise PositionError(
+                    f"{self._name}: the attention mask says that the text of row {row} begins at position {now}, but "
+                    f"its first tokens, which stay visible, were kept from position {before} on. Pass the mask of the "
+                    f"whole text from the prompt on, or reset()."
+                )
+        if any(starts) or self._starts is not None:
+            self._set_starts(starts)
+
+    def may_begin_later(self) -> bool:
+        """Whether a row has had only padding so far."""
+        return self._starts is not None and max(self._starts) >= self.get_seq_length()
+
+    def _arrange(self, tokens: int) -> bool:
+        """Put the slots into the order for so many new tokens; whether that is a ring."""
+        store = self.store
+        if tokens == 1 and store is not None and store.length:
+            if self.for_steps:
+                self.make_ready()
+            if self._ring_first is not None or (store.end + 1 > self.window and self._go_round()):
+                return True
+        self._put_in_order()
+        return False
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`: new tokens may see the sinks, the newest tokens and the new ones.
@@ -58,126 +92,97 @@ class StreamingLayer(RingLayer):
             if counted is not None and counted.current:
                 return self._traced_update(key_states, value_states)
             return layers._update_outside_the_graph(self, key_states, value_states)
-        store, tokens = self.store, self._tokens_of(key_states)
-        if self._staged or (0 if store is None else store.end) + tokens <= self.window:
-            return super().update(key_states, value_states)
+        if self._staged:
+            self._refuse_half_set()
+        tokens, end = self._tokens_of(key_states), self.get_seq_length()
         attention = shim.attention_of(self.config)
-        if tokens > 1 and attention not in (*_MASKED, ATTENTION):
+        if tokens > 1 and end + tokens > self.window and attention not in (*_MASKED, ATTENTION):
             raise OptionError(
-                f"{self._name}: {tokens} new tokens after {self.get_seq_length()} do not all see each other within "
+                f"{self._name}: {tokens} new tokens after {end} do not all see each other within "
                 f"window={self.window}, and attention {attention!r} gets no mask that hides keys outside the window. "
                 f"Use {', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
             )
-        if store is None:
-            return super().update(key_states, value_states)
-        self._settle()
-        if tokens == 1 and store.length == self.window:
+        if self._arrange(tokens):
             return self._overwrite(key_states, value_states)
-        self._put_in_order()
-        return super().update(key_states, value_states)
+        if end + tokens > self.window:
+            self._settle(tokens)
+        if self._starts is None:
+            return super().update(key_states, value_states)
+        return self._append_padded(key_states, value_states)
 
-    def _settle(self) -> None:
-        """Drop the tokens of a prompt that no later query sees, and give back the memory that they needed."""
-        store = self.store
-        if store is None or store.length <= self.window:
-            return
-        self._keep_newest(self.window)
+    def _append_padded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` of tokens in temporal order, for rows that begin at different positions."""
+        key_states, value_states = layers._alike(key_states, value_states)
+        if has_gradient(key_states, value_states):
+            return self._without_gradient(key_states, value_states)
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        self._recall()
+        now, tokens = self.slot_map, key_states.shape[2]
+        after = now._replace(end=now.end + tokens)
+        if after.used > self._capacity():
+            assert self.store is not None
+            self.store.make_room(capacity=self._room_for(after.used))
+            self._attach()
+        self._append_rows(now, key_states, value_states)
+        assert self.store is not None
+        self.store.recount(length=after.used, origin=after.end - after.used)
+        self._clear_empty(0)
+        self._show_ring()
+        return self._returned(key_states, 0, after.used)
+
+    def _settle(self, tokens: int) -> None:
+        """Drop what no later query sees, and give back the memory of a prompt beyond the window."""
+        now = self.slot_map
+        first = min(self._oldest_needed(now.end), now.end)
+        if self.store is not None and now.first < first:
+            self._rearrange(now._replace(first=first), max(self.window, min(self._capacity(), self.window + tokens)))
 
     def _usual_room(self) -> int | None:
         return self.window + rooms.ROLLBACK
 
     def let_go_of_prompt(self) -> None:
         """As `TikvLayer.let_go_of_prompt`."""
-        store = self.store
-        if not (store is None or self._staged or self.record_past) and store.length > self.window + rooms.ROLLBACK:
-            self._keep_newest(self.window + rooms.ROLLBACK)
-
-    def _keep_newest(self, tokens: int) -> None:
-        """Keep the sinks and the newest tokens, `tokens` in all, of more that are held in temporal order."""
-        store = self.store
-        assert store is not None
-        self._recall()
-        store.make_room(capacity=tokens, drop=store.length - tokens, sinks=self.sinks)
-        self._attach()
+        room = self.window + rooms.ROLLBACK
+        if not (self.store is None or self._staged or self.record_past) and self._capacity() > room:
+            now = self.slot_map
+            first = max(now.first, self._oldest_needed(now.end) - 1 - rooms.ROLLBACK)
+            self._rearrange(now._replace(first=first), room)
 
     def _visible(self) -> tuple[Any, Any]:
         if _is_traced():
             return super()._visible()
-        self._settle()
-        self._put_in_order()
-        k, v = super()._visible()
-        if self.store is None or self.store.length < self.window:
-            return k, v
-        k, v = (torch.cat((a[:, :, : self.sinks], a[:, :, self.sinks + 1 :]), dim=2) for a in (k, v))
-        return k, v
-
-    def _make_ready(self) -> None:
-        store = self.store
-        if store is None or not self.is_compileable or self.record_past or self._staged:
-            return
-        self._recall()
-        self._settle()
-        self._put_in_order()
-        store.make_room(capacity=self.window)
-        self._attach()
-        self._go_round()
-
-    def _set(self, which: str, tensor: Any) -> None:
-        super()._set(which, tensor)
-        if not self._staged:
-            self._oldest = self.sinks
+        self._settle(0)
+        return super()._visible()
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`; if keys are left out, the second number also knows each key's position."""
         counted, tokens = self._counted, shim.query_length(queries)
-        if counted is not None and counted.current and (tokens == 1 or _is_traced()):
+        if _is_traced():
+            return super().get_mask_sizes(queries)
+        goes_round = self._arrange(tokens)
+        if counted is not None and self._goes_by_steps() and tokens == 1:
             return super().get_mask_sizes(queries)
         end = self.get_seq_length()
-        if end + tokens <= self.window:
-            return end + tokens, steps.KnownOffset(0) if self.for_steps and not _is_traced() else 0
-        held = 0 if self.store is None else min(self.store.length, self.window)
-        over = tokens == 1 and held == self.window
-        count = held if over else held + tokens
-        newest = self._oldest if over else None
-        return count, steps.StreamedOffset.of(end + tokens - count, count, tokens, self.window, self.sinks, newest)
+        if self._starts is None and end + tokens <= self.window:
+            return end + tokens, steps.KnownOffset(0) if self.for_steps else 0
+        now = self.slot_map
+        if not goes_round:
+            now = now._replace(first=max(now.first, min(self._oldest_needed(now.end), now.end)))
+        return steps.StreamedOffset.sizes(now._replace(end=end + tokens), tokens, self.window)
 
-    def _refuse_crop(self, length: int, target: int) -> None:
-        if self.store is None:
-            return
-        first = length - max(0, self.store.length - self.sinks)
-        needed = max(self.sinks, target - (self.window - self.sinks) + 1)
-        if first > needed and target < length:
-            raise PositionError(
-                f"{self._name}: cannot go back from {length} to {target} tokens: a window of {self.window} needs "
-                f"positions from {needed} on besides the sinks, but the cache holds {first}..{length - 1}. Drop fewer, "
-                f"or reset()."
-            )
+    def _seen_in_words(self) -> str:
+        return f"a window of {self.window}"
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvLayer.crop`; once tokens were overwritten, one token can be dropped before the next comes.
-
-        Raises:
-            As `TikvLayer.crop`.
-        """
-        self._cropped_to(tokens_to_remove)
-        self._put_in_order()
-        super().crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        self._oldest = self.sinks
-        if self._counted is not None:
-            self._counted.current = False
-        super().reset()
+    def _way_out_of_crop(self) -> str:
+        return "Drop fewer, or reset()."
 
     def compact(self, keep: Any) -> None:
         """Raise OptionError, since the window decides which tokens this layer holds."""
         raise OptionError(f"{self._name}: compact() works only on layers without a window. Leave window out.")
 
     def _blank(self) -> TikvLayer:
-        found = type(self)(self.index, self.window, self.sinks, self.storage, self.config)
-        found._oldest = self._oldest
-        return found
+        return type(self)(self.index, self.window, self.sinks, self.storage, self.config)
 
     def __repr__(self) -> str:
         kind = f"window {self.window} with {counted(self.sinks, 'sink')}"
@@ -211,20 +216,22 @@ def _mask(
     **kwargs: Any,
 ) -> Any:
     """The mask that `made` makes for the keys of a streaming layer, where each query has its own window."""
+    slots, starts = offset.map, offset.map.starts
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    if offset.tokens == 1 and padding is None and allow_is_causal_skip:
+    if offset.tokens == 1 and padding is None and starts is None and allow_is_causal_skip:
         return None
     device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-    where = torch.as_tensor(offset.positions(), device=device)
+    where = torch.as_tensor(slots.positions(), device=device)
+    first = torch.as_tensor(starts or (0,), device=device)
     if padding is not None:
-        missing = int(offset) + offset.count - padding.shape[1]
-        padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
+        padding = torch.nn.functional.pad(padding, (0, max(0, slots.end - padding.shape[1])))
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        position = where[key]
-        near = (position < offset.sinks) | (position > query - (offset.window - offset.sinks))
-        found = mask_function(batch, head, query, position) & near
-        return found if padding is None else found & padding[batch, position]
+        position = where[key] if starts is None else where[batch, key]
+        start = first[0] if starts is None else first[batch]
+        near = (position < start + offset.sinks) | (position > query - (offset.window - offset.sinks))
+        seen = mask_function(batch, head, query, position) & near & (position >= 0)
+        return seen if padding is None else seen & padding[batch, position.clamp(min=0)]
 
     kwargs.update(kv_offset=0, mask_function=sees, attention_mask=None, allow_is_causal_skip=False)
     return made(**kwargs)

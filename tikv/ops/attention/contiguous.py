@@ -164,6 +164,7 @@ def decode_attention(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
+    ring = checks.flag(ring, "ring", operation)
     caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
     results = Results(out, checks.flag(return_lse, "return_lse", operation))
     call = contiguous_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
@@ -178,6 +179,7 @@ class ContiguousCaches(NamedTuple):
 
     `formats` are those of a store's caches, each of which may hold words of codes, with the scales of their groups, or
     have no scales. With `starts`, `seq_lens` is (2 * B,): for each sequence its length and the first slot that is seen.
+    `ring` may also be the number of slots that tokens go round, sinks included, if the window is smaller.
     The other fields are parameters of `decode_attention`.
     """
 
@@ -221,7 +223,7 @@ def contiguous_call(
     terms = request.terms
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
-    ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
+    sinks = checks.integer(sinks, "sinks", operation)
     key = plan_key(operation, arrays, (request.choices, return_mass, ring, sinks, formats, starts, v_cache is None))
     plan = live.plans.get(key)
     if plan is None:
@@ -238,7 +240,7 @@ def contiguous_call(
 def _contiguous(
     arrays: dict[str, ArrayView],
     window: int | None,
-    ring: bool,
+    ring: bool | int,
     sinks: int,
     live: runtime.Runtime,
     operation: str,
@@ -254,7 +256,7 @@ def _contiguous(
     for axis, what in enumerate(("batch", "number of heads", "capacity")):
         checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
     capacity = k.shape[2]
-    window = checks.window_of(window, capacity, operation) if ring else window_or_none(window, operation)
+    window = checks.window_of(window, capacity, operation) if ring is True else window_or_none(window, operation)
     slots = capacity if window is None else window
     if sinks and (window is not None or ring) and sinks >= slots:
         raise CapacityError(
@@ -269,7 +271,7 @@ def _contiguous(
         if not fixed and a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
-    ring_slots = slots - sinks if ring else 0
+    ring_slots = (slots if ring is True else ring) - sinks if ring else 0
     return contiguous_cache(arrays, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
 
 
