@@ -264,11 +264,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             tokens.
 
     A sliding layer has room for its window, for 64 more tokens, and for 128 or a quarter of the window, whichever is
-    more. So its tokens are rarely moved to the front, and the newest can be dropped again. In compiled steps, the
-    layer has room only for its window. With ``window=``, a full-attention layer overwrites its oldest token after the
-    sinks with each new one; keys keep their true positions. For a longer prompt, a layer gets more room. When the next
-    layer's tokens arrive, it keeps only its window and what a `crop` of 64 tokens needs. So only one layer at a time
-    has the whole prompt.
+    more. So its tokens are rarely moved to the front, and the newest can be dropped again. With ``max_cache_len`` and
+    attention "tikv", single tokens overwrite the oldest of the window and 64 more. With ``window=``, a full-attention
+    layer overwrites its oldest token after the sinks with each new one; keys keep their true positions. Padding on the
+    left takes no room there: the sinks are the first tokens of each row's own text, which the attention mask shows. For
+    a longer prompt, a layer gets more room. When the next layer's tokens arrive, it keeps only its window and what a
+    `crop` of 64 tokens needs. So only one layer at a time has the whole prompt.
+
+    After Ctrl-C between two layers, their lengths differ, and the next use of the cache is refused: see `align`.
 
     Gradients do not flow through the cache: `backward` raises. Gradients of queries are right whatever happens to the
     cache: if gradients are enabled, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
@@ -606,8 +609,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """From now on, keep what `crop` needs to go back to the present length.
 
-        After a `crop`, recording goes on from the new, shorter length. Layers that overwrite tokens keep nothing extra:
-        full-attention layers with ``window=``, and sliding layers that took compiled steps before this call.
+        After a `crop`, recording goes on from the new, shorter length. Full-attention layers with ``window=`` overwrite
+        tokens and keep nothing extra. Steps are not compiled while sliding layers record.
         """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):

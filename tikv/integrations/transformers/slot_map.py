@@ -47,7 +47,8 @@ class SlotMap(NamedTuple):
     def held(self, start: int = 0) -> Array:
         """The positions that are held of a row that begins at `start`, in temporal order."""
         behind = max(self.first, start + self.sinks, self.end - self.ring if self.ring else 0)
-        return np.r_[start : min(start + self.sinks, self.end), behind : self.end].astype(np.int64)
+        held: Array = np.r_[start : min(start + self.sinks, self.end), behind : self.end].astype(np.int64)
+        return held
 
     def slots(self, positions: Any, start: int = 0) -> Array:
         """The slots of held or next positions of a row that begins at `start`; negative for its padding."""
