@@ -543,6 +543,7 @@ def quantize_groups(
         elif rule == "affine":
             steps = np.float32(2**bits - 1)
             low, high = np.where(known, x, largest).min(1), np.where(known, x, -largest).max(1)
+            low, high = (np.where(abs(edge) < 2.0**-126, np.float32(0), edge) for edge in (low, high))
             low, high = (np.where(known.any(1), edge, np.float32(0)) for edge in (low, high))
             by_low = abs(low) > abs(high)
             scales = np.maximum(np.minimum(high - low, largest) / steps, np.float32(1e-7)) * np.where(by_low, 1, -1)

@@ -51,9 +51,9 @@ def small_product(x, y):
     whole = code * ((bits & ti.u32(FRACTION)) | ti.u32(HIDDEN))  # 31 or 32 bits
     more = ti.cast(whole >> ti.u32(31), ti.i32)
     field = ti.cast((u >> ti.u32(23)) & ti.u32(0xFF), ti.i32) + power_y - 127 + more
-    # What is shifted out first leaves a bit; 27 more shift everything out.
-    kept = (whole >> ti.u32(6)) | ti.select((whole & ti.u32(63)) > ti.u32(0), ti.u32(1), ti.u32(0))
-    shift = ti.cast(ti.min(1 + more + ti.max(1 - field, 0), 27), ti.u32)
+    # What is shifted out first leaves a bit below the one that rounds; 28 more shift everything out.
+    kept = (whole >> ti.u32(5)) | ti.select((whole & ti.u32(31)) > ti.u32(0), ti.u32(1), ti.u32(0))
+    shift = ti.cast(ti.min(2 + more + ti.max(1 - field, 0), 28), ti.u32)
     rounded = (kept + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((kept >> shift) & ti.u32(1))) >> shift
     found = rounded + (ti.cast(ti.max(field, 1) - 1, ti.u32) << ti.u32(23))
     return ti.bit_cast(found | ((u ^ v) & ti.u32(0x80000000)), ti.f32)

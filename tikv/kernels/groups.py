@@ -20,6 +20,7 @@ from tikv.kernels.codec import (
     make_store,
 )
 from tikv.kernels.exact import (
+    HIDDEN,
     OFF,
     TAME_BITS,
     make_code_product,
@@ -111,6 +112,9 @@ def make_affine(bits, style):
     def finish(state):
         some = state[0] <= state[1]
         low, high = ti.select(some, state[0], ti.f32(0.0)), ti.select(some, state[1], ti.f32(0.0))
+        # A subnormal edge decides only the sign of the scale, and a GPU may have found another one, or 0.
+        low = ti.select(magnitude(low) < ti.u32(HIDDEN), ti.f32(0.0), low)
+        high = ti.select(magnitude(high) < ti.u32(HIDDEN), ti.f32(0.0), high)
         span = ti.min(high - low, ti.f32(LARGEST))
         scale = ti.max(small_ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
         by_low = magnitude(low) > magnitude(high)

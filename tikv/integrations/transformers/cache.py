@@ -531,7 +531,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvCache:
         self._refuse_states_outside("copy.deepcopy")
         found = memo[id(self)] = object.__new__(type(self))
-        vars(found).update(copy.deepcopy(vars(self), memo))
+        found.__dict__.update(copy.deepcopy(vars(self), memo))
         return found
 
     def _refuse_states_outside(self, operation: str) -> None:
