@@ -154,7 +154,7 @@ class Quant:
             blocks, by a Hadamard matrix, whose size is the largest power of two that divides their width. Each call of
             attention does the same to the queries, once, and rounds them to their dtype. Values are not rotated, and
             keys that are read as numbers are rotated back. It cannot be used with "tokens", where each channel has its
-            own scale. A NaN or an infinity spreads to all numbers of its block.
+            own scale. A NaN or an infinity spreads to all numbers of its block; numbers below 2**-96 count as 0.
         seed: the number of the set of signs, 0 or more. Kernels are compiled for each seed.
 
     Raises:

@@ -315,7 +315,8 @@ def quantize(rows: Array, scale_dtype: Any = np.float16) -> tuple[Array, Array]:
     q, scales = np.zeros(flat.shape, np.int8), np.zeros(len(flat), scale_dtype)
     for r, row in enumerate(flat):
         largest = max((abs(x) for x in row if np.isfinite(x)), default=np.float32(0))
-        step = min(max(largest / np.float32(127), np.float32(limits.tiny)), np.float32(limits.max))
+        least = max(limits.tiny, 2.0**-125)  # by which each subnormal float32 becomes 0
+        step = min(max(largest / np.float32(127), np.float32(least)), np.float32(limits.max))
         scales[r] = step
         inverse = np.float32(1) / np.float32(scales[r])
         for i, x in enumerate(row):
@@ -463,7 +464,8 @@ def hadamard_signs(width: int, seed: int = 0) -> Array:
 def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.float32) -> Array:
     """Rows (..., D) rotated by signs and a Hadamard matrix, or rotated back, in the arithmetic of `dtype`.
 
-    Blocks of n columns, the largest power of two that divides D, are multiplied by the matrix and by n ** -0.5.
+    Blocks of n columns, the largest power of two that divides D, are multiplied by the matrix and by n ** -0.5. Numbers
+    below 2**-96 count as 0.
 
     Examples:
         >>> hadamard(np.float32([[1.0, 0.0, 0.0, 0.0]])).tolist()
@@ -473,6 +475,7 @@ def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.
     n, signs = width & -width, hadamard_signs(width, seed).astype(dtype)
     x = rows.astype(dtype)
     with np.errstate(invalid="ignore", over="ignore"):
+        x = np.where(abs(x) < 2.0**-96, x * 0, x)
         x = (x if back else x * signs).reshape(-1, n)
         apart = 1
         while apart < n:
@@ -540,6 +543,7 @@ def quantize_groups(
         elif rule == "affine":
             steps = np.float32(2**bits - 1)
             low, high = np.where(known, x, largest).min(1), np.where(known, x, -largest).max(1)
+            low, high = (np.where(abs(edge) < 2.0**-126, np.float32(0), edge) for edge in (low, high))
             low, high = (np.where(known.any(1), edge, np.float32(0)) for edge in (low, high))
             by_low = abs(low) > abs(high)
             scales = np.maximum(np.minimum(high - low, largest) / steps, np.float32(1e-7)) * np.where(by_low, 1, -1)

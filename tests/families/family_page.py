@@ -46,7 +46,8 @@ several notes. Notes longer than 300 characters are cut.
 The column `TikvCache` has one of these words:
 
 - **yes**: each setting is right, or `TikvCache` does there what transformers' own cache does: it gives the same logits,
-  or both fail. The notes name these settings, except `generate` if both fail there;
+  or both fail; or `TikvCache` refuses what transformers' own cache gets wrong. The notes name these settings, except
+  `generate` if both fail there;
 - **refused**: `TikvCache(model.config)` raises an error, which the notes quote;
 - **differs**: something is not right, and the notes say what;
 - **no cache**: the model takes none of transformers' caches;

@@ -221,6 +221,8 @@ def _judged(attention: str, setting: str, ours: Any, theirs: Any = None, between
         if setting == "generate":
             return False, ""
         return False, f"{setting}: transformers' own cache raises too: {theirs}"
+    if isinstance(ours, str) and "OptionError" in ours and isinstance(theirs, float) and not theirs < TOLERANCE:
+        return False, f"{setting}: refused; transformers' own cache differs by {theirs:.2g}"
     if isinstance(theirs, float) and not theirs < TOLERANCE and between is not None and between < TOLERANCE:
         return False, f"{setting}: the same as transformers' own cache, which differs by {theirs:.2g}"
     return True, f"{attention}, {setting}: {_number(ours)} from no cache"

@@ -24,12 +24,13 @@ with_states = pytest.mark.skipif(shim.VERSION < (5, 19), reason="layers with a s
 BESIDE = {"falcon_h1": "FalconH1ForCausalLM", "zaya": "ZayaForCausalLM", "inkling": "InklingForCausalLM"}
 INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm5_next": "Glm5NextForConditionalGeneration"}
 ALONE = {"qwen3_next": "Qwen3NextForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM", "zamba2": "Zamba2ForCausalLM"}
+OUTSIDE = {"recurrent_gemma": "RecurrentGemmaForCausalLM"}
 
 
 def model_of(family):
     if family not in tiny_models.folders():
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    name = {**BESIDE, **ALONE, **INDEXED}[family]
+    name = {**BESIDE, **ALONE, **INDEXED, **OUTSIDE}[family]
     return tiny_models.tiny_model(next(cls for cls in tiny_models.generators(family) if cls.__name__ == name))
 
 
@@ -260,6 +261,72 @@ def test_assisted_decoding_keeps_states_or_is_refused(family, arch):
     want = model.generate(prompt, **given(DynamicCache(config=model.config)), **options)
     got = model.generate(prompt, **given(cache), **options, prompt_lookup_num_tokens=3)
     assert torch.equal(got, want)
+
+
+@with_states
+def test_a_state_in_the_models_own_modules_follows_no_change_of_the_cache(arch, tmp_path):
+    """RecurrentGemma's: the keys were cropped, repeated and reordered, and the state was still that of before."""
+    model = model_of("recurrent_gemma")
+    cache, tokens = TikvCache(model.config), ids(2, 9)
+    copy.deepcopy(cache).crop(-1)  # before the first token there is nothing to follow
+    last_logits(model, tokens[:, :8], cache)
+    before = [(len(layer.keys), layer.get_seq_length()) for layer in cache.layers if isinstance(layer, TikvLayer)]
+    for call in (
+        lambda: cache.crop(-3),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: cache.reorder_cache(torch.tensor([1, 1])),
+        lambda: copy.deepcopy(cache),
+    ):
+        with pytest.raises(tikv.OptionError, match="the state of layer 0 is not in the cache but in the model's own"):
+            call()
+    with pytest.raises(tikv.OptionError, match="cannot be saved"):
+        cache.save(tmp_path / "cache.safetensors")
+    cache.crop(0)
+    after = [(len(layer.keys), layer.get_seq_length()) for layer in cache.layers if isinstance(layer, TikvLayer)]
+    assert before == after
+    got = last_logits(model, tokens[:, 8:], cache)
+    want = model(tokens, use_cache=False).logits[:, -1].detach()  # which makes the model forget its state
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3 * float(want.std()))
+    cache.reset()
+    assert torch.equal(
+        last_logits(model, tokens[:, :8], cache), last_logits(model, tokens[:, :8], TikvCache(model.config))
+    )
+
+
+# Each family whose layers keep states, or share the keys of others.
+WITHOUT_KEYS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "gemma3n", "gemma4", "granitemoehybrid", "inkling", "jamba", "kimi_linear",
+    "lara_mini", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "qwen4_exp", "recurrent_gemma", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+
+
+@with_states
+@pytest.mark.parametrize("family", WITHOUT_KEYS)
+def test_layers_without_keys_are_warmed_up_too(family, arch):
+    """In each family whose layers keep states, or share the keys of others; only layers with keys have kernels."""
+    if family not in tiny_models.folders():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    cache = TikvCache(tiny_models.tiny_model(tiny_models.generators(family)[0]).config)
+    tikv.warmup(cache, tokens=(5, 1), quiet=True)
+    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
+    assert tikv.warmup(cache, tokens=(5, 1), quiet=True) == []
+
+
+@with_states
+@pytest.mark.parametrize("family", WITHOUT_KEYS)
+def test_states_arrive_in_the_cache_unless_the_model_is_known_to_keep_them(family, arch):
+    """What decides whether a state can follow: it holds for each family, so that none is refused for nothing."""
+    if family not in tiny_models.folders():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = tiny_models.tiny_model(tiny_models.generators(family)[0])
+    cache = TikvCache(model.config)
+    last_logits(model, ids(1, 5), cache)
+    states = [layer for layer in cache.layers if hasattr(layer, "refuse_state_outside")]
+    outside = [layer for layer in states if layer._sequences() is None]
+    assert outside == (states if family == "recurrent_gemma" else [])
+    assert states or family in ("gemma3n", "gemma4")
 
 
 REFUSED = {

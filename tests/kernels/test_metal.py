@@ -98,19 +98,33 @@ def test_norms_and_rotations_keep_their_bits_under_fast_math(group, made, clang,
     compare(group, [Options(fast_math=True)], made, clang, vulkan)
 
 
+def run_on_metal(vulkan, root, options, *arguments, timeout):
+    """What pytest prints of the project's own tests on Metal."""
+    path = os.pathsep.join([vulkan["PYTHONPATH"], str(root / "tests" / "kernels")])
+    command = ["-p", "metal_on_cpu.plugin", "--arch", "metal", "--metal", json.dumps(options)]
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *command, *arguments],
+        capture_output=True, text=True, env={**vulkan, "PYTHONPATH": path}, cwd=root, timeout=timeout,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-3000:]
+    assert re.search(r"^metal: (\d+ left for --full, )?\d+ passed$", child.stdout, re.MULTILINE), child.stdout
+    return child.stdout
+
+
 @pytest.mark.full
 def test_the_projects_tests_run_on_metal(clang, vulkan, request):
     root = request.config.rootpath
-    path = os.pathsep.join([vulkan["PYTHONPATH"], str(root / "tests" / "kernels")])
-    command = ["-p", "metal_on_cpu.plugin", "--arch", "metal", "--metal", '{"simd_width": 16, "seed": 1}']
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *command, root / "tests" / "test_smoke.py"],
-        capture_output=True, text=True, env={**vulkan, "PYTHONPATH": path}, cwd=root, timeout=300,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stdout[-3000:]
-    assert re.search(r"^metal: \d+ passed$", child.stdout, re.MULTILINE), child.stdout
-    ran = re.search(r"simd_width=16, seed=1.*: (\d+) kernels, \d+ launches", child.stdout)
-    assert int(ran[1]) > 1, child.stdout
+    shown = run_on_metal(vulkan, root, {"simd_width": 16, "seed": 1}, root / "tests" / "test_smoke.py", timeout=300)
+    ran = re.search(r"simd_width=16, seed=1.*: (\d+) kernels, \d+ launches", shown)
+    assert int(ran[1]) > 1, shown
+
+
+@pytest.mark.full
+def test_formats_keep_their_bits_where_subnormals_are_zeros(clang, vulkan, request):
+    """As on Apple's GPUs, and on CUDA under Taichi, whose kernels come from the same source."""
+    root = request.config.rootpath
+    named = ["-k", "nvfp4 or int8 or quant4_64 or hadamard or float8"]
+    run_on_metal(vulkan, root, {"flush": True}, root / "tests" / "ops" / "test_extremes.py", *named, timeout=600)
 
 
 def test_a_result_that_differs_is_noticed():

@@ -426,14 +426,15 @@ def make_reciprocal(style):
 
 
 BITS_OF_127 = 0x42FE0000
-SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-38, 3.4028234663852886e38)}
+SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (2.0**-125, 3.4028234663852886e38)}
 
 
 @functools.cache
 def make_scale(code, style):
     """scale_bits(magnitude_bits): the scale of a row as stored, max|x| / 127 rounded to the scale's dtype.
 
-    It is never below the smallest normal number nor above the largest finite one, so its reciprocal is finite.
+    It is never below the smallest normal number nor above the largest finite one, so its reciprocal is finite. In
+    float32 it is at least twice the smallest: a subnormal number then gets code 0, whether a GPU takes it for 0 or not.
     """
     low, high = SCALE_LIMITS[code]
     encode = make_f32_to_bits(code, style)

@@ -44,7 +44,7 @@ from tikv.kernels.codec import (
     scale_array,
     word_array,
 )
-from tikv.kernels.exact import make_ratio
+from tikv.kernels.exact import make_code_product, make_ratio
 from tikv.kernels.group_lanes import make_shared_groups, make_turn_back
 from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_unit
@@ -469,7 +469,7 @@ def make_unit_parts(style, codec, src_inner, dst_inner, scale):
     """(read, write, largest, numbers, type): read and write a unit as a vector of `numbers` of this type."""
     raw = codec.src == "raw"
     dequantising, dividing = has_scale(codec.src, scale), codec.dst in FLOAT8 and scale != ""
-    ratio = make_ratio(style)
+    ratio, product = make_ratio(style), make_code_product(style)
     src_at, dst_at = make_word_offset(*src_inner), make_word_offset(*dst_inner)
     src_words, dst_words = codec.src_words, codec.dst_words
     load = None if raw else make_load(codec.src, codec.elements, codec.src_bits)
@@ -488,7 +488,8 @@ def make_unit_parts(style, codec, src_inner, dst_inner, scale):
         if ti.static(raw):
             b[dst_row + dst_at(u)] = values[0]
         elif ti.static(dequantising):
-            store(b, dst_row + dst_at(u * dst_words), values * factor, factor)
+            products = ti.Vector([product(values[e], factor) for e in range(codec.elements)])
+            store(b, dst_row + dst_at(u * dst_words), products, factor)
         elif ti.static(dividing):
             quotients = ti.Vector([ratio(values[e], factor) for e in range(codec.elements)])
             store(b, dst_row + dst_at(u * dst_words), quotients, factor)

@@ -1,5 +1,8 @@
 """float32 arithmetic with the same bits on every back end: products that are not fused, quotients and roots.
 
+A GPU also takes subnormal numbers for 0: CUDA does under Taichi, and Mesa's lavapipe; Vulkan and Metal may. Where one
+could count, integers compute with it, or a rule says that numbers this small are 0 (`without_small`).
+
 A GPU's compiler fuses a product and a sum into one rounding, and its `/` and roots are off by some units in the last
 place: on CUDA under Taichi, and as SPIR-V allows on Vulkan and Metal. Integer operations are exact: they prevent the
 fusing, and turn an approximation into the nearest float32. Metal's compiler also reorders sums and products, which
@@ -11,7 +14,7 @@ import math
 
 from tikv.runtime import ti
 
-FRACTION, HIDDEN, ONE, INFINITE = 0x7FFFFF, 0x800000, 0x3F800000, 0x7F800000
+FRACTION, HIDDEN, ONE, INFINITE, NAN = 0x7FFFFF, 0x800000, 0x3F800000, 0x7F800000, 0x7FC00000
 # A number >= -64 is rounded by adding ROUNDING, truncating and subtracting OFFSET: near a tie down, then corrected.
 OFFSET, ROUNDING = 64, 64.5 - 2.0**-7
 
@@ -37,6 +40,52 @@ def make_product(style):
         return found
 
     return product
+
+
+@ti.func
+def small_product(x, y):
+    """The product, rounded correctly, by integers; x is normal and has at most 8 bits, the product is finite."""
+    u, v = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
+    bits, power_y = normalised(v & ti.u32(0x7FFFFFFF))
+    code = ((u & ti.u32(FRACTION)) | ti.u32(HIDDEN)) >> ti.u32(16)
+    whole = code * ((bits & ti.u32(FRACTION)) | ti.u32(HIDDEN))  # 31 or 32 bits
+    more = ti.cast(whole >> ti.u32(31), ti.i32)
+    field = ti.cast((u >> ti.u32(23)) & ti.u32(0xFF), ti.i32) + power_y - 127 + more
+    # What is shifted out first leaves a bit below the one that rounds; 28 more shift everything out.
+    kept = (whole >> ti.u32(5)) | ti.select((whole & ti.u32(31)) > ti.u32(0), ti.u32(1), ti.u32(0))
+    shift = ti.cast(ti.min(2 + more + ti.max(1 - field, 0), 28), ti.u32)
+    rounded = (kept + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((kept >> shift) & ti.u32(1))) >> shift
+    found = rounded + (ti.cast(ti.max(field, 1) - 1, ti.u32) << ti.u32(23))
+    return ti.bit_cast(found | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
+
+
+@functools.cache
+def make_code_product(style):
+    """code_product(x, y): x * y, rounded correctly, for any y; x is 0 or normal and has at most 8 bits, as codes have.
+
+    Plain products are right, but for those that a GPU may take for 0.
+    """
+
+    @ti.func
+    def code_product(x, y):
+        found = x * y
+        if ti.static(style != "cpu"):
+            if ti.bit_cast(found, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(2 * HIDDEN):
+                if x != ti.f32(0.0) and ti.bit_cast(y, ti.u32) << ti.u32(1) > ti.u32(0):
+                    found = small_product(x, y)
+        return found
+
+    return code_product
+
+
+SMALL_BITS = (127 - 96) << 23
+
+
+@ti.func
+def without_small(x):
+    """x, or a 0 of its sign if x is below 2**-96: sums and differences of what remains are never subnormal."""
+    u = ti.bit_cast(x, ti.u32)
+    return ti.bit_cast(ti.select(u & ti.u32(0x7FFFFFFF) < ti.u32(SMALL_BITS), u & ti.u32(0x80000000), u), ti.f32)
 
 
 @functools.cache
@@ -90,27 +139,45 @@ def nearest(dividend, divisor, guess, inverse):
 
 
 @ti.func
-def quotient(x, y):
-    """The bits of the float32 nearest to x / y, where x and y are given as bits; 0 if the quotient is subnormal.
+def whole_quotient(x, y):
+    """(the 24 bits of the float32 nearest to x / y, 1 if x has the smaller fraction else 0) of the bits of two floats.
 
-    y is positive and normal; x and the quotient are positive and finite.
+    Signs and exponents do not count. The first may be 2**24.
     """
     a, b = (x & ti.u32(FRACTION)) | ti.u32(HIDDEN), (y & ti.u32(FRACTION)) | ti.u32(HIDDEN)
     less = ti.select(a < b, ti.u32(1), ti.u32(0))
     inverse = rough_reciprocal(ti.bit_cast((y & ti.u32(FRACTION)) | ti.u32(ONE), ti.f32))
     ratio = ti.bit_cast(((x & ti.u32(FRACTION)) | ti.u32(ONE)) + (less << ti.u32(23)), ti.f32) * inverse  # 1..2
     guess = ti.cast(ti.cast(ratio * ti.f32(2.0**23), ti.i32), ti.u32)
-    found = nearest(a << (ti.u32(23) + less), b, guess, inverse * ti.f32(2.0**-23))
+    return nearest(a << (ti.u32(23) + less), b, guess, inverse * ti.f32(2.0**-23)), less
+
+
+@ti.func
+def quotient(x, y):
+    """The bits of the float32 nearest to x / y, where x and y are given as bits; 0 if the quotient is subnormal.
+
+    y is positive and normal; x and the quotient are positive and finite.
+    """
+    found, less = whole_quotient(x, y)
     exponent = ti.cast(x >> ti.u32(23), ti.i32) - ti.cast(y >> ti.u32(23), ti.i32) + 127 - ti.cast(less, ti.i32)
     return ti.select(exponent > 0, (ti.cast(exponent, ti.u32) << ti.u32(23)) + (found - ti.u32(HIDDEN)), ti.u32(0))
 
 
+@ti.func
+def normalised(a):
+    """(the bits of a normal float with the same fraction, the exponent field that it would have) of a magnitude's bits.
+
+    The field of a subnormal number is below 1.
+    """
+    is_subnormal = a < ti.u32(HIDDEN)
+    lifted = ti.bit_cast(ti.cast(ti.cast(a, ti.i32), ti.f32), ti.u32)  # exact: a subnormal number is a * 2**-149
+    bits = ti.select(is_subnormal, lifted, a)
+    return bits, ti.cast(bits >> ti.u32(23), ti.i32) - ti.select(is_subnormal, 149, 0)
+
+
 @functools.cache
 def make_ratio(style):
-    """ratio(x, y): x / y for a normal y above 0, rounded correctly; quotients below 2**-125 become 0.
-
-    If x is a NaN or an infinity, so is the result; a subnormal x may count as 0.
-    """
+    """ratio(x, y): x / y for any two floats, rounded correctly; on a GPU quotients below 2**-126 become 0."""
 
     @ti.func
     def ratio(x, y):
@@ -118,15 +185,20 @@ def make_ratio(style):
         if ti.static(style == "cpu"):
             found = x / y
         else:
-            u, divisor = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
-            a = u & ti.u32(0x7FFFFFFF)
-            power = ti.cast(a >> ti.u32(23), ti.i32) - ti.cast(divisor >> ti.u32(23), ti.i32)
-            exact = quotient(ti.select(ti.abs(power) < 129, a, ti.u32(ONE)), divisor)
-            exact = ti.select(power < 129, ti.min(exact, ti.u32(INFINITE)), ti.u32(INFINITE))
-            exact = ti.select(power > -126, exact, ti.u32(0))
-            exact = ti.select(a < ti.u32(HIDDEN), ti.u32(0), exact)
-            exact = ti.select(a < ti.u32(INFINITE), exact, a)
-            found = ti.bit_cast(exact | (u & ti.u32(0x80000000)), ti.f32)
+            u, v = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
+            a, b = u & ti.u32(0x7FFFFFFF), v & ti.u32(0x7FFFFFFF)
+            dividend, power = normalised(a)
+            divisor, power_y = normalised(b)
+            whole, less = whole_quotient(dividend, divisor)
+            exponent = power - power_y + 127 - ti.cast(less, ti.i32)
+            exact = (ti.cast(exponent, ti.u32) << ti.u32(23)) + (whole - ti.u32(HIDDEN))
+            exact = ti.select(exponent < 255, ti.select(exponent > 0, exact, ti.u32(0)), ti.u32(INFINITE))
+            exact = ti.select(a == ti.u32(0), ti.u32(0), ti.select(a == ti.u32(INFINITE), ti.u32(INFINITE), exact))
+            alike = ti.select(a == b, ti.u32(NAN), exact)
+            exact = ti.select(b == ti.u32(0), ti.select(a == ti.u32(0), alike, ti.u32(INFINITE)), exact)
+            exact = ti.select(b == ti.u32(INFINITE), ti.select(a == ti.u32(INFINITE), alike, ti.u32(0)), exact)
+            exact = ti.select(ti.max(a, b) > ti.u32(INFINITE), ti.u32(NAN), exact)
+            found = ti.bit_cast(exact | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
         return found
 
     return ratio

@@ -7,7 +7,7 @@ a NaN or an infinity.
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import SCALE_WORD, SIZE, WORD, make_bits_to_f32, make_decode, make_f32_to_bits, make_store
-from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal, upper_half
+from tikv.kernels.exact import OFF, TAME_BITS, make_code_product, make_product, near_reciprocal, upper_half
 from tikv.kernels.group_rows import BELOW_HALF
 from tikv.kernels.groups import (
     BIAS,
@@ -290,10 +290,11 @@ def make_shared_groups(style, stream, scale):
         values = numbers_of(held)
         if ti.static(turned):
             values = turn(thread, lane, values, dst_row)
-        if ti.static(has_tensor_scale):
+        found_edges, finite = edges(thread, member, values)
+        if ti.static(has_tensor_scale):  # later than the edges: a quotient beyond float32 is still a large number
+            found_edges[0] = divided(found_edges[0], tensor)
             for i in ti.static(range(held_numbers)):
                 values[i] = divided(values[i], tensor)
-        found_edges, finite = edges(thread, member, values)
         found = rule.finish(found_edges)
         factor, tame = prepare(found, found_edges)
         origin, doubt = found[ORIGIN], ti.f32(0.0)
@@ -337,7 +338,7 @@ def make_turn_back(style, codec, units, scale):
     """
     kind, column = GROUP_FORMATS[codec.src], make_column(codec.src)
     load_unit = make_load_unit(codec.src, make_bits_to_f32(scale), style)
-    store, product = make_store(codec.dst, 1, codec.dst_bits, style), make_product(style)
+    store, product = make_store(codec.dst, 1, codec.dst_bits, style), make_code_product(style)
     block, seed = codec.turn
     parts = HELD // UNIT
     # A thread's codes follow one another; their columns may not.
@@ -357,7 +358,7 @@ def make_turn_back(style, codec, units, scale):
             for e in ti.static(range(UNIT)):
                 x = found[e]
                 if ti.static(kind.has_tensor_scale):
-                    x = product(x, tensor, src_row)
+                    x = product(x, tensor)
                 values[n * UNIT + e] = x
         values = turn(thread, lane, values, src_row)
         if inside:

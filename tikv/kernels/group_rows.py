@@ -8,6 +8,7 @@ fills from numbers that lie far apart.
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import SCALE_WORD, WORD, make_bits_to_f32, make_f32_to_bits, round_half_even_by_addition
+from tikv.kernels.exact import without_small
 from tikv.kernels.groups import (
     BIAS,
     FACTOR,
@@ -132,7 +133,7 @@ def make_quantise_rows(heads, codec, scale, types):
                 first = src_row + h * src_head + n * block
                 if ti.static(turned):
                     for i in range(block):
-                        x = with_sign(load(a[first + i]), sign_of(n * block + i))
+                        x = with_sign(without_small(load(a[first + i])), sign_of(n * block + i))
                         if ti.static(steps % 2 == 1):
                             other[i] = x
                         else:
@@ -244,6 +245,7 @@ def make_dequantise_block(codec, scale, types):
             x = value_of_code(code & ti.u32(mask), step, bias, 0)
             if ti.static(row.has_tensor_scale):
                 x = x * tensor
+            x = without_small(x)
             if ti.static(steps % 2 == 1):
                 other[column(e)] = x
             else:

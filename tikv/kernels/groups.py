@@ -19,7 +19,16 @@ from tikv.kernels.codec import (
     make_f32_to_float8,
     make_store,
 )
-from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, make_small_ratio, near_reciprocal
+from tikv.kernels.exact import (
+    HIDDEN,
+    OFF,
+    TAME_BITS,
+    make_code_product,
+    make_product,
+    make_ratio,
+    make_small_ratio,
+    near_reciprocal,
+)
 from tikv.runtime import ti
 
 LARGEST = 3.4028234663852886e38
@@ -103,6 +112,9 @@ def make_affine(bits, style):
     def finish(state):
         some = state[0] <= state[1]
         low, high = ti.select(some, state[0], ti.f32(0.0)), ti.select(some, state[1], ti.f32(0.0))
+        # A subnormal edge decides only the sign of the scale, and a GPU may have found another one, or 0.
+        low = ti.select(magnitude(low) < ti.u32(HIDDEN), ti.f32(0.0), low)
+        high = ti.select(magnitude(high) < ti.u32(HIDDEN), ti.f32(0.0), high)
         span = ti.min(high - low, ti.f32(LARGEST))
         scale = ti.max(small_ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
         by_low = magnitude(low) > magnitude(high)
@@ -310,7 +322,7 @@ def make_place(name):
 @functools.cache
 def make_value_of_code(name, style):
     """value_of_code(code, scale, bias, row): the number that a code stands for."""
-    rule, product = GROUP_FORMATS[name].rule, make_product(style)
+    rule, product, code_product = GROUP_FORMATS[name].rule, make_product(style), make_code_product(style)
 
     @ti.func
     def value_of_code(code, scale, bias, row):
@@ -323,7 +335,11 @@ def make_value_of_code(name, style):
             q = e4m3_to_f32(ti.cast(code, ti.u32))
         elif ti.static(rule in FLOAT_RULES):
             q = e2m1_to_f32(ti.cast(code, ti.u32))
-        found = product(q, scale, row)
+        found = q
+        if ti.static(rule in FLOAT_RULES):
+            found = code_product(q, scale)
+        else:
+            found = product(q, scale, row)
         if ti.static(rule == "affine"):
             found = found + bias
         return found
@@ -424,7 +440,7 @@ def make_dequantise_unit(codec, style, scale):
     load_unit, column = make_load_unit(codec.src, make_bits_to_f32(scale), style), make_column(codec.src)
     halves = has_halves(codec.src)
     store = make_store(codec.dst, 1 if halves else UNIT, codec.dst_bits, style)
-    has_tensor_scale, product = GROUP_FORMATS[codec.src].has_tensor_scale, make_product(style)
+    has_tensor_scale, product = GROUP_FORMATS[codec.src].has_tensor_scale, make_code_product(style)
 
     @ti.func
     def dequantise_unit(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, u,
@@ -432,7 +448,7 @@ def make_dequantise_unit(codec, style, scale):
         values = load_unit(a, scales, src_row, scale_at, u)
         if ti.static(has_tensor_scale):
             for e in ti.static(range(UNIT)):
-                values[e] = product(values[e], tensor, src_row)
+                values[e] = product(values[e], tensor)
         if ti.static(halves):
             for e in ti.static(range(UNIT)):
                 store(b, dst_row + column(u * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))

@@ -2,8 +2,9 @@
 
 A row of D columns is divided into blocks of n, the largest power of two that divides D: each column gets its sign, each
 block is multiplied by the Hadamard matrix in Sylvester's order, and then by n ** -0.5. To rotate back, signs come last;
-both are exact except for the rounding of sums. In each step two numbers become their sum and their difference, first
-neighbours, then those 2, 4, 8 apart: this is the order of `reference.hadamard`, on which float32 results depend.
+both are exact except for the rounding of sums. Numbers below 2**-96 count as 0. In each step two numbers become their
+sum and their difference, first neighbours, then those 2, 4, 8 apart: this is the order of `reference.hadamard`, on
+which float32 results depend.
 """
 
 import functools
@@ -11,7 +12,7 @@ import zlib
 from typing import NamedTuple
 
 from tikv.kernels.codec import SIZE, element_array, make_load, make_store
-from tikv.kernels.exact import apart, make_product
+from tikv.kernels.exact import apart, make_product, without_small
 from tikv.kernels.lanes import ALL, BLOCK, make_loop
 from tikv.runtime import ti
 
@@ -158,6 +159,8 @@ def make_turn_lanes(style, place, seed, back=False):
     @ti.func
     def turn(thread, lane, values, row):
         found = values
+        for i in ti.static(range(held)):
+            found[i] = without_small(values[i])
         if ti.static(not back):
             found = change_signs(lane, found)
         # Both kinds of steps have one form: with two forms, Taichi loses the steps after a shuffle on CUDA.
@@ -228,7 +231,7 @@ def make_turn_rows(style, serial, code, width, n, seed):
         for block in range(width // n):
             first = block * n
             for i in range(n):
-                x = with_sign(load(a, at + first + i)[0], sign_of(first + i))
+                x = with_sign(without_small(load(a, at + first + i)[0]), sign_of(first + i))
                 if ti.static(steps % 2 == 1):
                     other[i] = x
                 else:

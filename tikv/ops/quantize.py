@@ -67,13 +67,16 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
 
     int8 is symmetric. Every int8 cache here follows this rule, in float32:
 
-    - ``scale = max|x| / 127`` over the finite elements of the row, not below the smallest normal number of the scale's
-      dtype nor above its largest finite one, rounded to that dtype (nearest even) before it is used;
+    - ``scale = max|x| / 127`` over the finite elements of the row, not below ``2**-14`` in float16 and ``2**-125`` in
+      float32, nor above the dtype's largest finite number, rounded to that dtype (nearest even) before it is used;
     - ``q = round(clamp(x * (1 / scale), -127, 127))``, ties to even; -128 is never used.
 
-    So a row of zeros gives 0; a row too small for its scale's dtype is resolved in steps of the smallest normal scale
+    So a row of zeros gives 0; a row too small for its scale's dtype is resolved in steps of the smallest scale
     (float16: steps of 6.1e-5; use float32 scales for such rows); an infinity gives 127 or -127, and a NaN gives 0,
-    without effect on the other elements. Float32 subnormals count as zero on devices that flush them.
+    without effect on the other elements.
+
+    Codes and scales are the same on every back end, whether or not it computes with subnormal float32 numbers: each
+    rule above makes these 0. Only the sign of the scale of a `tikv.Quant` could depend on them; it is then positive.
 
     Args:
         x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis, if the other axes can be

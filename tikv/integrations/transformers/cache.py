@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -598,13 +599,58 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 5.16, keeps that many. 0 drops nothing; before transformers 5.14, it drops all tokens.
 
         Raises:
-            OptionError: the number is positive, since transformers 5.16.
+            OptionError: the number is positive, since transformers 5.16; or the model keeps the state of a layer
+                outside of the cache. Nothing is changed.
             PositionError: tokens in the next query's window are no longer held. Nothing is changed.
         """
+        if tokens_to_remove:
+            self._refuse_states_outside("crop")
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let each sequence b continue from the tokens of sequence ``beam_idx[b]``.
+
+        Raises:
+            OptionError: the model keeps the state of a layer outside of the cache.
+            ShapeError, PositionError: as the layers raise them.
+        """
+        self._refuse_states_outside("reorder_cache")
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence: 0, 0, 1, 1 for 2.
+
+        Raises:
+            OptionError: the model keeps the state of a layer outside of the cache.
+        """
+        self._refuse_states_outside("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences, in this order.
+
+        Raises:
+            OptionError: the model keeps the state of a layer outside of the cache.
+            ShapeError, PositionError: as the layers raise them.
+        """
+        self._refuse_states_outside("batch_select_indices")
+        super().batch_select_indices(indices)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TikvCache:
+        self._refuse_states_outside("copy.deepcopy")
+        found = memo[id(self)] = object.__new__(type(self))
+        found.__dict__.update(copy.deepcopy(vars(self), memo))
+        return found
+
+    def _refuse_states_outside(self, operation: str) -> None:
+        """Raise before anything changes if a state that belongs to the tokens held cannot follow."""
+        layers = [layer for layer in self.layers if hasattr(layer, "refuse_state_outside")]
+        if layers and self.get_seq_length():
+            for layer in layers:
+                layer.refuse_state_outside(f"{OPERATION}.{operation}")
 
     def activate_past_recording(self) -> None:
         """From now on, keep what `crop` needs to go back to the present length.

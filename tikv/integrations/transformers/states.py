@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
-from tikv.errors import PositionError, ShapeError
+from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.storage import OPERATION
 from tikv.integrations.transformers.streaming import StreamingLayer
@@ -36,6 +36,20 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         if self.record_past and not self.has_previous_state[state_idx]:
             self._from_start.add(state_idx)
         return super().update_conv_state(conv_states, state_idx, **kwargs)
+
+    def refuse_state_outside(self, operation: str) -> None:
+        """Raise if the model keeps the state elsewhere: nothing has arrived here, although the cache holds tokens.
+
+        RecurrentGemma does so, in attributes of its modules, which a cache cannot see.
+
+        Raises:
+            OptionError: it does. Nothing is changed.
+        """
+        if self._sequences() is None:
+            raise OptionError(
+                f"{operation}: the state of layer {self.index} is not in the cache but in the model's own modules, and "
+                "would stay as it is. Call reset() and process the whole text again, as the batch that it should be."
+            )
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Let each sequence b continue from the state of sequence ``beam_idx[b]``.

@@ -36,13 +36,12 @@ def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
         OptionError: the cache holds tokens; or its configuration does not give the shapes of its layers.
         CapacityError: more tokens at once than ``max_cache_len``.
     """
-    require_empty(cache, max((int(layer.get_seq_length()) for layer in cache.layers), default=0))
+    with_keys = {i: layer for i, layer in enumerate(_layers_of(cache)) if isinstance(layer, TikvLayer)}
+    require_empty(cache, max((int(layer.get_seq_length()) for layer in with_keys.values()), default=0))
     kinds: dict[tuple[type, int | None, int | None, Shape], int] = {}
-    for i, layer in enumerate(_layers_of(cache)):
-        if isinstance(layer, TikvLayer):
-            shape = _shape_of(layer, asked)
-            kinds.setdefault((type(layer), layer.sliding_window, layer.limit, shape), i)
-    for dtype in asked.formats or [_dtype_of(_layers_of(cache)[min(kinds.values())].config)]:
+    for i, layer in with_keys.items():
+        kinds.setdefault((type(layer), layer.sliding_window, layer.limit, _shape_of(layer, asked)), i)
+    for dtype in asked.formats or [_dtype_of(layer.config) for layer in list(with_keys.values())[:1]]:
         own = _layers_of(copy.deepcopy(cache))
         for (_, window, _, shape), i in kinds.items():
             for tokens in asked.tokens:
