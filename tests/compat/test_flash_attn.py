@@ -131,7 +131,7 @@ WRONG = {
     r"k f32\[1,1,2,16\]": {"k": 1, "v": 1},
     r"cache_seqlens\[1\]=24 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [3, 24]},
     r"cache_seqlens\[0\]=-1 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [-1, 4]},
-    "needs row or page -1, but the cache has 2": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
+    r"needs row -1 \(cache_batch_idx\[1\]\), but the cache has 2": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
     r"cache_leftpad\[1\]=-1 leaves": {"k": 2, "v": 2, "cache_leftpad": [0, -1]},
     r"cache_leftpad\[0\]=5 leaves -1 tokens": {"k": 2, "v": 2, "cache_leftpad": [5, 0]},
     r"cache_leftpad is \(1,\)": {"k": 2, "v": 2, "cache_leftpad": [0]},
@@ -162,11 +162,19 @@ def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, r
     q, new = (oracle.place(np.ones((1, 1, heads, 16), np.float32), arch) for heads in (4, 2))
     before = rng.standard_normal((3, 8, 2, 16)).astype(np.float32)
     caches = [oracle.place(before.copy(), arch) for _ in "kv"]
-    table = {"block_table": np.array([[1, -1]], np.int32), "cache_seqlens": np.int64(8)}
-    with pytest.raises(tikv.PositionError, match="sequence 0 has 9 tokens and needs row or page -1"):
-        flash_attn.flash_attn_with_kvcache(q, *caches, new, new, **table)
-    for cache in caches:
-        oracle.assert_same_bits(cache, before)
+    for page, more, where in (
+        (-1, {}, r"block_table\[0, 1\]"),
+        (3, {}, r"block_table\[0, 1\]"),
+        (7, {"cache_batch_idx": [1]}, r"block_table\[1, 1\]"),
+    ):
+        table = np.array([[1, page]] if not more else [[0, 0], [1, page]], np.int32)
+        with pytest.raises(RuntimeError, match=rf"has 9 tokens and needs page {page} \({where}\)") as caught:
+            flash_attn.flash_attn_with_kvcache(
+                q, *caches, new, new, block_table=table, cache_seqlens=np.int64(8), **more
+            )
+        assert isinstance(caught.value, tikv.PositionError)
+        for cache in caches:
+            oracle.assert_same_bits(cache, before)
 
 
 @pytest.mark.archs("cpu")

@@ -79,6 +79,7 @@ class Layout(NamedTuple):
     before: Any  # (B,) tokens before the call
     lengths: Any  # (B,) with the new ones
     pads: Any  # (B,) slots before the first token; None for 0
+    rows: Any = None  # (B,) the row of the cache, or of the table, that each sequence uses; None for its own number
 
     @property
     def capacity(self) -> int:
@@ -234,7 +235,7 @@ class CacheCall:
             before = index.arange(batch) * 0 + checks.integer(number, "cache_seqlens", self.operation, high=MOST)
         counts = before * 0 if added is None else added.counts
         pads = index.array("cache_leftpad", (batch,), "(B,)") if index.has("cache_leftpad") else None
-        found = Layout(table, page, before, before + counts, pads)
+        found = Layout(table, page, before, before + counts, pads, chosen)
         self._check_layout(found, counts)
         return found
 
@@ -253,8 +254,8 @@ class CacheCall:
         index.refuse_where(
             ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
             lambda at: (
-                f"sequence {at[0]} has {int(lengths[at[0]])} tokens and needs row or page {int(table[at])}, but the "
-                f"cache has {blocks}. Use 0..{blocks - 1}."
+                f"sequence {at[0]} has {int(lengths[at[0]])} tokens and needs {self._named(layout, *at)}, but the cache "
+                f"has {blocks}. Use 0..{blocks - 1}."
             ),
         )
         if pads is not None:
@@ -265,6 +266,13 @@ class CacheCall:
                     f"{int(lengths[b])}."
                 ),
             )
+
+    def _named(self, layout: Layout, sequence: int, number: int) -> str:
+        """A page or row of the cache, and the entry of an argument that names it."""
+        name, block, rows = self.given.table_name, int(layout.table[sequence, number]), layout.rows
+        if self.index.has(name):
+            return f"page {block} ({name}[{sequence if rows is None else int(rows[sequence])}, {number}])"
+        return f"row {block}" if rows is None else f"row {block} (cache_batch_idx[{sequence}])"
 
     def _check_options(self) -> None:
         """Check that the arrays of the arithmetic before the launches are of one kind and fit each other.
