@@ -131,7 +131,12 @@ WRONG = {
     r"k f32\[1,1,2,16\]": {"k": 1, "v": 1},
     r"cache_seqlens\[1\]=24 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [3, 24]},
     r"cache_seqlens\[0\]=-1 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [-1, 4]},
-    r"needs row -1 \(cache_batch_idx\[1\]\), but the cache has 2": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
+    r"needs row -1 \(cache_batch_idx\[1\]\), but": {
+        "k": 2,
+        "v": 2,
+        "cache_seqlens": [3, 4],
+        "cache_batch_idx": [0, -1],
+    },
     r"cache_leftpad\[1\]=-1 leaves": {"k": 2, "v": 2, "cache_leftpad": [0, -1]},
     r"cache_leftpad\[0\]=5 leaves -1 tokens": {"k": 2, "v": 2, "cache_leftpad": [5, 0]},
     r"cache_leftpad is \(1,\)": {"k": 2, "v": 2, "cache_leftpad": [0]},
