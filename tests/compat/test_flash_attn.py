@@ -182,6 +182,35 @@ def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, r
             oracle.assert_same_bits(cache, before)
 
 
+# What attention over the cache refuses, though the new rows fit: the width, heads and dtype of q, and options.
+MISFITS = {
+    "do not divide among 2 KV heads": {"heads": 3},
+    "the head width of q is 8": {"width": 8},
+    "queries must be float32": {"dtype": np.float64},
+    "softcap=nan": {"softcap": float("nan")},
+    "scale=nan": {"softmax_scale": float("nan")},
+    "softmax_scale='x'": {"softmax_scale": "x"},
+    "num_splits=-3": {"num_splits": -3},
+    "num_splits is 1.5": {"num_splits": 1.5},
+    r"window_size=\(1.0, 2.0\)": {"window_size": (1.0, 2.0)},
+    r"alibi_slopes is f32\[3\]": {"alibi_slopes": np.zeros(3, np.float32)},
+    r"alibi_slopes is f16\[4\]": {"alibi_slopes": np.zeros(4, np.float16)},
+    r"cache_seqlens is \(3,\)": {"cache_seqlens": np.array([3, 5, 1])},
+    "block_table is float32": {"block_table": np.zeros((2, 2), np.float32)},
+    r"block_table is \(1, 2\)": {"block_table": np.array([[0, 1]])},
+}
+
+
+@pytest.mark.parametrize("why", MISFITS)
+def test_flash_attn_refuses_what_only_attention_cannot_take_before_it_writes(arch, why):
+    given = {"heads": 4, "width": 16, "dtype": np.float32, "cache_seqlens": np.array([3, 5]), **MISFITS[why]}
+    q = oracle.place(np.ones((2, 1, given.pop("heads"), given.pop("width")), given.pop("dtype")), arch)
+    rows, caches = ([oracle.place(np.full((2, n, 2, 16), n == 1, np.float32), arch) for _ in "kv"] for n in (1, 16))
+    with pytest.raises(tikv.TikvError, match=why):
+        flash_attn.flash_attn_with_kvcache(q, *caches, *rows, **given)
+    assert not any(oracle.to_numpy(cache).any() for cache in caches)
+
+
 @pytest.mark.archs("cpu")
 def test_flash_attn_finds_what_attention_cannot_address_before_it_writes(arch):
     """Rows so far apart that a write addresses them and attention does not: known when its launch is bound."""
