@@ -85,9 +85,8 @@ def together(
     choosers = [Chooser(prompt, no_repeat=5) for prompt in prompts]
     seqs, logits = [], []
     for prompt in prompts:
-        # The last token stays out: the model has to run on it to say what follows.
-        seq = pool.add(prompt[:-1])
-        there = pool.length(seq)
+        seq = pool.add(prompt)
+        there = pool.length(seq)  # never all of it: the model has to run on the last token to say what follows
         logits.append(model.forward(prompt[there:], there, PagedMemory(model, pool, [seq]))[-1])
         seqs.append(seq)
     memory = PagedMemory(model, pool, seqs, read)

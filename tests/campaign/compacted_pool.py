@@ -36,7 +36,7 @@ class CompactedPool:
             {},
         )  # tokens that came; the next one's position; `came` when compacted
         self.swapped = set()
-        self.prompt = list(range(2 * SIZE + 1))
+        self.prompt = list(range(2 * SIZE + self.chance.choice((0, 1))))
         self.known = [self.rows(len(self.prompt)) for _ in range(LAYERS)]
         self.calls = [self.add] * 2 + [self.append] * 6 + [self.compact] * 6 + [self.truncate, self.fork, self.free]
         self.calls += [self.swap, self.save, self.commit, self.commit]
@@ -64,7 +64,7 @@ class CompactedPool:
         self.doing = f"add({'the prompt' if known else ''})"
         seq = self.store.add(self.prompt if known else None)
         there = self.store.length(seq)
-        assert there in ((0, SIZE, 2 * SIZE) if known else (0,))
+        assert there in ((0, SIZE, min(2 * SIZE, len(self.prompt) - 1)) if known else (0,))
         self.held[seq] = [[(i, *(a[i] for a in stored)) for i in range(there)] for _, stored in self.known]
         self.came[seq], self.next[seq], self.since[seq] = [there] * LAYERS, [there] * LAYERS, [0] * LAYERS
         if not known or there == len(self.prompt):

@@ -169,13 +169,14 @@ class Paged:
 
     def add(self) -> None:
         salt = self.chance.choice(SALTS)
-        ids = tuple(self.chance.randrange(2) for _ in range(self.chance.choice((0, 3, 5, 9))))
-        self.doing = f"add({list(ids)}, salt={salt!r})"
-        seq = self.store.add(list(ids) or None, salt)
+        ids = tuple(self.chance.randrange(2) for _ in range(self.chance.choice((0, 3, 4, 5, 8, 9))))
+        leave = self.chance.choice((0, 1, 1, 1, 3, 5))
+        self.doing = f"add({list(ids)}, salt={salt!r}, leave={leave})"
+        seq = self.store.add(list(ids) or None, salt, **{} if leave == 1 else {"leave": leave})
         assert seq not in self.model
         there = self.store.length(seq)
-        assert there <= len(ids)
-        assert there % SIZE == 0
+        assert there <= max(0, len(ids) - leave)
+        assert there % SIZE == 0 or there == len(ids) - leave
         self.model[seq] = Sequence(ids, salt, [[] for _ in range(LAYERS)])
         for layer in range(LAYERS):
             self.model[seq].held[layer] += [self.row(seq, layer, p) for p in range(there)]
@@ -367,6 +368,7 @@ class Paged:
             "fork: below 0": lambda: store.fork(-1),
             "add: halves": lambda: store.add([0.5]),
             "add: no salt": lambda: store.add([1], salt=1.5),
+            "add: leaves fewer than none": lambda: store.add([1], leave=-1),
             "save: twice the same": lambda: store.save(self.path, [seq, seq]),
         }
         what = self.chance.choice(list(calls))

@@ -131,7 +131,12 @@ WRONG = {
     r"k f32\[1,1,2,16\]": {"k": 1, "v": 1},
     r"cache_seqlens\[1\]=24 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [3, 24]},
     r"cache_seqlens\[0\]=-1 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [-1, 4]},
-    "needs row or page -1, but the cache has 2": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
+    r"needs row -1 \(cache_batch_idx\[1\]\), but": {
+        "k": 2,
+        "v": 2,
+        "cache_seqlens": [3, 4],
+        "cache_batch_idx": [0, -1],
+    },
     r"cache_leftpad\[1\]=-1 leaves": {"k": 2, "v": 2, "cache_leftpad": [0, -1]},
     r"cache_leftpad\[0\]=5 leaves -1 tokens": {"k": 2, "v": 2, "cache_leftpad": [5, 0]},
     r"cache_leftpad is \(1,\)": {"k": 2, "v": 2, "cache_leftpad": [0]},
@@ -162,11 +167,48 @@ def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, r
     q, new = (oracle.place(np.ones((1, 1, heads, 16), np.float32), arch) for heads in (4, 2))
     before = rng.standard_normal((3, 8, 2, 16)).astype(np.float32)
     caches = [oracle.place(before.copy(), arch) for _ in "kv"]
-    table = {"block_table": np.array([[1, -1]], np.int32), "cache_seqlens": np.int64(8)}
-    with pytest.raises(tikv.PositionError, match="sequence 0 has 9 tokens and needs row or page -1"):
-        flash_attn.flash_attn_with_kvcache(q, *caches, new, new, **table)
-    for cache in caches:
-        oracle.assert_same_bits(cache, before)
+    for page, more, where in (
+        (-1, {}, r"block_table\[0, 1\]"),
+        (3, {}, r"block_table\[0, 1\]"),
+        (7, {"cache_batch_idx": [1]}, r"block_table\[1, 1\]"),
+    ):
+        table = np.array([[1, page]] if not more else [[0, 0], [1, page]], np.int32)
+        with pytest.raises(RuntimeError, match=rf"has 9 tokens and needs page {page} \({where}\)") as caught:
+            flash_attn.flash_attn_with_kvcache(
+                q, *caches, new, new, block_table=table, cache_seqlens=np.int64(8), **more
+            )
+        assert isinstance(caught.value, tikv.PositionError)
+        for cache in caches:
+            oracle.assert_same_bits(cache, before)
+
+
+# What attention over the cache refuses, though the new rows fit: the width, heads and dtype of q, and options.
+MISFITS = {
+    "do not divide among 2 KV heads": {"heads": 3},
+    "the head width of q is 8": {"width": 8},
+    "queries must be float32": {"dtype": np.float64},
+    "softcap=nan": {"softcap": float("nan")},
+    "scale=nan": {"softmax_scale": float("nan")},
+    "softmax_scale='x'": {"softmax_scale": "x"},
+    "num_splits=-3": {"num_splits": -3},
+    "num_splits is 1.5": {"num_splits": 1.5},
+    r"window_size=\(1.0, 2.0\)": {"window_size": (1.0, 2.0)},
+    r"alibi_slopes is f32\[3\]": {"alibi_slopes": np.zeros(3, np.float32)},
+    r"alibi_slopes is f16\[4\]": {"alibi_slopes": np.zeros(4, np.float16)},
+    r"cache_seqlens is \(3,\)": {"cache_seqlens": np.array([3, 5, 1])},
+    "block_table is float32": {"block_table": np.zeros((2, 2), np.float32)},
+    r"block_table is \(1, 2\)": {"block_table": np.array([[0, 1]])},
+}
+
+
+@pytest.mark.parametrize("why", MISFITS)
+def test_flash_attn_refuses_what_only_attention_cannot_take_before_it_writes(arch, why):
+    given = {"heads": 4, "width": 16, "dtype": np.float32, "cache_seqlens": np.array([3, 5]), **MISFITS[why]}
+    q = oracle.place(np.ones((2, 1, given.pop("heads"), given.pop("width")), given.pop("dtype")), arch)
+    rows, caches = ([oracle.place(np.full((2, n, 2, 16), n == 1, np.float32), arch) for _ in "kv"] for n in (1, 16))
+    with pytest.raises(tikv.TikvError, match=why):
+        flash_attn.flash_attn_with_kvcache(q, *caches, *rows, **given)
+    assert not any(oracle.to_numpy(cache).any() for cache in caches)
 
 
 @pytest.mark.archs("cpu")

@@ -28,6 +28,9 @@ CASES = [
     {"fp8": True, "descales": "v", "queries": 3, "causal": True, "chunk": 7},
     {"qv": "k first", "new": 1, "softcap": 3.0},
     {"qv": "v first", "ragged_q": True, "causal": True},
+    {"qv": "apart", "new": 3, "queries": 3, "causal": True, "paged": True, "batch_idx": True},
+    {"qv": "apart", "ragged_q": True, "leftpad": True, "softcap": 3.0},
+    {"qv": "apart", "chunk": 5, "new": 1},
 ]
 
 
@@ -97,7 +100,7 @@ def made(rng, case):
     cut = width if case.get("qv") != "v first" else width_v
     parts = latent[..., :cut], latent[..., cut:]
     k_cache, v_cache = parts if case.get("qv") != "v first" else parts[::-1]
-    if not case.get("qv"):
+    if case.get("qv", "apart") == "apart":
         k_cache, v_cache = k_cache.copy(), v_cache.copy()
     queries = [2, 5, 1] if case.get("ragged_q") else [case.get("queries", 1)] * batch
     new = [1, 0, 3] if case.get("ragged_k") else [case.get("new", 0)] * batch
@@ -132,7 +135,7 @@ def called(case, found, placed):
     caches = latent[..., :cut], latent[..., cut:]
     if case.get("qv") == "v first":
         caches = caches[::-1]
-    elif not case.get("qv"):
+    elif case.get("qv", "apart") == "apart":
         caches = [placed(found[name].copy()) for name in ("k_cache", "v_cache")]
     rows = {name: together[bool(ragged_q)](found[name]) for name in ("q", "qv")}
     rows |= {name: together[bool(ragged_k)](found[name]) for name in "kv" if found[name] is not None}
@@ -228,7 +231,11 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
         ),
         ({"pack_gqa": False}, tikv.OptionError, "pack_gqa=False"),
         ({"sm_margin": 4}, tikv.OptionError, "sm_margin=4"),
-        ({"qv": np.ones((2, 1, 2, 16), np.float32)}, tikv.OptionError, "neighbouring columns of one array"),
+        (
+            {"qv": np.ones((2, 1, 2, 16), np.float32), "v_descale": np.ones((2, 1), np.float32)},
+            tikv.OptionError,
+            "v_descale is given with qv",
+        ),
         ({"qv": np.ones((2, 1, 2, 8), np.float32)}, tikv.ShapeError, r"qv is f32\[2,1,2,8\]"),
         (
             {"k_descale": np.ones((2, 1), np.float32)},
@@ -251,6 +258,19 @@ def test_flash_attn_3_names_what_it_does_not_offer(arch, change, error, why):
     q, cache = np.ones((2, 1, 2, 16), np.float32), [np.ones((2, 8, 1, 16), np.float32) for _ in "kv"]
     with pytest.raises(error, match=why):
         flash_attn_interface.flash_attn_with_kvcache(q, *cache, **change)
+
+
+def test_flash_attn_3_with_qv_over_caches_that_do_not_fit_writes_nothing(arch):
+    q, row = np.ones((2, 1, 2, 16), np.float32), np.ones((2, 1, 1, 16), np.float32)
+    k_cache = np.zeros((2, 8, 1, 16), np.float32)
+    for v_cache, error in (
+        (np.zeros((2, 6, 1, 16), np.float32), tikv.ShapeError),
+        (np.zeros((2, 8, 1, 16), np.float16), tikv.DTypeError),
+    ):
+        placed = [oracle.place(a, arch) for a in (q, k_cache.copy(), v_cache, row, row.astype(v_cache.dtype))]
+        with pytest.raises(error, match="with qv, both need the same dtype, and the same shape but for the last axis"):
+            flash_attn_interface.flash_attn_with_kvcache(*placed, oracle.place(q, arch), cache_seqlens=2)
+        assert not any(oracle.to_numpy(a).any() for a in placed[1:3])
 
 
 def test_flash_attn_3_of_ragged_queries_says_how_many(arch):

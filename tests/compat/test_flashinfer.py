@@ -1,11 +1,13 @@
 """FlashInfer's names give FlashInfer's results: each is compared with a plain NumPy reference of its own."""
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 from peers_by_definition import softmax_attention
 
 import tikv
+from tikv import arrays
 from tikv.compat import flashinfer
 
 
@@ -188,6 +190,58 @@ def test_flashinfer_more_queries_than_keys(arch, rng, window):
             want, want_lse = softmax_attention(q[b, :, h], k, v, width**-0.5, seen)
             np.testing.assert_allclose(oracle.to_numpy(out)[b, :, h], want, rtol=0, atol=2e-6)
             np.testing.assert_allclose(oracle.to_numpy(lse)[b, :, h], want_lse / np.log(2), rtol=0, atol=1e-5)
+
+
+SCALES = {"q_scale": 0.75, "k_scale": 1.5, "v_scale": 0.625}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("given", [["k_scale"], ["v_scale"], ["q_scale", "k_scale", "v_scale"]], ids="-".join)
+def test_flashinfer_scales_multiply_scores_and_results(arch, rng, dtype, given):
+    """Over pools of any dtype; the log-sum-exp has the scales of q and K too."""
+    number = np.dtype(dtype if dtype in ("float32", "float16") else getattr(ml_dtypes, dtype))
+    pools = [rng.standard_normal((3, 4, 2, 32)).astype(np.float32).astype(number) for _ in "kv"]
+    kind = np.float32 if dtype == "float8_e4m3fn" else number
+    q = rng.standard_normal((2, 4, 32)).astype(np.float32).astype(kind)
+    table = [oracle.place(np.array(a), arch) for a in ([0, 1, 3], [2, 0, 1], [3, 2])]
+    scales = {name: SCALES[name] for name in given}
+    out = oracle.place(np.full(q.shape, 7, kind), arch)
+    got, lse = flashinfer.batch_decode_with_paged_kv_cache(
+        oracle.place(q, arch), tuple(oracle.place(a, arch) for a in pools), *table, **scales, logits_soft_cap=3.0,
+        sm_scale=0.2, out=out, return_lse=True,
+    )  # fmt: skip
+    assert got is out
+    scale = 0.2 * scales.get("q_scale", 1) * scales.get("k_scale", 1)
+    exact = {"float16": 2**-10, "bfloat16": 2**-7}.get(dtype, 0)  # rounded as a result, and as its multiple
+    for b, (own, n) in enumerate((([2], 3), ([0, 1], 6))):
+        for h in range(4):
+            k, v = (a[own].reshape(-1, 2, 32)[:n, h // 2].astype(np.float64) for a in pools)
+            seen = np.ones((1, n), bool)
+            want, want_lse = softmax_attention(q[b, h][None].astype(np.float64), k, v, scale, seen, 3.0)
+            want = want[0] * scales.get("v_scale", 1)
+            np.testing.assert_allclose(oracle.to_numpy(got)[b, h].astype(np.float64), want, rtol=exact, atol=2e-6)
+            np.testing.assert_allclose(oracle.to_numpy(lse)[b, h], want_lse[0] / np.log(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.archs("cpu")
+def test_flashinfer_scales_of_other_libraries_and_of_bad_values(arch, rng):
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    k, v = rng.standard_normal((2, 1, 4, 2, 32)).astype(np.float32)
+    q = rng.standard_normal((1, 4, 32)).astype(np.float32)
+    table = [np.array(a) for a in ([0, 1], [0], [3])]
+    plain = flashinfer.batch_decode_with_paged_kv_cache(q, (k, v), *table)
+    here = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=32, num_blocks=1, block_size=4).runtime
+    ours = arrays.CacheArray(arrays.to_device(q, here), here)
+    for kind, asked in (("jax", jax.numpy.asarray(q)), ("torch", torch.from_numpy(q)), ("tikv", ours)):
+        got = flashinfer.batch_decode_with_paged_kv_cache(asked, (k, v), *table, v_scale=2)
+        assert kind in type(got).__module__
+        oracle.assert_same_bits(np.asarray(got), plain * 2)
+    out = np.full_like(q, 7)
+    for name, wrong in (("k_scale", "x"), ("v_scale", np.ones(2)), ("v_scale", np.inf), ("k_scale", np.nan)):
+        with pytest.raises(tikv.OptionError, match="scale"):
+            flashinfer.batch_decode_with_paged_kv_cache(q, (k, v), *table, out=out, **{name: wrong})
+        assert (out == 7).all()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

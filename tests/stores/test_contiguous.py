@@ -653,6 +653,13 @@ def test_sizes_and_words(arch, row):
         assert word in text, text
 
 
+def test_a_store_without_tokens_is_true(arch):
+    """So that ``cache = cache or make()`` does not take it for none."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=4)
+    assert len(store) == 0
+    assert bool(store) is True
+
+
 def test_a_helpful_repr(arch):
     kept = ROWS[3].make()
     assert repr(kept) == (

@@ -399,6 +399,13 @@ def test_a_pool_with_prefixes_and_fused_rows(arch, rng):
     b = pool.add(prompt)
     assert pool.length(b) == 8
     check_pool(pool)
+    c = pool.add(prompt[:8])
+    assert pool.length(c) == 7, "its last page is not full, though the block that it shares is"
+    check_pool(pool)
+    for layer in range(2):
+        pool.append(layer, *rows(rng, arch, 1), [c])
+    check_pool(pool)
+    pool.free(c)
     qkv = oracle.place(rng.standard_normal((5, 4 * HEADS * WIDTH)).astype(np.float16), arch)
     for layer in range(2):
         pool.write_qkv(layer, qkv, [a, b], [0, 4, 5], num_q_heads=2 * HEADS)

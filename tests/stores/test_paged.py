@@ -508,7 +508,7 @@ def test_a_prefix_is_shared_once_every_layer_has_written_it(arch, rng):
     b = store.add(np.array(ids, np.int32))
     assert (store.length(b), store.num_shared_blocks) == (8, 2)
     assert store.block_table(b).tolist() == store.block_table(a).tolist()[:2]
-    assert store.length(store.add(ids[:8])) == 8, "all of it, where it ends with a block"
+    assert store.length(store.add(ids[:8], leave=0)) == 8, "all of it, where it ends with a block"
     assert store.length(store.add(ids[:7])) == 4
     assert store.length(store.add([1, *ids[1:]])) == 0
     assert store.length(store.add([*ids[:5], 1, *ids[6:]])) == 4
@@ -520,6 +520,78 @@ def test_a_prefix_is_shared_once_every_layer_has_written_it(arch, rng):
     assert store.num_free_blocks == 20 - 3 - 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("freed", [False, True])
+def test_the_last_token_of_a_prompt_that_is_cached_whole_is_left_to_be_computed(arch, rng, dtype, freed):
+    """Its row goes into a copy of the block while others hold the block, and into the block itself if nobody does."""
+    store = make(dtype)
+    fill(store, rng)
+    ids = list(range(8))
+    a = store.add(ids)
+    given = [oracle.place(rows(rng, 8), arch) for _ in range(2)]
+    last = [oracle.place(rows(rng, 1), arch) for _ in range(2)]  # other bits than what stands there
+    for layer in range(2):
+        store.append(layer, given[layer], given[layer], [a], [0, 8])
+    before = contents(store)[0][a]
+    if freed:
+        store.free(a)
+    b = store.add(ids)
+    assert (store.length(b), len(store.block_table(b)), store.num_shared_blocks) == (7, 2, 0 if freed else 2)
+    free = store.num_free_blocks
+    plain = make(dtype)
+    other = plain.add()
+    for layer in range(2):
+        store.append(layer, last[layer], last[layer], [b])
+        plain.append(layer, given[layer][:7], given[layer][:7], [other], [0, 7])
+        plain.append(layer, last[layer], last[layer], [other])
+        for got, want in zip(store.tokens(layer, b), plain.tokens(layer, other), strict=True):
+            oracle.assert_same_bits(got, oracle.to_numpy(want))
+    assert free - store.num_free_blocks == (0 if freed else 1)
+    c = store.add(ids)
+    assert store.length(c) == 7, "found as before"
+    if not freed:
+        assert contents(store)[0][a] == before
+
+
+def test_leave_says_how_many_of_the_last_tokens_are_left(arch, rng):
+    store = make(layers=1)
+    ids = list(range(12))
+    k = oracle.place(rows(rng, 12), arch)
+    store.append(0, k, k, [store.add(ids)], [0, 12])
+    for leave, length in ((0, 12), (1, 11), (3, 9), (np.int64(4), 8), (5, 7), (12, 0), (2**40, 0)):
+        seq = store.add(ids, leave=leave)
+        assert (store.length(seq), len(store.block_table(seq))) == (length, -(-length // 4)), leave
+        oracle.assert_same_bits(store.tokens(0, seq)[0], oracle.to_numpy(k)[:length])
+    assert store.length(store.add([*ids, 1, 2], leave=2)) == 12, "two are left anyway"
+    assert store.length(store.add([*ids, 1, 2], leave=3)) == 11
+    assert store.length(store.add(leave=3)) == 0
+
+
+def test_a_prompt_that_is_cached_whole_is_swapped_saved_forked_and_freed(arch, rng, tmp_path):
+    store = make(num_blocks=6)
+    ids = list(range(8))
+    a = store.add(ids)
+    given = extend(store, rng, [a], [8])
+    held = [given[layer][0][:7] for layer in range(2)]
+    b = store.add(ids)
+    store.swap_out(b)
+    store.swap_in(b)
+    c = store.fork(b)
+    store.save(tmp_path / "pool.safetensors", [b])
+    (d,) = store.load_sequences(tmp_path / "pool.safetensors")
+    for seq in (b, c, d):
+        assert store.length(seq) == 7
+        for layer in range(2):
+            oracle.assert_same_bits(store.tokens(layer, seq)[0], held[layer])
+        extend(store, rng, [seq], [1])
+        store.free(seq)
+    for layer in range(2):
+        oracle.assert_same_bits(store.tokens(layer, a)[0], given[layer][0])
+    store.free(a)
+    assert store.num_free_blocks == 6
+    assert store.length(store.add(ids, leave=0)) == 8
+
+
 def test_a_freed_prefix_is_revived_until_its_blocks_are_taken(arch, rng):
     store = make(layers=1, num_blocks=6)
     ids = list(range(8))
@@ -528,14 +600,14 @@ def test_a_freed_prefix_is_revived_until_its_blocks_are_taken(arch, rng):
     store.append(0, k, k, [a], [0, 8])
     store.free(a)
     assert store.num_free_blocks == 6
-    b = store.add(ids)
+    b = store.add(ids, leave=0)
     assert (store.length(b), store.num_free_blocks, store.num_shared_blocks) == (8, 4, 0)
     oracle.assert_same_bits(store.tokens(0, b)[0], k)
     store.free(b)
     other = store.add()
     wide = oracle.place(rows(rng, 16), arch)
     store.append(0, wide, wide, [other], [0, 16])
-    assert store.length(store.add(ids)) == 8, "blocks without a name were taken first"
+    assert store.length(store.add(ids, leave=0)) == 8, "blocks without a name were taken first"
     store.free(store.sequences[-1])
     store.append(0, k, k, [other], [0, 8])
     assert store.length(store.add(ids)) == 0, "their data is gone, and so is the name"
@@ -547,11 +619,11 @@ def test_a_shared_prefix_is_not_overwritten_through_one_of_its_holders(arch, rng
     k, other = oracle.place(rows(rng, 8), arch), oracle.place(rows(rng, 3), arch)
     a = store.add(ids)
     store.append(0, k, k, [a], [0, 8])
-    b = store.add(ids)
+    b = store.add(ids, leave=0)
     store.truncate(b, 5)
     store.append(0, other, other, [b], [0, 3])
     oracle.assert_same_bits(store.tokens(0, a)[0], k)
-    c = store.add(ids)
+    c = store.add(ids, leave=0)
     oracle.assert_same_bits(store.tokens(0, c)[0], k)
     for seq in (b, c):
         store.free(seq)
@@ -572,7 +644,7 @@ def test_a_prefix_that_two_sequences_wrote_outlives_the_first(arch, rng):
     other = store.add()
     wide = oracle.place(rows(rng, 12), arch)
     store.append(0, wide, wide, [other], [0, 12])  # all that was free
-    c = store.add(ids)
+    c = store.add(ids, leave=0)
     assert store.block_table(c).tolist() == store.block_table(b).tolist()
     oracle.assert_same_bits(store.tokens(0, c)[0], k)
 
@@ -817,6 +889,10 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         ),
         (lambda s, k: s.add([1 << 70]), tikv.DTypeError, "token_ids"),
         (lambda s, k: s.add("abc"), tikv.DTypeError, "token_ids"),
+        (lambda s, k: s.add([1], leave=-1), tikv.PositionError, r"leave=-1 is outside the range\. Use 0 or more"),
+        (lambda s, k: s.add(leave=True), tikv.DTypeError, "leave is True, not an integer"),
+        (lambda s, k: s.add([1], leave=0.5), tikv.DTypeError, "leave is 0.5"),
+        (lambda s, k: s.add([1], leave=None), tikv.DTypeError, "leave is None"),
     ],
 )
 @pytest.mark.archs("cpu")
@@ -890,7 +966,7 @@ def test_a_refused_write_forgets_no_prefix(arch, rng):
             own = getattr(store.keys(0), "torch" if arch == "cuda" else "numpy")().reshape(-1, HEADS, WIDTH)
             with pytest.raises(tikv.ShapeError, match="overlap"):
                 store.append(0, own[:8], own[8:], [b], [0, 8])
-        c = store.add(ids)
+        c = store.add(ids, leave=0)
         assert (store.length(c), store.num_free_blocks) == (12, 0)
         oracle.assert_same_bits(store.tokens(0, c)[0], k)
         store.free(c)
@@ -974,12 +1050,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(ids=st.none() | st.lists(st.integers(0, 1), max_size=7))
     def add(self, ids):
-        seq = self.store.add(ids)
+        leave = int(self.rng.choice((0, 1, 1, 3)))
+        seq = self.store.add(ids, leave=leave)
         assert seq not in self.model
         ids = ids or []
         there = self.store.length(seq)
-        assert there <= len(ids)
-        assert there % 2 == 0
+        assert there <= max(0, len(ids) - leave)
+        assert there % 2 == 0 or there == len(ids) - leave
         self.model[seq] = [ids, [[self._row(layer, ids, p) for p in range(there)] for layer in range(2)], False]
 
     @precondition(lambda self: self._present())

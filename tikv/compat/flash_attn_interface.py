@@ -51,8 +51,9 @@ def flash_attn_with_kvcache(
             size.
         k, v: (B, S_new, H, D) and (B, S_new, H, D_v), or with ``cu_seqlens_k_new`` (total, H, D), appended at
             ``cache_seqlens``; None to read only.
-        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): the scores become ``q.k + qv.v``, for latent attention. K and V must
-            be adjacent columns of one array.
+        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): the scores become ``q.k + qv.v``, for latent attention. Keys and
+            values that are adjacent columns of one array, ``cache[..., :D]`` and ``cache[..., D:]``, are read in place;
+            others are copied in each call.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), which rotate ``k`` and ``q``; they need a position for each
             slot of a row.
         cache_seqlens: an int or (B,) int32: the number of slots in use before the append, padding included; None for
@@ -80,16 +81,18 @@ def flash_attn_with_kvcache(
         ``return_softmax_lse``, also the log-sum-exp. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: an option that is not supported, which the message names: ``qv`` where K and V are not adjacent
-            columns, descales of a cache that is not in 8-bit floats, metadata, or margins.
+        OptionError: an option that is not supported, which the message names: descales with ``qv``, or of a cache that
+            is not in 8-bit floats, metadata, or margins.
         ShapeError, DTypeError, PositionError, CapacityError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
             Nothing is written. Lengths, rows, pages and padding are checked if all of them lie on the host. Otherwise
             new rows without a slot are skipped, and lengths are clamped.
 
     Exactness: an append keeps every bit; attention is as exact as `tikv.decode_attention`. Cost: one append and one
-        attention, with each row of the cache read as one page; the cache is not copied. Padding adds a table with an
-        entry for each token of a row. Chunks add one with an entry for each token that each query may see, and queries
-        then share no reads.
+        attention, with each row of the cache read as one page; the cache is not copied, except for ``qv`` with K and V
+        in separate arrays: then two launches copy the tokens of all sequences into one array, which has room for the
+        longest one, or for all slots of a row if the lengths lie on a device. Padding adds a table with an entry for
+        each token of a row. Chunks add one with an entry for each token that each query may see, and queries then share
+        no reads.
 
     Examples:
         >>> import numpy as np

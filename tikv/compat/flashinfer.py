@@ -6,12 +6,23 @@ of base 2, and pages of one token may omit the axis of length 1.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import (
+    ArrayView,
+    CacheArray,
+    describe,
+    handed_over,
+    new_like,
+    refuse_backward,
+    runtime_of,
+    view,
+    write_host,
+)
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks, paged
@@ -26,6 +37,7 @@ from tikv.ops.write_pages import write_pages
 from tikv.runtime import current
 
 LAYOUTS = ("NHD", "HND")
+SCALED = (*dtypes.FLOATS8, dtypes.int8)  # dtypes of pools whose scales attention multiplies by as it reads
 
 
 def append_paged_kv_cache(
@@ -154,8 +166,8 @@ def batch_decode_with_paged_kv_cache(
         window_left: how many tokens before its own a query sees; -1 for all. Not allowed with a mask.
         logits_soft_cap: None or 0 for no cap.
         sm_scale: None for ``1 / sqrt(D)``.
-        q_scale, k_scale, v_scale: ``k_scale`` and ``v_scale`` are for pools in 8-bit floats; ``q_scale`` is taken with
-            any pool.
+        q_scale, k_scale, v_scale: numbers: ``q_scale`` and ``k_scale`` multiply the scores, and ``v_scale`` the result.
+            For pools in 8-bit floats, ``k_scale`` and ``v_scale`` may also be (H,) arrays; int8 pools need theirs.
         sinks: (Hq,) float32: one more logit for each query head, which counts in the denominator only.
         out: an array for the result; None for a new one.
         return_lse: also return the log-sum-exp of base 2, (B, Hq) or (B, T, Hq) float32.
@@ -168,9 +180,10 @@ def batch_decode_with_paged_kv_cache(
         ShapeError: the mask has another size.
         ShapeError, DTypeError, PositionError: as `tikv.paged_decode_attention`.
 
-    Exactness: as `tikv.paged_decode_attention`. Cost: the same, with index arithmetic before it. If ``paged_kv_indptr``
-        and ``paged_kv_last_page_len`` lie on a device, the call waits for them. It waits for a mask too, to check the
-        older tokens.
+    Exactness: as `tikv.paged_decode_attention`. Unless the pools are in 8 bits, ``v_scale`` multiplies the result after
+        it is rounded, as in FlashInfer, which rounds once more. Cost: the same, with index arithmetic before it. If
+        ``paged_kv_indptr`` and ``paged_kv_last_page_len`` lie on a device, the call waits for them. It waits for a mask
+        too, to check the older tokens.
 
     Examples:
         >>> import numpy as np
@@ -196,14 +209,19 @@ def batch_decode_with_paged_kv_cache(
         operation, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, asked.shape[0], block_size
     )
     terms: dict[str, Any] = {"sink_logits": sinks}
-    scales: dict[str, Any] = {}
     if masked:
         terms["mask"] = _mask_of_new_tokens(operation, custom_mask, packed_custom_mask, lens, queries)
-    scale, factor = real(sm_scale, "sm_scale", operation), real(q_scale, "q_scale", operation)
-    if factor is not None:
-        scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
-    if k_scale is not None or v_scale is not None:
-        scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
+    scale, scales, of_result = real(sm_scale, "sm_scale", operation), dict[str, Any](), None
+    of_scores = [real(q_scale, "q_scale", operation)]
+    if all(not isinstance(pool, Quantized) and pool.dtype in SCALED for pool in (k_pool, v_pool)):
+        if k_scale is not None or v_scale is not None:
+            scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
+    else:
+        of_scores.append(real(k_scale, "k_scale", operation))
+        of_result = _finite(real(v_scale, "v_scale", operation), "v_scale", operation)
+    for factor in of_scores:
+        if factor is not None:
+            scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
     pools = PagedCaches(k_pool, v_pool, for_operation(table, q), lens.astype(np.int32), kv_layout, **scales)
     request = AttendRequest(
         scale=scale,
@@ -219,10 +237,37 @@ def batch_decode_with_paged_kv_cache(
     to = _heads_first(view(out, "out", operation))
     if not return_lse:
         call.attend(None, Results(to))
-        return refuse_backward(handed_over(out), q, k_pool, v_pool)
+        return refuse_backward(_multiplied(handed_over(out), of_result), q, k_pool, v_pool)
     lse = new_like(q, asked.shape[:-1], dtypes.float32, call.plan.live)
     call.attend(None, Results(to, True, _heads_first(view(lse, "lse", operation), asked.ndim - 1)))
-    return refuse_backward((handed_over(out), handed_over(lse)), q, k_pool, v_pool)
+    return refuse_backward((_multiplied(handed_over(out), of_result), handed_over(lse)), q, k_pool, v_pool)
+
+
+def _finite(number: float | None, name: str, operation: str) -> float | None:
+    """The number, or None.
+
+    Raises:
+        OptionError: it is not finite.
+    """
+    if number is not None and not math.isfinite(number):
+        raise OptionError(f"{operation}: {name}={number} is not a finite number.")
+    return number
+
+
+def _multiplied(result: Any, factor: float | None) -> Any:
+    """The result times a number, rounded to its dtype: in place, unless its library's arrays are immutable."""
+    if factor is None or factor == 1.0:
+        return result
+    if isinstance(result, CacheArray):
+        seen = view(result, "out", "multiply")
+        write_host(_multiplied(result.copy_to_host(), factor), seen)
+    elif isinstance(result, np.ndarray):
+        result[...] = (result.astype(np.float32) * np.float32(factor)).astype(result.dtype)
+    elif library_of(result) is not np:
+        result.detach().mul_(factor)
+    else:
+        result = result * factor
+    return result
 
 
 def _seen(causal: bool, window_left: int, queries: int, capacity: int) -> dict[str, Any]:

@@ -13,6 +13,10 @@ from tikv.ops.indices import index_array
 from tikv.runtime import current
 
 
+class PeerPositionError(PositionError, RuntimeError):
+    """A `PositionError` about values of an index argument that is also a RuntimeError, as C++ checks of torch raise."""
+
+
 def library_of(*arrays: Any) -> Any:
     """The module, torch or NumPy, whose functions work on these arrays: torch if any of them is a tensor."""
     for array in arrays:
@@ -118,20 +122,20 @@ class Indices:
         """Raise for the first place where `wrong` is true, if its values are known.
 
         Raises:
-            PositionError: with the reason that `reason` gives for that place.
+            PeerPositionError: with the reason that `reason` gives for that place.
         """
         if self.known and wrong.any():
             place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise PositionError(f"{self.operation}: {reason(place)}")
+            raise PeerPositionError(f"{self.operation}: {reason(place)}")
 
     def check_starts(self, name: str, starts: Any, end: int, what: str) -> None:
         """Check, if the starts are known, that they ascend from 0 and that the last is not beyond the end.
 
         Raises:
-            PositionError: they do not.
+            PeerPositionError: they do not.
         """
         if self.known and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > end):
-            raise PositionError(
+            raise PeerPositionError(
                 f"{self.operation}: {name} is {starts.tolist()}; it must ascend from 0 to at most the {end} {what}."
             )
 

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_array, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
 from tikv.compat.ragged_rows import RaggedRows, place
-from tikv.errors import OptionError, ShapeError
+from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
 from tikv.ops.attention.paged import PagedCaches, paged_call
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
+from tikv.ops.plan import PlannedCall
 
 INDICES = ("cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
 MOST = 2**31 - 1
@@ -79,11 +80,22 @@ class Layout(NamedTuple):
     before: Any  # (B,) tokens before the call
     lengths: Any  # (B,) with the new ones
     pads: Any  # (B,) slots before the first token; None for 0
+    rows: Any = None  # (B,) the row of the cache, or of the table, that each sequence uses; None for its own number
 
     @property
     def capacity(self) -> int:
         """The number of slots of a sequence."""
         return int(self.table.shape[1]) * self.page
+
+
+class Joint(NamedTuple):
+    """K and V of a call with `qv` as adjacent columns of one array, which holds the keys of the joint queries."""
+
+    keys: ArrayView
+    values: ArrayView
+    k_first: bool  # whether the columns of K come first
+    layout: Layout
+    copies: tuple[PlannedCall, ...] = ()  # what brings the rows there, if the caller's K and V are apart
 
 
 class CacheCall:
@@ -109,6 +121,7 @@ class CacheCall:
         if self.index.has("rotary_seqlens"):
             self.rotated_from = self.index.array("rotary_seqlens", (self.batch,), "(B,)")
         self._check_options()
+        self.joint = None if given.qv is None else self._adjacent() or self._copied()
         queries = self._queries()
         self.write = None
         if added is not None:
@@ -117,12 +130,16 @@ class CacheCall:
             caches = self.views["k_cache"], self.views["v_cache"]
             self.write = paged.slots_call(self.operation, k, v, *caches, slots)
             self.write.prepare()
+        if self.joint is not None:
+            self.layout = self.joint.layout
         self.out, self.lse, self.attention = self._attention(queries)
 
     def run(self) -> tuple[Any, Any]:
         """Write the new rows, then return (out, lse)."""
         if self.write is not None:
             self.write.run()
+        for copy in self.joint.copies if self.joint else ():
+            copy.run()
         self.attention.run()
         q, k_cache, v_cache, k, v, qv = self.given[1:7]
         results = handed_over(self.out), handed_over(self.lse)
@@ -234,7 +251,7 @@ class CacheCall:
             before = index.arange(batch) * 0 + checks.integer(number, "cache_seqlens", self.operation, high=MOST)
         counts = before * 0 if added is None else added.counts
         pads = index.array("cache_leftpad", (batch,), "(B,)") if index.has("cache_leftpad") else None
-        found = Layout(table, page, before, before + counts, pads)
+        found = Layout(table, page, before, before + counts, pads, chosen)
         self._check_layout(found, counts)
         return found
 
@@ -253,7 +270,7 @@ class CacheCall:
         index.refuse_where(
             ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
             lambda at: (
-                f"sequence {at[0]} has {int(lengths[at[0]])} tokens and needs row or page {int(table[at])}, but the "
+                f"sequence {at[0]} has {int(lengths[at[0]])} tokens and needs {self._named(layout, *at)}, but the "
                 f"cache has {blocks}. Use 0..{blocks - 1}."
             ),
         )
@@ -265,6 +282,13 @@ class CacheCall:
                     f"{int(lengths[b])}."
                 ),
             )
+
+    def _named(self, layout: Layout, sequence: int, number: int) -> str:
+        """A page or row of the cache, and the entry of an argument that names it."""
+        name, block, rows = self.given.table_name, int(layout.table[sequence, number]), layout.rows
+        if self.index.has(name):
+            return f"page {block} ({name}[{sequence if rows is None else int(rows[sequence])}, {number}])"
+        return f"row {block}" if rows is None else f"row {block} (cache_batch_idx[{sequence}])"
 
     def _check_options(self) -> None:
         """Check that the arrays of the arithmetic before the launches are of one kind and fit each other.
@@ -286,6 +310,10 @@ class CacheCall:
             descale = getattr(given, name)
             if descale is None:
                 continue
+            if given.qv is not None:
+                raise OptionError(
+                    f"{operation}: {name} is given with qv, which is for values of 16 or 32 bits. Leave one out."
+                )
             if views[of].dtype not in dtypes.FLOATS8:
                 raise OptionError(
                     f"{operation}: {name} scales 8-bit floats, but {of} is {views[of].dtype}. Leave {name} out."
@@ -357,33 +385,59 @@ class CacheCall:
         if beside is None:
             return found
         parts = [found, beside]
-        return ragged_rows.joined(parts if self._joint_cache()[1] else parts[::-1])
+        return ragged_rows.joined(parts[::-1] if self.joint and not self.joint.k_first else parts)
 
-    def _joint_cache(self) -> tuple[ArrayView, bool]:
-        """(K and V as one array of adjacent columns, whether those of K come first).
-
-        Raises:
-            OptionError: the columns of K and V are not adjacent.
-        """
+    def _adjacent(self) -> Joint | None:
+        """K and V in place, if they are adjacent columns of one array."""
         k, v = self.views["k_cache"], self.views["v_cache"]
         width, size = k.shape[3] + v.shape[3], k.dtype.itemsize
         apart = (v.ptr + v.offset) - (k.ptr + k.offset)
         alike = (k.shape[:3], k.strides, k.dtype, k.device) == (v.shape[:3], v.strides, v.dtype, v.device)
         if alike and k.handle is v.handle and apart in (k.shape[3] * size, -v.shape[3] * size):
             first, k_first = (k, True) if apart > 0 else (v, False)
-            return first.restrided((*k.shape[:3], width), k.strides), k_first
-        raise OptionError(
-            f"{self.operation}: with qv, attention reads K and V together, in place. Pass k_cache and v_cache that "
-            "are neighbouring columns of one array: cache[..., :D] and cache[..., D:]."
-        )
+            return Joint(first.restrided((*k.shape[:3], width), k.strides), v, k_first, self.layout)
+        return None
+
+    def _copied(self) -> Joint:
+        """A copy of the tokens of each sequence, with K and V as columns of one array.
+
+        Raises:
+            ShapeError, DTypeError: K and V do not fit each other.
+        """
+        index, layout, (k, v) = self.index, self.layout, (self.views["k_cache"], self.views["v_cache"])
+        if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
+            raise (ShapeError if k.dtype is v.dtype else DTypeError)(
+                f"{self.operation}: k_cache is {describe(k)} and v_cache {describe(v)}; with qv, both need the same "
+                "dtype, and the same shape but for the last axis."
+            )
+        most = layout.capacity
+        if index.known:
+            most = int(max(layout.lengths, default=0))
+        token = index.arange(most)
+        slots = index.library.zeros_like(layout.lengths[:, None] + token) - 1
+        if most:
+            block = layout.table[:, token // layout.page]
+            inside = (token < layout.lengths[:, None]) & (block >= 0) & (block < k.shape[0])
+            slots = index.library.where(inside, block * layout.page + token % layout.page, slots)
+        slots = for_operation(slots.reshape(-1), self.given.k_cache)
+        (heads, width), rows, live = k.shape[2:], self.batch * most, runtime_of(self.given.k_cache)
+        both = new_array((rows, heads, width + v.shape[3]), k.dtype, live, zeroed=not index.known)
+        copies = []
+        for a, first, columns in ((k, 0, width), (v, width, v.shape[3])):
+            to = both.restrided((rows, heads, columns), both.strides, first)
+            copies.append(paged.gather_call(self.operation, a, slots, rows, layout="NHD", out=to, by_slot=True)[0])
+            copies[-1].prepare()
+        step = both.strides
+        keys = both.restrided((self.batch, most, heads, both.shape[2]), (most * step[0], *step))
+        values = keys.restrided((*keys.shape[:3], v.shape[3]), keys.strides, width)
+        there = layout._replace(table=index.arange(self.batch)[:, None], page=most, rows=None)
+        return Joint(keys, values, True, there, tuple(copies))
 
     def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
         """(out, lse, what computes them) for (B, T, Hq, D) queries; every step that can fail is done."""
         given, views, layout, sight = self.given, self.views, self.layout, self.sight
-        k, v = views["k_cache"], views["v_cache"]
+        k, v = self.joint[:2] if self.joint else (views["k_cache"], views["v_cache"])
         scale = real(given.softmax_scale, "softmax_scale", self.operation)
-        if given.qv is not None:
-            k, _ = self._joint_cache()
         scales = self._descales()
         batch, most, heads = queries.shape[:3]
         asked = view(queries, "q", self.operation)

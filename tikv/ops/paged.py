@@ -417,10 +417,30 @@ def gather(
     format: GroupFormat | None = None,
     by_slot: bool = False,
 ) -> Any:
-    """`gather_paged` under the name that errors give; `format` is that of a pool of groups, whose scales are `scale`.
+    """`gather_call`, run at once: its destination."""
+    call, out = gather_call(
+        operation, pool, block_table, length, layout=layout, scale=scale, out=out, format=format, by_slot=by_slot
+    )
+    call.run()
+    return out
 
-    With `by_slot` the table names the slot of each token, and a token with a negative slot stays as it is in `out`.
-    Without a scale bits are copied, of int8 too.
+
+def gather_call(
+    operation: str,
+    pool: Any,
+    block_table: Any,
+    length: int,
+    *,
+    layout: str,
+    scale: Any = None,
+    out: Any = None,
+    format: GroupFormat | None = None,
+    by_slot: bool = False,
+) -> tuple[PlannedCall, Any]:
+    """(a checked call of `gather_paged` under the name that errors give, its destination).
+
+    `format` is that of a pool of groups, whose scales are `scale`. With `by_slot` the table names the slot of each
+    token, and a token with a negative slot stays as it is in `out`. Without a scale bits are copied, of int8 too.
     """
     live = runtime_of(pool, out, block_table)
     index_name = "slot_mapping" if by_slot else "block_table"
@@ -496,5 +516,5 @@ def gather(
         return [bound]
 
     names, arrays, written = zip(*named, strict=True)
-    Plan(live, operation, names, written, bind if math.prod(wanted_shape) else None).run(arrays)
-    return out
+    plan = Plan(live, operation, names, written, bind if math.prod(wanted_shape) else None)
+    return PlannedCall(plan, arrays, (pool, block_table, scale, out)), out

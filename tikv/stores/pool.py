@@ -319,25 +319,30 @@ class PagedKVCacheStore(runtime.DeepCopied):
     # --- writes
 
     @changing
-    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
+    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None, *, leave: int = 1) -> int:
         """Make a new sequence. With token ids, it begins with the full blocks that it shares with other sequences.
 
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
         That sequence may have been freed, as long as its blocks were not reused. Tokens whose ids were not passed to
         `add`, such as generated text, are not found. `length` says how many tokens are in the pool already; append only
-        the rest. If all ids were found, no token would be left whose logits the model computes: to prevent that, pass
-        all ids but the last.
+        the rest. That is at least the last token, even if the whole prompt is in the pool: the model has to compute
+        its logits.
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
             salt: the name of a tenant, for example: sequences with different salts never share a block. "1", b"1" and 1
                 are different salts.
+            leave: how many of the last tokens the new sequence does not have even if they are in the pool, so that the
+                model computes them; 0 takes all. A shared block that has some of them is copied before they are
+                written, so an append may need one more block than its tokens fill.
 
         Returns:
             The number of the sequence.
 
         Raises:
-            DTypeError, ShapeError: token_ids are not a list of integers, or the salt is not a str, bytes or int.
+            DTypeError, ShapeError: token_ids are not a list of integers, the salt is not a str, bytes or int, or
+                ``leave`` is not an integer.
+            PositionError: ``leave`` is negative.
 
         Cost: none on the device; about 1 us for each block.
 
@@ -349,15 +354,18 @@ class PagedKVCacheStore(runtime.DeepCopied):
             >>> pool.append(0, *np.ones((2, 5, 1, 4), np.float16), [a], cu_seqlens=[0, 5])
             >>> [pool.length(s) for s in (pool.add([5, 6, 7, 8, 1]), pool.add([1, 6, 7, 8]), pool.add(prompt, "a"))]
             [4, 0, 0]
+            >>> pool.length(pool.add([5, 6, 7, 8])), pool.length(pool.add([5, 6, 7, 8], leave=0))
+            (3, 4)
         """
         operation = "PagedKVCacheStore.add"
+        leave = checks.integer(leave, "leave", operation)
         if token_ids is not None:
             self._pages.refuse_per_head(operation, "blocks of single heads cannot be found by token_ids")
         runtime.require_alive(self.runtime, operation)
         ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
-        return self._pages.add(ids, salt_bytes(salt, operation))
+        return self._pages.add(ids, salt_bytes(salt, operation), leave)
 
     @changing
     def append(

@@ -215,14 +215,14 @@ class TokenGroupPages(Pages):
 
     # --- sequences
 
-    def add(self, token_ids: Any, salt: bytes) -> int:
+    def add(self, token_ids: Any, salt: bytes, leave: int) -> int:
         """As in `Pages`, without token ids."""
         if len(token_ids):
             raise OptionError(
                 "PagedKVCacheStore.add: blocks with groups along tokens cannot be found by token_ids, since the "
                 "newest tokens of a block may not be codes yet. Leave token_ids out, and use fork()."
             )
-        return self._came(self.sequences.add(token_ids, salt), [0] * len(self._codes))
+        return self._came(self.sequences.add(token_ids, salt, leave), [0] * len(self._codes))
 
     def _came(self, seq: int, coded: list[int]) -> int:
         self.new.take(seq)

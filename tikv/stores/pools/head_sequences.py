@@ -90,11 +90,11 @@ class HeadSequences(Sequences):
             for n, head in first.states.items()
         ]
 
-    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
+    def add(self, token_ids: Sequence[int], salt: bytes, leave: int) -> int:
         """A new sequence without tokens."""
         for layer in self.layers:
             for _ in range(self.heads):
-                layer.add([], b"")
+                layer.add([], b"", leave)
         return self._insert(HeadState([], [0] * self.num_layers))
 
     def truncate(self, state: SequenceState, n: int) -> None:

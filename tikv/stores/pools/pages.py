@@ -51,9 +51,9 @@ class Pages:
 
     # --- sequences, and what goes with them
 
-    def add(self, token_ids: Any, salt: bytes) -> int:
+    def add(self, token_ids: Any, salt: bytes, leave: int) -> int:
         """A new sequence, see `Sequences.add`."""
-        return self.sequences.add(token_ids, salt)
+        return self.sequences.add(token_ids, salt, leave)
 
     def fork(self, state: SequenceState) -> int:
         """A new sequence with the same tokens."""

@@ -236,14 +236,19 @@ class Sequences:
             raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
         return states
 
-    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
-        """A new sequence, which begins with the registered blocks of these tokens under this salt."""
+    def add(self, token_ids: Sequence[int], salt: bytes, leave: int) -> int:
+        """A new sequence, which begins with the registered blocks of these tokens under this salt.
+
+        It does not have the last `leave` tokens, even if a block that it shares does: the append that brings them
+        copies that block first.
+        """
         ids, digests = self.known(token_ids, salt)
-        shared = self.blocks.prefix(digests)
+        found = self.blocks.prefix(digests)
+        length = min(len(found) * self.block_size, max(0, len(token_ids) - leave))
+        shared = found[: self.blocks_for(length)]
         self.blocks.acquire(shared)
-        count = len(shared)
-        lengths = [count * self.block_size] * self.num_layers
-        return self._insert(SequenceState(shared, lengths, ids, salt, digests, count))
+        lengths = [length] * self.num_layers
+        return self._insert(SequenceState(shared, lengths, ids, salt, digests, length // self.block_size))
 
     def known(self, token_ids: Sequence[int] | Host, salt: bytes) -> tuple[Host, list[bytes]]:
         """The token ids of full blocks, and the digests of those blocks."""
