@@ -43,7 +43,7 @@ from tikv.stores.layers.queries import attend_queries, extend_queries, with_toke
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
 
-REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "mask", "parents", "indices")
+REFUSED = ("seq_lens", "alibi_slopes", "return_mass", "mass_queries", "out", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):
