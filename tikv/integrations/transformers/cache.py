@@ -19,6 +19,7 @@ from tikv.integrations.transformers import files as cache_files
 from tikv.integrations.transformers import shim
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
+from tikv.integrations.transformers.generation import compare_lengths
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.indexed import IndexedLayer
@@ -29,6 +30,7 @@ from tikv.integrations.transformers.storage import OPERATION, Storage, storage_o
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
+from tikv.stores.picture import counted, ranges, size_in_words
 
 _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer calls it for each token
 
@@ -214,6 +216,15 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     return ""
 
 
+_MOST_KINDS = 4  # of layers, in a repr
+
+
+def _named(layers: list[int]) -> str:
+    """Indices of layers, in words."""
+    words = f"{'layers' if len(layers) > 1 else 'layer'} {ranges(layers)}"
+    return words if len(words) <= 40 else f"{counted(len(layers), 'layer')} from {layers[0]} to {layers[-1]}"
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
@@ -227,7 +238,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         max_cache_len: tokens that a sequence may have; memory for them is allocated once. With None, memory grows by an
             eighth as needed, one layer after another. If all layers slide, a sequence may have more tokens, as with
             transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
-            are fewer.
+            are fewer. `generate` refuses beforehand, before it computes anything, a prompt and ``max_new_tokens`` (or a
+            ``max_length``) that would need more.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read,
@@ -328,6 +340,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         named = config if type(text) is type(config) else text
         if named._attn_implementation == ATTENTION:
             check_configured(named)
+        if max_cache_len is not None:
+            compare_lengths()
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
@@ -364,6 +378,17 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
+
+    def __repr__(self) -> str:
+        """Equal layers share a line; after four kinds of layers the others are counted."""
+        alike: dict[str, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            alike.setdefault(repr(layer), []).append(i)
+        lines = [f"{_named(layers)}: {text}" for text, layers in [*alike.items()][:_MOST_KINDS]]
+        if others := [i for layers in [*alike.values()][_MOST_KINDS:] for i in layers]:
+            lines[-1] = f"{_named(sorted([*alike.values()][_MOST_KINDS - 1] + others))}: of other kinds or lengths"
+        about = f"{counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
+        return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in lines) + ")"
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
@@ -463,6 +488,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def max_cache_len(self) -> int:
         """The given number; -1 for None."""
         return -1 if self._limit is None else self._limit
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens that the layers take: None if memory grows or all layers slide, as these go on."""
+        limits = [layer.limit for layer in self.layers if getattr(layer, "limit", None) is not None]
+        return min(limits, default=None)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The bound on a layer's tokens or, without an index, the greatest bound of all layers; -1 means no bound.
@@ -636,6 +667,9 @@ class _OfEncoderDecoder:
         """Keep these sequences, in this order."""
         for cache in (self.self_attention_cache, self._cross):
             cache.batch_select_indices(indices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(decoder {self.self_attention_cache!r}\nencoder {self._cross!r})"
 
     @property
     def nbytes(self) -> int:
