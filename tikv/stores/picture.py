@@ -65,11 +65,13 @@ def size_in_words(nbytes: int) -> str:
     """Bytes in the unit that shows them best.
 
     Examples:
-        >>> size_in_words(512), size_in_words(2304), size_in_words(33554432)
-        ('512 B', '2.3 kB', '33.6 MB')
+        >>> size_in_words(512), size_in_words(2304), size_in_words(33554432), size_in_words(2**36)
+        ('512 B', '2.3 kB', '33.6 MB', '68.7 GB')
     """
     if nbytes < 1000:
         return f"{nbytes} B"
+    if nbytes >= 10_000_000_000:
+        return f"{nbytes / 1e9:.1f} GB"
     return f"{nbytes / 1e3:.1f} kB" if nbytes < 100_000 else f"{nbytes / 1e6:.1f} MB"
 
 

@@ -16,7 +16,7 @@ from transformers import cache_utils
 
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers import files as cache_files
-from tikv.integrations.transformers import shim
+from tikv.integrations.transformers import needs, shim
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations.transformers.generation import compare_lengths
@@ -371,6 +371,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
+        self._uncompared = [layer for layer in layers if isinstance(layer, TikvLayer) and layer.limit is not None]
+        self._needed = 0  # bytes of the layers that were compared with the memory that there is
+        if self._uncompared:
+            needs.require_for_one(self._uncompared, storage, text, places is not None)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
@@ -437,6 +441,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ) from None
         if _is_traced():
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+        if self._uncompared:
+            self._require_memory(layer, key_states, value_states)
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
             self._prompted = None
@@ -444,6 +450,26 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if layer.has_prompt_room:
             self._prompted = layer
         return found  # type: ignore[no-any-return]
+
+    def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
+        """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
+        alike = [a for a in self._uncompared if a.sliding_window == getattr(layer, "sliding_window", None)]
+        if layer in alike:
+            on_host = self._places is not None
+            self._needed = needs.require_for_batch(alike, layer.storage, keys, values, self._needed, on_host)
+            self._uncompared = [a for a in self._uncompared if a not in alike]
+
+    def early_initialization(self, batch_size: int, num_heads: Any, head_dim: Any, dtype: Any, device: Any) -> None:
+        """Allocate memory for all layers now; the arguments are those of transformers' caches.
+
+        Raises:
+            CapacityError: the device has no memory for them.
+        """
+        if isinstance(num_heads, int) and isinstance(head_dim, int):
+            like = torch.empty(batch_size, num_heads, 0, head_dim, dtype=dtype, device=device)
+            for layer in self._uncompared.copy():
+                self._require_memory(layer, like, like)
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
         """(number of keys that a layer's `update` will return for these new tokens, position of the first key).
@@ -624,6 +650,7 @@ class _OfEncoderDecoder:
     _made: dict[str, Any]
     _fields: dict[str, Any]
     _why_not_compiled: str
+    _uncompared: list[TikvLayer]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
@@ -639,6 +666,7 @@ class _OfEncoderDecoder:
         cache_utils.Cache.__init__(found, layers=layers)
         found._limit, found._made, found._fields = limit, self._made, self._fields
         found._why_not_compiled, found._rings, found._prompted = self._why_not_compiled, [], None
+        found._uncompared, found._needed, found._places = list(self._uncompared) if limit is not None else [], 0, None
         return found
 
     @property

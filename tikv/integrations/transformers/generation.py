@@ -49,7 +49,8 @@ def _check(limit: int, asked: dict[str, Any], options: dict[str, Any]) -> None:
     config, tokens = asked.get("generation_config"), asked.get("max_cache_length")
     tokens = tokens if isinstance(tokens, int) else 0
     # If only the new tokens of a text were passed, the mask covers the cached ones too.
-    mask, more = options.get("attention_mask"), getattr(config, "max_new_tokens", None)
+    mask: Any = options.get("attention_mask")
+    more: int | None = getattr(config, "max_new_tokens", None)
     covered = mask.shape[1] if getattr(mask, "ndim", 0) == 2 else getattr(config, "_mask_length", 0)
     if more is not None and not options.get("encoder_outputs"):
         tokens = max(tokens, covered + more - 1)
