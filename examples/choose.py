@@ -19,9 +19,9 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
-import loss
 import numpy as np
-from model import Model
+from shared import loss
+from shared.model import Model
 
 import tikv
 

@@ -24,8 +24,8 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from memory import NoMemory, PagedMemory, StoreMemory, pool_for
-from model import FILE_START, Memory, Model
+from shared.memory import NoMemory, PagedMemory, StoreMemory, pool_for
+from shared.model import FILE_START, Memory, Model
 
 import tikv
 

@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from generate import Chooser, cached, report
-from memory import PagedMemory, StoreMemory, pool_for
-from model import FILE_START, Model
+from shared.memory import PagedMemory, StoreMemory, pool_for
+from shared.model import FILE_START, Model
 
 import tikv
 from tikv import extras

@@ -19,8 +19,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from generate import Chooser, cached, report, style
-from memory import PagedMemory, pool_for
-from model import FILE_START, Model
+from shared.memory import PagedMemory, pool_for
+from shared.model import FILE_START, Model
 
 import tikv
 

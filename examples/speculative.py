@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from model import FILE_START, Model
+from shared.model import FILE_START, Model
 
 import tikv
 
@@ -40,7 +40,7 @@ class TreeMemory:
         )
 
     def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Append the rows and attend. Shapes as in `model.Memory`."""
+        """Append the rows and attend. Shapes as in `shared.model.Memory`."""
         self.store.append(layer, k, v)
         queries = np.ascontiguousarray(q.transpose(1, 0, 2)[None])
         keys, values = self.store.keys(layer), self.store.values(layer)

@@ -25,7 +25,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from model import FILE_START, OTHER, Tokenizer
+from shared.model import FILE_START, OTHER, Tokenizer
 
 try:
     import torch
@@ -159,7 +159,7 @@ class Layer(nn.Module):
 
 
 class TorchModel(nn.Module):
-    """The model of model.py, in torch, for training. ids (batch, length) in, logits (batch, length, vocabulary) out."""
+    """`shared.model`'s model in torch, for training. ids (batch, length) in, logits (batch, length, vocabulary) out."""
 
     def __init__(self, config: dict, dropout: float = 0.0):
         super().__init__()

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from model import FILE_START, OTHER, Model, Tokenizer, attention  # noqa: E402
+from shared.model import FILE_START, OTHER, Model, Tokenizer, attention  # noqa: E402
 
 # Models, stores and attention that other files test, put together.
 pytestmark = pytest.mark.thorough
@@ -41,7 +41,7 @@ def encode(model, prompt):
 
 
 def remember(model, capacity, dtype="float32", cache="contiguous", attention="numpy"):
-    from memory import PagedMemory, StoreMemory, pool_for
+    from shared.memory import PagedMemory, StoreMemory, pool_for
 
     if cache == "contiguous":
         return StoreMemory(model, capacity, dtype, attention)
@@ -65,7 +65,7 @@ def greedy(model, prompt, count, **kind):
 
 
 def recomputed_logits(model, ids):
-    from memory import NoMemory
+    from shared.memory import NoMemory
 
     return model.forward(ids, 0, NoMemory(model))
 
@@ -78,6 +78,21 @@ def run(*arguments, script="generate.py", timeout=120):
         timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_file_is_a_program(name):
+    """It has `--help`, and does something when it is run; what it shares with others is in a folder."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert 'if __name__ == "__main__":' in text
+    assert "argparse" in text
+
+
+@pytest.mark.parametrize("name", ["generate.py", "speculative.py", "formats.py", "train.py"])
+def test_programs_that_share_files_have_help(name):
+    result = run("--help", script=name)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage:")
 
 
 @pytest.mark.full("vulkan", unless=lambda case: case["prompt"] == PROMPTS[-1])

@@ -89,6 +89,36 @@ APPENDED = {
 }
 """The dtypes that may be appended to a cache of each dtype; its keys are the dtypes that a cache may have."""
 
+_INDEX_ARGUMENTS = (
+    "batch_indices", "block_table", "block_tables", "cache_batch_idx", "cache_leftpad", "cache_offsets",
+    "cache_seqlens", "context_lens", "cu_seqlens", "cu_seqlens_k_new", "cu_seqlens_q", "indices", "keep", "kv_indices",
+    "kv_indptr", "lengths", "pages", "page_table", "pairs", "parents", "path", "positions", "rope_positions",
+    "rotary_seqlens", "seq_lens", "seqs", "slot_mapping", "token_ids", "valid",
+)  # fmt: skip
+_ARGUMENTS: dict[str, tuple[DType, ...]] = {
+    **dict.fromkeys(_INDEX_ARGUMENTS, INDICES),
+    **dict.fromkeys(("q", "qkv", "x", "out_a", "out_b"), QUANTIZABLE),
+    **dict.fromkeys(("k", "v", "k_new", "v_new", "key", "value"), FLOATS),
+    **dict.fromkeys(("k_scale", "v_scale", "scale", "scales"), (*SCALES, *GROUP_SCALES[2:])),
+    **dict.fromkeys(("scores", "mass", "lse", "lse_a", "lse_b", "cos", "sin", "q_weight", "k_weight"), (float32,)),
+    **dict.fromkeys(("sink_logits", "alibi_slopes"), (float32,)),
+    **dict.fromkeys(("least", "greatest"), (*QUANTIZABLE, *FLOATS8)),
+    "dequantize q": (int8,),
+    "rotate k": (*QUANTIZABLE, *FLOATS8, int8),
+}
+"""What an argument may have, by its name, or by operation and name if the operation differs from the others."""
+
+
+def of_argument(name: str, operation: str) -> tuple[DType, ...]:
+    """The dtypes that an argument may have; those of caches for a name that says nothing else.
+
+    Examples:
+        >>> of_argument("indices", "decode_attention"), of_argument("k_cache", "copy_kv") == STORED
+        ((int32, int64), True)
+    """
+    return _ARGUMENTS.get(f"{operation} {name}") or _ARGUMENTS.get(name, STORED)
+
+
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
 _BY_DLPACK: dict[tuple[int, int], DType] = {row.dlpack: row for row in ALL}
@@ -120,10 +150,10 @@ def to_torch(name: str) -> Any:
     return getattr(sys.modules["torch"], name)
 
 
-def parse(dtype: Any, operation: str, also: str = "") -> DType:
+def parse(dtype: Any, operation: str, also: str = "", offered: tuple[DType, ...] = STORED) -> DType:
     """The row that a user's `dtype` argument means: a name, a NumPy or ml_dtypes type, a torch dtype or a row.
 
-    ``also`` ends the list of what the caller may use.
+    ``offered`` is what the caller may use, for the error; ``also`` ends the list.
 
     Raises:
         DTypeError: no row has that name.
@@ -145,7 +175,7 @@ def parse(dtype: Any, operation: str, also: str = "") -> DType:
         except TypeError:
             found = None
     if found is None:
-        names = ", ".join(row.name for row in STORED)
+        names = ", ".join(row.name for row in offered)
         raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {names}{also}.")
     return found
 

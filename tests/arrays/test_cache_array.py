@@ -119,6 +119,28 @@ def test_numpy_is_told_where_it_would_get_a_copy_against_its_will(store, arch):
         keys.__array__(np.float64, copy=False)
 
 
+@pytest.mark.parametrize("clone", ["clone", "__copy__", "__deepcopy__"])
+def test_a_clone_has_memory_of_its_own_on_the_same_device(store, arch, clone):
+    keys, before = store.keys(0), store.keys(0).copy_to_host()
+    made = getattr(keys, clone)(*[{}] * (clone == "__deepcopy__"))
+    assert isinstance(made, tikv.CacheArray)
+    assert (made.shape, made.dtype, made.device) == (keys.shape, keys.dtype, keys.device)
+    store.reset()
+    store.append(0, *(oracle.place(np.full((8, 2, 4), 7, np.float32), arch) for _ in "kv"))
+    np.testing.assert_array_equal(made.copy_to_host(), before)
+    if arch not in ("vulkan", "metal"):
+        made[...] = 9
+    assert (keys.copy_to_host() == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_a_clone_has_the_same_bits_in_each_dtype(arch, rng, dtype):
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype=dtype)
+    rows = [oracle.place(rng.standard_normal((8, 2, 4)).astype(np.float32), arch) for _ in "kv"]
+    store.append(0, *rows)
+    oracle.assert_same_bits(store.values(0).clone().copy_to_host(), store.values(0).copy_to_host())
+
+
 def test_an_operator_in_place_writes_into_the_store(store, arch):
     keys, before = store.keys(0), store.keys(0).copy_to_host()
     if arch in ("vulkan", "metal"):

@@ -220,6 +220,7 @@ def test_memory_that_is_not_there_is_a_capacity_error(arch, capfd, monkeypatch):
             Memory(nbytes, live)
         assert is_as_before()
     monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2**60)
+    monkeypatch.setattr(runtime, "memory_bytes", lambda *_: None)  # a system that does not tell
     heads = 32 if live.is_spirv else 2**20
     with pytest.raises(tikv.CapacityError, match=f"^memory: {live.device} has no room for"):
         tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=128, capacity=2**19)
@@ -303,3 +304,40 @@ def test_memory_waits_while_another_thread_compiles(arch):
 
     there = meanwhile(lambda: to_device(given, live))
     assert np.array_equal(meanwhile(lambda: read_host(there, live)), given)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"dtype": "int8"},
+        {"dtype": tikv.Quant(4, 64)},
+        {"dtype": tikv.Quant(2, 64, axis="tokens", residual=64)},
+        {"window": 1 << 16},
+        {"place": "host"},
+    ],
+    ids=["float16", "int8", "groups", "groups of tokens", "windows", "host"],
+)
+def test_a_store_larger_than_the_memory_is_refused_before_any_is_allocated(arch, form, monkeypatch):
+    on_host = "place" in form
+    if arch in ("vulkan", "metal") and on_host:
+        pytest.skip("kernels cannot read the host's memory")
+    form = {"num_kv_heads": 8, "head_dim": 64, "capacity": 1 << 16, **form}
+    tikv.KVCacheStore(num_layers=1, **{**form, "capacity": 128, "window": None})  # starts the runtime
+    monkeypatch.setattr(Memory, "__init__", lambda *_: pytest.fail("memory was allocated"))
+    limit = runtime.memory_bytes("cpu" if on_host else arch)
+    with pytest.raises(tikv.CapacityError, match=rf"^KVCacheStore: (\d+) bytes are needed .* {limit} bytes") as refused:
+        tikv.KVCacheStore(num_layers=-(-limit // (1 << 16) // 128), **form)
+    assert int(str(refused.value).split()[1]) > limit
+
+
+@pytest.mark.parametrize("dtype", ["float16", tikv.Quant(2, 64, axis="tokens", residual=64)], ids=str)
+def test_a_pool_larger_than_the_memory_is_refused_before_any_is_allocated(arch, dtype, monkeypatch):
+    form = {"num_kv_heads": 8, "head_dim": 64, "num_blocks": 1 << 10, "block_size": 64, "dtype": dtype}
+    tikv.PagedKVCacheStore(num_layers=1, **{**form, "num_blocks": 2})
+    monkeypatch.setattr(Memory, "__init__", lambda *_: pytest.fail("memory was allocated"))
+    limit = runtime.memory_bytes(arch)
+    with pytest.raises(
+        tikv.CapacityError, match=rf"^PagedKVCacheStore: \d+ bytes are needed .* {limit} bytes of memory"
+    ):
+        tikv.PagedKVCacheStore(num_layers=-(-limit // (1 << 16) // 128), **form)

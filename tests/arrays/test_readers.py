@@ -448,7 +448,7 @@ def test_overlap_is_seen_when_only_addresses_change(arch):
     [
         (lambda: [[1.0, 2.0]], "src is list, which is not an array"),
         (lambda: None, "src is NoneType, which is not an array"),
-        (lambda: np.zeros((1, 2, 8), np.complex64), "src has dtype complex64. Use one of float32, float16"),
+        (lambda: np.zeros((1, 2, 8), np.complex64), "src has dtype complex64. Use float32, float16, bfloat16"),
         (lambda: np.zeros((1, 2, 8), ">f4"), "src has dtype >f4"),
         (lambda: np.zeros((1, 2, 8), np.uint16), "src has dtype uint16"),
         (lambda: np.zeros((1, 2, 8), bool), "src has dtype bool"),
@@ -463,6 +463,63 @@ def test_overlap_is_seen_when_only_addresses_change(arch):
 def test_what_is_no_array_of_ours(arch, make, message):
     with pytest.raises(tikv.DTypeError, match=f"^copy: {oracle.said(message)}"):
         tikv.copy(make(), oracle.place(np.zeros((2, 5, 8), np.float32), arch), position=0)
+
+
+ROWS = np.ones((2, 2, 8), np.float32)
+CACHES = [np.zeros((2, 5, 8), np.float32) for _ in "kv"]
+KEYS = [np.ones((1, 2, 5, 8), np.float32) for _ in "kv"]
+QUERIES = np.ones((1, 2, 8), np.float32)
+
+
+def attend(**options):
+    return lambda q=QUERIES, lens=5, **more: tikv.decode_attention(q, *KEYS, lens, **options, **more)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: attend()(q=a), "q has dtype {}. Use float32, float16 or bfloat16."),
+        (lambda a: attend()(lens=a), "seq_lens has dtype {}. Use int32 or int64."),
+        (lambda a: attend()(indices=a), "indices has dtype {}. Use int32 or int64."),
+        (lambda a: attend()(parents=a), "parents has dtype {}. Use int32 or int64."),
+        (lambda a: attend()(sink_logits=a), "sink_logits has dtype {}. Use float32."),
+        (lambda a: tikv.select(a, 1), "scores has dtype {}. Use float32."),
+        (lambda a: tikv.quantize(a), "x has dtype {}. Use float32, float16 or bfloat16."),
+        (lambda a: tikv.dequantize(a, QUERIES), "q has dtype {}. Use int8."),
+        (lambda a: tikv.copy_kv(a, ROWS, *CACHES, position=0), "k has dtype {}. Use float32, float16, bfloat16, "),
+        (lambda a: tikv.write_slots(ROWS, ROWS, *KEYS, a), "slot_mapping has dtype {}. Use int32 or int64."),
+        (lambda a: tikv.compact(KEYS[0], a), "keep has dtype {}. Use int32 or int64."),
+    ],
+)
+def test_the_dtypes_that_an_error_offers_are_those_of_the_argument(call, message, arch):
+    with pytest.raises(tikv.DTypeError) as refused:
+        call(np.ones((1, 2, 8), np.complex64))
+    assert message.format("complex64") in str(refused.value)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: tikv.quantize(ROWS, scale_dtype="float8"),
+        lambda: tikv.KVCacheStore(
+            num_layers=1, num_kv_heads=2, head_dim=8, capacity=8, dtype="int8", scale_dtype="float8"
+        ),
+    ],
+)
+def test_the_dtypes_that_an_error_offers_for_scales_are_those_of_scales(call, arch):
+    with pytest.raises(tikv.DTypeError, match=r"unknown dtype 'float8'\. Use one of float16, float32\."):
+        call()
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("dtype", [dtypes.int32, dtypes.int64])
+def test_bool_indices_are_told_of_integers_which_then_work(arch, dtype):
+    chosen = np.array([[[[1]], [[3]]]])
+    with pytest.raises(tikv.DTypeError, match=r"indices has dtype bool\. Use int32 or int64\."):
+        attend()(indices=chosen.astype(bool))
+    attend()(indices=chosen.astype(dtype.numpy))
 
 
 def test_strides_between_elements_are_refused(arch):

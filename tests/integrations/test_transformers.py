@@ -1079,3 +1079,78 @@ def test_help_shows_the_arguments():
     told = list(inspect.signature(TikvCache).parameters)
     assert told[:4] == ["config", "max_cache_len", "dtype", "window"]
     assert told == list(inspect.signature(TikvCache.__init__).parameters)[1:]
+
+
+def test_a_repr_has_a_line_for_all_equal_layers(arch):
+    config = build("gemma3", num_hidden_layers=26, layer_types=["sliding_attention"] * 25 + ["full_attention"]).config
+    cache = TikvCache(config)
+    assert repr(cache) == (
+        "TikvCache(26 layers, 0 B\n  layers 0-24: TikvLayer(window 7, empty)\n  layer 25: TikvLayer(full, empty))"
+    )
+    states = torch.ones(1, 1, 9, 8)
+    for layer in (0, 1, 2, 25):
+        cache.update(states, states, layer)
+    assert [line.split(":")[0] for line in repr(cache).splitlines()[1:]] == [
+        "  layers 0-2",
+        "  layers 3-24",
+        "  layer 25",
+    ]
+    for layer in range(3, 12):  # each another length
+        cache.update(*(states[:, :, :1].repeat(1, 1, layer, 1) for _ in "kv"), layer)
+    lines = repr(cache).splitlines()
+    assert len(lines) == 5
+    assert lines[-1].endswith(": of other kinds or lengths)")
+
+
+def test_a_repr_of_an_alternation_is_short(arch):
+    config = build("gemma3", num_hidden_layers=48, layer_types=["sliding_attention", "full_attention"] * 24).config
+    lines = repr(TikvCache(config)).splitlines()
+    assert lines[1] == "  24 layers from 0 to 46: TikvLayer(window 7, empty)"
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_text_that_may_not_fit_is_refused_before_the_first_token(name, arch):
+    model, calls = build(name), []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    cache = TikvCache(model.config, max_cache_len=14)
+    said = (
+        r"max_new_tokens=6 the text may have 15 tokens to cache, and max_cache_len=14\. Use max_cache_len >= 15, or 1"
+    )
+    with pytest.raises(tikv.CapacityError, match=said):
+        generate(model, cache, prompts(10, 7), 6)
+    assert (len(calls), cache.get_seq_length()) == (0, 0)
+    text = generate(model, cache, prompts(10, 7), 5).sequences
+    assert (len(calls), cache.get_seq_length()) == (5, 14)
+    hook.remove()
+    assert torch.equal(text, generate(model, DynamicCache(config=model.config), prompts(10, 7), 5).sequences)
+    with pytest.raises(tikv.CapacityError, match="max_length=40"):
+        model.generate(**prompts(10), **given(TikvCache(model.config, max_cache_len=14)), max_length=40)
+
+
+def test_a_continued_text_counts_what_the_cache_holds(arch):
+    model = build("llama")
+    cache = TikvCache(model.config, max_cache_len=20)
+    first = generate(model, cache, prompts(10), 5).sequences
+    both = torch.cat([first, torch.tensor([[5, 6]])], 1)
+    inputs = {"input_ids": both, "attention_mask": torch.ones_like(both)}
+    with pytest.raises(tikv.CapacityError, match="may have 21 tokens"):
+        generate(model, cache, inputs, 5)
+    assert cache.get_seq_length() == 14
+    assert generate(model, cache, inputs, 4).sequences.shape == (1, 21)
+    assert cache.get_seq_length() == 20
+
+
+def test_sliding_layers_alone_take_more_tokens_than_max_cache_len(arch):
+    model = build("mistral")
+    cache = TikvCache(model.config, max_cache_len=14)
+    generate(model, cache, prompts(10), 20)
+    assert cache.get_seq_length() == 29
+    assert cache.token_limit is None
+
+
+def test_growing_caches_and_transformers_own_are_not_asked(arch):
+    model = build("llama")
+    TikvCache(model.config, max_cache_len=4)
+    for cache in (TikvCache(model.config), DynamicCache(config=model.config)):
+        assert generate(model, cache, prompts(10), 6).sequences.shape == (1, 16)

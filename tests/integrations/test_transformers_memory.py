@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+import tikv  # noqa: E402
+from tikv import runtime  # noqa: E402
 from tikv.arrays import memory  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 from tikv.integrations.transformers import room as rooms  # noqa: E402
@@ -191,3 +193,29 @@ def test_what_update_returned_stays_when_the_prompt_goes(arch, rng):
             cache.update(k[:, :, :1], v[:, :, :1], 0)
     assert torch.equal(found[0], k)
     assert torch.equal(found[1], v)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8", "float8_e4m3fn"])
+def test_more_tokens_than_the_memory_has_room_for_are_refused_when_the_cache_is_made(arch, dtype):
+    limit = runtime.memory_bytes("cpu")
+    config = transformers.LlamaConfig(**BASE | {"num_hidden_layers": 64})
+    with pytest.raises(tikv.CapacityError, match=rf"^TikvCache: 64 layers .* {limit} bytes of memory in all"):
+        TikvCache(config, max_cache_len=limit // 64, dtype=dtype)
+    assert TikvCache(config, max_cache_len=limit // 2**14, dtype=dtype).nbytes == 0
+
+
+def test_more_sequences_than_the_memory_has_room_for_are_refused_before_memory_is_allocated(arch, monkeypatch):
+    config = transformers.LlamaConfig(**BASE | {"num_hidden_layers": 64})
+    monkeypatch.setattr(runtime, "memory_bytes", lambda *_: 10_000_000)
+    cache = TikvCache(config, max_cache_len=300)  # a sequence takes 2.5 MB in float32
+    states = torch.zeros(5, 2, 1, 8)
+    for allocate in (
+        lambda: cache.update(states, states, 0),
+        lambda: cache.early_initialization(5, 2, 8, torch.float32, torch.device("cpu")),
+    ):
+        with pytest.raises(tikv.CapacityError, match=r"64 layers for 5 sequences of .* need 12288000 bytes"):
+            allocate()
+        assert cache.nbytes == 0
+    cache.update(states[:4], states[:4], 0)
+    cache.update(states[:4], states[:4], 1)
+    assert cache.get_seq_length() == 1

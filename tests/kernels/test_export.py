@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -163,3 +164,32 @@ def test_the_manual_lists_what_is_exported():
     text = (EXAMPLE.parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|$", text.partition("# Without Python")[2], re.MULTILINE))
     assert listed == {name: ", ".join(operation.stored) for name, operation in export.OPERATIONS.items()}
+
+
+def test_a_kernel_is_the_same_bytes_whenever_it_is_compiled(vulkan, tmp_path):
+    """In another process, and after other kernels, which count in the engine's numbers of temporaries."""
+    folders = [tmp_path / name for name in ("first", "again", "other order")]
+    orders = ["copy,rotate", "copy,rotate", "rotate,merge_states,copy"]
+    for folder, operations in zip(folders, orders, strict=True):
+        command = [sys.executable, "-m", "tikv", "export", folder, "--op", operations, "--dtype", "float32"]
+        child = subprocess.run([*command, "--head-dim", "32"], capture_output=True, text=True, env=vulkan, timeout=300)
+        assert child.returncode == 0, child.stderr
+    first, again, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert first == again
+    assert len(first) > 6
+    del first["kernels.json"]  # which lists operations in the order in which they were asked for
+    assert {name: other[name] for name in first} == first
+
+
+def test_names_of_temporaries_keep_what_they_say():
+    def module(*names):
+        found = struct.pack("<5I", 0x07230203, 0x10300, 0, 9, 0)
+        for i, name in enumerate(names):
+            text = name.encode() + b"\0" * (4 - len(name) % 4)
+            found += struct.pack("<2I", (2 + len(text) // 4) << 16 | 5, i) + text
+        return found + struct.pack("<2I", 2 << 16 | 17, 1)
+
+    before = module("main", "tmp3122_unknown", "tmp7_i32", "tmp3122_u1", "total_elems", "tmp", "xtmp12_i32")
+    assert ahead.with_plain_names(before) == module(
+        "main", "tmp1_unknown", "tmp2_i32", "tmp1_u1", "total_elems", "tmp", "xtmp12_i32"
+    )

@@ -78,11 +78,20 @@ def test_a_lock_in_use_is_waited_for(lock, monkeypatch):
     assert waited > 2
 
 
-def test_it_is_not_waited_for_without_end(lock, monkeypatch):
+def test_it_is_not_waited_for_without_end(lock, monkeypatch, caplog):
     monkeypatch.setattr(cache_lock, "MOST_SECONDS", 0.3)
     lock.touch()
     assert seconds_of(cache_lock.wait_for, lock) < 1
     assert lock.exists()
+    assert "If the engine says 'Lock failed', it compiles" in caplog.text
+
+
+def test_a_lock_that_cannot_be_removed_is_explained(lock, monkeypatch, caplog):
+    monkeypatch.setattr(cache_lock, "_remove", lambda *_: False)
+    lock.touch()
+    cache_lock.wait_for(lock)
+    assert str(lock) in caplog.text
+    assert "results are the same. If no other process uses the engine, delete the file." in caplog.text
 
 
 def test_what_was_locked_anew_meanwhile_is_left(lock):

@@ -148,3 +148,25 @@ def test_of_a_device_that_is_not_there_the_current_one_stays(monkeypatch):
     with devices.current_gpu(5):
         assert cuda.current == 100
     assert cuda.current == 100
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "3000"}, [3000]),
+        ("0::/\n", {"memory.max": "2000"}, [2000]),
+        ("5:memory:/job\n4:cpu:/x\n", {"memory/job/memory.limit_in_bytes": "1000", "x/memory.max": "1"}, [1000]),
+        ("0::/gone\n", {}, []),
+    ],
+)
+def test_the_limits_of_control_groups_are_read(tmp_path, groups, files, limits):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "self").write_text(groups)
+    assert sorted(set(devices._group_limits(tmp_path, str(tmp_path / "self")))) == limits
+
+
+def test_a_limit_of_control_groups_limits_the_memory(monkeypatch):
+    monkeypatch.setattr(devices, "_group_limits", lambda: [123456])
+    assert runtime.memory_bytes("cpu") == 123456

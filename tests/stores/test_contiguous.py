@@ -673,6 +673,14 @@ def test_a_helpful_repr(arch):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("windows", "words"), [(64, "tokens: 653 seen, 64 held"), ([64, None], "653/1024 tokens")])
+def test_tokens_that_a_window_dropped_are_not_counted_as_held(arch, windows, words):
+    store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=1024, window=windows)
+    store.append_all(*np.zeros((2, 2, 653, 1, 4), np.float32))
+    assert f", {words}, " in repr(store)
+
+
+@pytest.mark.archs("cpu")
 @pytest.mark.parametrize("dtype", ["float32", tikv.Quant(4, 32, "tokens", 32)])
 def test_layers_of_different_lengths_are_said(arch, dtype):
     """In the middle of a step, or where an append was left out: attention answers from what the layer holds."""

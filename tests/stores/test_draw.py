@@ -32,15 +32,11 @@ def kinds(svg):
 
 
 def wheel(svg, sinks):
-    """{slot: position} of a picture of a single ring: behind its sinks, slot numbers follow positions in small type."""
-    found, position = {}, None
-    for node in [n for n in ElementTree.fromstring(svg).iter(f"{SVG}text") if n.text.isdigit()][sinks:]:
-        if node.get("font-size") == "9" and "soft" in node.get("class"):
-            found[int(node.text)] = position
-            position = None
-        else:
-            position = int(node.text)
-    return found
+    """{slot: position} of a picture of a single ring: its cells in order, and the numbers of those that are filled."""
+    cells = [n.get("class") for n in ElementTree.fromstring(svg).iter(f"{SVG}path") if n.get("class") != "tk-next"]
+    filled = sum(cell != "tk-empty" for cell in cells)
+    numbers = iter([int(word) for word in words(svg) if word.isdigit()][-filled:] if filled else [])
+    return {slot: None if cell == "tk-empty" else next(numbers) for slot, cell in enumerate(cells, sinks)}
 
 
 def store(**form):
@@ -63,9 +59,8 @@ def test_a_ring_shows_what_the_memory_holds(arch, tokens, trimmed, sinks):
     memory = oracle.to_numpy(cache.keys(0)).ravel()
     kept = oracle.to_numpy(cache.tokens(0)[0]).ravel().tolist()
     where = {slot: int(memory[slot]) for slot in range(6) if memory[slot] in kept and slot in filled_slots(cache)}
-    if sinks:
-        strip = [int(word) for word in words(cache.draw())[4 : 4 + sinks]]
-        assert strip == [0, 1]
+    numbers = [int(word) for word in words(cache.draw()) if word.isdigit()]
+    assert sorted(numbers) == sorted({*range(min(sinks, cache.length)), *where.values()}), "only positions"
     assert wheel(cache.draw(), sinks) == {slot: where.get(slot) for slot in range(sinks, 6)}
 
 
@@ -85,6 +80,14 @@ def test_newest_next_and_sinks_are_marked(arch):
     assert "holds positions 0-1 and 9-12" in texts
     assert "layer 0: window 6, 2 sinks" in texts
     assert {"13 tokens", "ring of 4", "full 2×"} <= set(texts)
+
+
+def test_a_picture_has_only_positions_and_says_so(arch):
+    cache = store(window=[None, 6], num_layers=2)
+    grow(cache, 3)
+    texts = words(cache.draw())
+    assert [word for word in texts if word.isdigit()] == ["0", "1", "2"] * 2
+    assert any(word.startswith("A number is the position of the token in that slot.") for word in texts)
 
 
 def test_layers_in_one_state_share_a_drawing(arch):
@@ -151,7 +154,7 @@ def test_a_page_table_shows_blocks_sharing_and_room(arch):
     extend(pool, b, 3)
     svg = pool.draw()
     assert words(svg)[2:] == [
-        "page table: blocks of 4 tokens, in order",
+        "page table: the numbers of blocks of 4 tokens, in order",
         *("sequence 0", "10 tokens", "0 ×2", "1 ×2", "2"),
         *("sequence 1", "13 tokens", "0 ×2", "1 ×2", "3", "4"),
         "pool: 12 blocks, 7 free",

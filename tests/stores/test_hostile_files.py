@@ -373,7 +373,7 @@ def test_a_store_larger_than_the_machine_is_refused_before_memory_is_taken(arch,
     for kind, (make, load) in KINDS.items():
         make(path)
         with monkeypatch.context() as patch:
-            patch.setattr(files.runtime, "memory_bytes", lambda _: 600)
+            patch.setattr(files.runtime, "memory_bytes", lambda *_: 600)
             for error in (tikv.CacheFileError, tikv.CapacityError):
                 with pytest.raises(error, match=r"describes a store of \d+ bytes, and \w+ has 600 in all"):
                     pytest.fail(f"{kind}: {load(path)}")

@@ -13,6 +13,8 @@ from tikv.arrays.array_view import describe as describe
 from tikv.arrays.array_view import host_bytes as host_bytes
 from tikv.arrays.array_view import is_contiguous as is_contiguous
 from tikv.arrays.cache_array import CacheArray as CacheArray
+from tikv.arrays.dlpack import TRACED as TRACED
+from tikv.arrays.dlpack import is_traced as is_traced
 from tikv.arrays.gpus import runtime_of as runtime_of
 from tikv.arrays.gradients import is_followed as is_followed
 from tikv.arrays.gradients import refuse_backward as refuse_backward

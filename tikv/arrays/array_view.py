@@ -262,4 +262,6 @@ def require_memory(array: ArrayView, name: str, operation: str) -> None:
 
 def unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
     """The error for an array of a dtype that this library does not store."""
-    return DTypeError(f"{operation}: {name} has dtype {dtype}. Use one of {', '.join(row.name for row in dtypes.ALL)}.")
+    *most, last = [row.name for row in dtypes.of_argument(name, operation)]
+    offered = f"{', '.join(most)} or {last}" if most else last
+    return DTypeError(f"{operation}: {name} has dtype {dtype}. Use {offered}.")

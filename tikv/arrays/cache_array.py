@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from tikv import dtypes, extras, runtime
 from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import ArrayView, describe
-from tikv.arrays.memory import as_numpy, read_host, to_device
+from tikv.arrays.memory import as_numpy, new_array, read_host, to_device
 from tikv.dtypes import DType
 from tikv.errors import ArchError, ShapeError
 
@@ -30,8 +31,7 @@ class CacheArray(runtime.NotCopied):
     `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as in NumPy.
     Arrays that they return are of the kinds that indexing gives. For everything else use `numpy()` or `torch()`.
 
-    `copy.copy()` and `copy.deepcopy()` return an array with its own memory, copied through the host; `pickle` is
-    refused.
+    `clone()`, `copy.copy()` and `copy.deepcopy()` return a `CacheArray` with its own memory; `pickle` is refused.
 
     Examples:
         >>> import tikv
@@ -276,12 +276,32 @@ class CacheArray(runtime.NotCopied):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_for_torch(args), **_for_torch(kwargs or {}))
 
+    def clone(self) -> CacheArray:
+        """An array with the same elements in memory of its own on the same device, as torch's ``clone``.
+
+        Cost: the elements are copied through the host, but on CUDA by torch on the device if torch is imported.
+
+        Examples:
+            >>> import tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=2, dtype="float32")
+            >>> store.keys(0)[...] = 1
+            >>> before = store.keys(0).clone()
+            >>> store.keys(0)[...] = 2
+            >>> before.tolist()
+            [[[[1.0, 1.0], [1.0, 1.0]]]]
+        """
+        array, live = self.view_for("CacheArray.clone"), self._runtime
+        if not live.is_cuda or "torch" not in sys.modules:
+            return CacheArray(to_device(read_host(array, live), live), live)
+        found = CacheArray(new_array(array.shape, array.dtype, live), live)
+        found.torch().copy_(self.torch())
+        return found
+
     def __copy__(self) -> CacheArray:
-        array = self.view_for("copy.copy of a CacheArray")
-        return CacheArray(to_device(read_host(array, self._runtime), self._runtime), self._runtime)
+        return self.clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheArray:
-        return self.__copy__()
+        return self.clone()
 
     def __len__(self) -> int:
         return self.shape[0]

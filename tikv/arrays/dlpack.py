@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 from tikv import dtypes
@@ -56,6 +57,18 @@ _capsule_pointer: Any = _C(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
 _capsule_is_valid: Any = _C(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 
 
+TRACED = (
+    "is an array that JAX traces, and has no values yet. Call this outside of functions that jax.jit, jax.grad or "
+    "jax.vmap transforms."
+)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value stands for an array in a function that JAX transforms."""
+    jax: Any = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
 def read(array: Any, name: str, operation: str) -> ArrayView:
     """View an array that supports DLPack; the view keeps it and its capsule alive."""
     try:
@@ -64,6 +77,8 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
         except TypeError:  # an older protocol
             capsule = array.__dlpack__()
     except Exception as error:  # each library has errors of its own
+        if is_traced(array):
+            raise DTypeError(f"{operation}: {name} {TRACED}") from None
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise DTypeError(
             f"{operation}: {name} ({type(array).__name__}) gave no DLPack capsule ({said}). Pass a copy of it."

@@ -7,6 +7,7 @@ SPIRV-Cross. With those capabilities, its module for ahead-of-time use gives the
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -29,7 +30,8 @@ SPIRV_CROSS = ("spirv-cross", "--msl", "--msl-version", "20300", "--msl-decorati
 ARGUMENTS = -1  # the number of their buffer in the engine's description
 _READ, _WRITE, _FLOAT32 = 1, 2, 1  # of an array, and a type
 _HEADER = 5  # words of a SPIR-V module before its first instruction
-_CAPABILITY, _INT, _FLOAT, _ARRAY, _POINTER, _CONSTANT, _VARIABLE = 17, 21, 22, 28, 32, 43, 59  # operations
+_NAME, _CAPABILITY, _INT, _FLOAT, _ARRAY, _POINTER, _CONSTANT, _VARIABLE = 5, 17, 21, 22, 28, 32, 43, 59  # operations
+_TEMPORARY = re.compile(rb"tmp(\d+)(\w*)\0")
 _WORKGROUP = 4  # a storage class
 _GROUP_CAPABILITIES = (61, 63)
 GROUP_OPERATIONS = range(349, 365)  # OpGroupNonUniformIAdd to OpGroupNonUniformLogicalXor
@@ -72,6 +74,8 @@ def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
         module.save(str(folder))
     finally:
         config.offline_cache = kept
+    for path in folder.glob("*.spv"):
+        path.write_bytes(with_plain_names(path.read_bytes()))
 
 
 def _allow_several_modules(front: Any) -> None:
@@ -166,6 +170,23 @@ def _instructions(spirv: bytes) -> Iterator[tuple[int, ...]]:
         size = words[at] >> 16
         yield words[at] & 0xFFFF, *words[at + 1 : at + size]
         at += size
+
+
+def with_plain_names(spirv: bytes) -> bytes:
+    """The SPIR-V with its temporaries numbered from 1, so that a kernel is the same bytes whenever it is compiled.
+
+    Their names, such as tmp3122_i32, have the engine's numbers, which depend on all that the process compiled before.
+    """
+    numbers: dict[bytes, int] = {}
+    found = [spirv[: 4 * _HEADER]]
+    for operation, *rest in _instructions(spirv):
+        body = struct.pack(f"<{len(rest)}I", *rest)
+        if operation == _NAME and (name := _TEMPORARY.match(body, 4)):
+            number = numbers.setdefault(name[1], len(numbers) + 1)
+            text = b"tmp%d%s\0" % (number, name[2])
+            body = body[:4] + text + b"\0" * (-len(text) % 4)
+        found += [struct.pack("<I", (len(body) // 4 + 1) << 16 | operation), body]
+    return b"".join(found)
 
 
 def operations_of(spirv: bytes) -> set[int]:

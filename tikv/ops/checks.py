@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected, mps
+from tikv.arrays import (
+    ALIGNMENT,
+    TRACED,
+    ArrayView,
+    StagedNdarray,
+    describe,
+    host_bytes,
+    is_protected,
+    is_traced,
+    mps,
+)
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import Format
 
@@ -30,7 +40,8 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
         try:
             value = operator.index(value)
         except TypeError:
-            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from None
+            said = TRACED if is_traced(value) else f"is {value!r}, not an integer. Pass an int."
+            raise DTypeError(f"{operation}: {name} {said}") from None
     if value < low and high == MAX_POSITION:
         raise PositionError(f"{operation}: {name}={value} is outside the range. Use {low} or more.")
     if not low <= value <= high:

@@ -132,7 +132,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     if scale_dtype is None:
         scales = rows.dtype if row.rule == "affine" else row.scale_dtypes[0]
     else:
-        scales = row.check_scale_dtype(dtypes.parse(scale_dtype, operation), operation)
+        scales = row.check_scale_dtype(dtypes.parse(scale_dtype, operation, offered=row.scale_dtypes), operation)
     checks.readable(rows, "x", operation)
     if rows.ndim == 0 or rows.shape[-1] == 0 != math.prod(rows.shape[:-1]):
         raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs at least one element to have a scale.")

@@ -22,6 +22,11 @@ QUIET_SECONDS = 1.0  # after so long without a change, the lock has no owner
 LEAST_SECONDS = 0.2  # of these, watch at least so long: a remote disk's clock may differ
 MOST_SECONDS = 30.0  # after so long, the engine tries without waiting further
 _PAUSE = 0.05
+_EXPLAINED = (
+    "%s: another process has locked the engine's cache of compiled kernels, or ended without removing this lock, which "
+    "this process may not remove. If the engine says 'Lock failed', it compiles the kernels that it needs again; "
+    "results are the same. If no other process uses the engine, delete the file."
+)  # the engine's own message names a command that deletes all kernels
 
 
 class _Seen(NamedTuple):
@@ -43,9 +48,11 @@ def wait_for(lock: Path) -> None:
         by_clock = time.time() - seen.changed / 1e9
         if now - since >= QUIET_SECONDS or (now - since >= LEAST_SECONDS and by_clock >= QUIET_SECONDS):
             if not _remove(lock, seen):
+                log.warning(_EXPLAINED, lock)
                 return
             log.info("removed %s, which a process that is gone left there", lock)
         elif now - begun >= MOST_SECONDS:
+            log.warning(_EXPLAINED, lock)
             return
         time.sleep(_PAUSE)
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import pathlib
 import platform
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,20 @@ class _Properties2(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("properties", ctypes.c_uint64 * 512)]
 
 
+class _Heap(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_uint64), ("flags", ctypes.c_uint32)]
+
+
+class _MemoryProperties(ctypes.Structure):
+    _fields_ = [
+        ("num_types", ctypes.c_uint32),
+        ("types", ctypes.c_uint32 * 2 * 32),
+        ("num_heaps", ctypes.c_uint32),
+        ("heaps", _Heap * 16),
+    ]
+
+
+_DEVICE_LOCAL = 1  # a flag of a heap
 _VULKAN_1_1 = (1 << 22) | (1 << 12)
 _PROPERTIES_2, _SUBGROUP_PROPERTIES, _DRIVER_PROPERTIES = 1000059001, 1000094000, 1000196000  # types of structures
 _DRIVERS = (4, 13)  # NVIDIA's own and Mesa's lavapipe, with which this library's kernels have run
@@ -242,27 +257,64 @@ def current_gpu(index: int) -> Iterator[None]:
             cuda.cuCtxSetCurrent(before)
 
 
-def _cuda_device() -> tuple[str, int]:
-    """(name, total bytes) of CUDA device 0, through the driver."""
+def _cuda_device(index: int = 0) -> tuple[str, int]:
+    """(name, total bytes) of a CUDA device, through the driver."""
     cuda = _cuda()
     if cuda is None:
         return "unknown", 0
     device, name, total = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
-    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+    if cuda.cuDeviceGet(ctypes.byref(device), index) != 0:
         return "unknown", 0
     cuda.cuDeviceGetName(name, 256, device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
     return name.value.decode(errors="replace"), total.value
 
 
-def memory_bytes(arch: str) -> int | None:
-    """The total bytes of memory that an arch allocates from, if the system tells; else None."""
+def memory_bytes(arch: str, index: int = 0) -> int | None:
+    """The total bytes of memory that an arch allocates from, if the system tells; else None.
+
+    On Vulkan it is that of the device with the most, since the engine does not say which one it uses. Of the host's
+    memory it is what this process may use: its control groups may set a limit.
+    """
     if arch == "cuda":
-        return _cuda_device()[1] or None
+        return _cuda_device(index)[1] or None
+    if arch == "vulkan":
+        own, shares = _vulkan_memory()
+        return max(own, memory_bytes("cpu") or 0 if shares else 0) or None
     if arch in ("cpu", "metal") and hasattr(os, "sysconf"):
         with contextlib.suppress(ValueError, OSError):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits())
     return None
+
+
+@functools.cache
+def _group_limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), proc: str = "/proc/self/cgroup") -> list[int]:
+    """The limits of memory of this process's control groups, of both versions; empty without any."""
+    paths = ["/"]
+    with contextlib.suppress(OSError), open(proc, encoding="utf-8") as lines:
+        fields = [line.rstrip("\n").split(":", 2) for line in lines]
+        paths += [f[2] for f in fields if len(f) == 3 and (not f[1] or "memory" in f[1].split(","))]
+    found = []
+    for path in paths:
+        inside = pathlib.PurePosixPath(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            for file in (root / group / "memory.max", root / "memory" / group / "memory.limit_in_bytes"):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    found.append(int(file.read_text(encoding="utf-8")))
+    return [n for n in found if n > 0]
+
+
+@functools.cache
+def _vulkan_memory() -> tuple[int, bool]:
+    """The bytes of the Vulkan device with the most memory of its own, and whether one computes in the host's memory."""
+    most = 0
+    with _physical_devices() as (vulkan, handles):
+        for handle in handles:
+            memory = _MemoryProperties()
+            vulkan.vkGetPhysicalDeviceMemoryProperties(handle, ctypes.byref(memory))
+            heaps = memory.heaps[: memory.num_heaps]
+            most = max(most, sum(heap.size for heap in heaps if heap.flags & _DEVICE_LOCAL))
+    return most, any(kind in ("cpu", "integrated") for _, kind in vulkan_devices())
 
 
 def shares_memory(arch: str, index: int = 0) -> bool:

@@ -49,15 +49,29 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
+def tokens_in_words(seen: int | str, held: int, capacity: int) -> str:
+    """The tokens of a store: of how many it has room for, or how many of those that it has seen it still holds.
+
+    Examples:
+        >>> tokens_in_words(40, 40, 64), tokens_in_words(653, 64, 1024)
+        ('40/64 tokens', 'tokens: 653 seen, 64 held')
+    """
+    if str(held) == str(seen).rpartition(" ")[2]:
+        return f"{seen}/{counted(capacity, 'token')}"
+    return f"tokens: {seen} seen, {held} held"
+
+
 def size_in_words(nbytes: int) -> str:
     """Bytes in the unit that shows them best.
 
     Examples:
-        >>> size_in_words(512), size_in_words(2304), size_in_words(33554432)
-        ('512 B', '2.3 kB', '33.6 MB')
+        >>> size_in_words(512), size_in_words(2304), size_in_words(33554432), size_in_words(2**36)
+        ('512 B', '2.3 kB', '33.6 MB', '68.7 GB')
     """
     if nbytes < 1000:
         return f"{nbytes} B"
+    if nbytes >= 10_000_000_000:
+        return f"{nbytes / 1e9:.1f} GB"
     return f"{nbytes / 1e3:.1f} kB" if nbytes < 100_000 else f"{nbytes / 1e6:.1f} MB"
 
 
@@ -248,7 +262,7 @@ def _wedge(cx: float, cy: float, inner: float, outer: float, start: float, end: 
 
 
 def _wheel(row: Slots, x: float, y: float) -> list[str]:
-    """A ring as a wheel, its first slot on top, clockwise; positions in the slots, slot numbers around them."""
+    """A ring as a wheel, its first slot on top, clockwise; a number is the position in its slot."""
     ring, outer, inner = row.slots - row.sinks, 118.0, 70.0
     cx, cy = x + PANEL / 2, y + 152
     next_slot = row.slot_of(row.length)
@@ -279,8 +293,6 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
             over.append(f'<polygon class="tk-arrow" points="{points}"/>')
         if position is not None:
             over.append(_label(*at, row.label(slot, position), "ink", (min(middle * turn, 44) - 4) / 0.65, 12.0))
-        rim = (cx + (outer + 13) * math.sin(angle), cy - (outer + 13) * math.cos(angle) + 3.5)
-        over.append(_text(*rim, slot, "soft", 9))
     rounds = max(0, row.length - row.sinks) // ring
     over += [
         _text(cx, cy - 12, counted(row.length, "token"), size=15),
@@ -291,7 +303,7 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
 
 
 def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[str]:
-    """Cells in rows of eight."""
+    """Cells in rows of eight; a number is the position in its slot."""
     parts = []
     size = PANEL / COLUMN
     for i, slot in enumerate(cells):
@@ -304,8 +316,9 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
         parts.append(_box(left + 2, top, size - 4, 27, kind, opacity))
         if slot == row.length and not (row.wraps and slot >= row.sinks):
             parts.append(_box(left + 4, top + 2, size - 8, 23, "next"))
-        label, ink = (slot, "soft") if position is None else (row.label(slot, position), "ink")
-        parts.append(_label(left + size / 2, top + 17.5, label, ink, (size - 8) / 0.65, 11.0))
+        if position is not None:
+            label = row.label(slot, position)
+            parts.append(_label(left + size / 2, top + 17.5, label, "ink", (size - 8) / 0.65, 11.0))
     return parts
 
 
@@ -368,9 +381,13 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
     entries += [("sink", 0.75, "sink, never overwritten")] if sinks else []
     entries += [("empty", 1.0, "empty"), ("next", 1.0, "where the next token goes")]
     parts += _legend(MARGIN, height + 12, entries)
+    numbers = "A number is the position of the token in that slot."
+    if any(row.wraps for row in shown):
+        numbers += " The first slot of a ring is on top, the next one to its right."
+    parts.append(_text(MARGIN, height + 30, numbers, "soft", 11, "start"))
     if len(rows) > len(shown):
         parts.append(_text(width - MARGIN, 30, f"and {len(rows) - len(shown)} other states", "soft", 11, "end"))
-    return _picture(width, height + 28, title, parts)
+    return _picture(width, height + 46, title, parts)
 
 
 @dataclass(frozen=True)
@@ -414,9 +431,8 @@ def table(
     width = 2 * MARGIN + left + MAX_BLOCKS * cell
     shown = rows[:MAX_SEQUENCES]
     parts = _heading(title, width)
-    parts.append(
-        _text(MARGIN, 76, f"page table: blocks of {counted(block_size, 'token')}, in order", "soft", 11, "start")
-    )
+    about = f"page table: the numbers of blocks of {counted(block_size, 'token')}, in order"
+    parts.append(_text(MARGIN, 76, about, "soft", 11, "start"))
     y = 88.0
     for row in shown:
         parts.append(_text(MARGIN, y + 18, f"sequence {row.seq}", anchor="start"))

@@ -113,7 +113,7 @@ class RowFormats(NamedTuple):
         for name, stored, columns in (("head_dim", k, width), ("head_dim_v", v, width_v)):
             if isinstance(stored, GroupFormat):
                 stored.groups(columns, name, operation)
-        scales = k_scales or v_scales or dtypes.parse(scale_dtype, operation)
+        scales = k_scales or v_scales or dtypes.parse(scale_dtype, operation, offered=dtypes.SCALES)
         return cls(RowFormat(k, width, of_k), RowFormat(v, width_v, of_v), scales)
 
     @property
@@ -228,7 +228,7 @@ def _stored_as(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: s
 
 def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None:
     """The dtype of the scales beside rows, if it is supported; None without scales, whatever dtype was asked for."""
-    scales, row = dtypes.parse(scale_dtype, operation), format_of(stored)
+    scales, row = dtypes.parse(scale_dtype, operation, offered=dtypes.SCALES), format_of(stored)
     if scales not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not supported. Use float16 or float32.")
     if row is None or not row.finds_scales:

@@ -39,7 +39,7 @@ from tikv.stores.layers.counts import Layer, check_step, drawn_states, refuse_mi
 from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
-from tikv.stores.picture import counted, size_in_words
+from tikv.stores.picture import counted, size_in_words, tokens_in_words
 from tikv.stores.row_format import Divisor
 from tikv.stores.snapshot import Snapshot
 
@@ -1005,7 +1005,7 @@ class KVCacheStore(runtime.DeepCopied):
             most = max(layer.most_held for layer in counts)
             words = f"{found} token{'s' * (found != '1')}, up to {most}/{self.capacity} held"
         else:
-            words = f"{found}/{counted(self.capacity, 'token')}"
+            words = tokens_in_words(found, max(layer.most_held for layer in counts), self.capacity)
         return words + ", by layer" * (len(lengths) > 1)
 
     @locked

@@ -111,7 +111,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
             value = checks.integer(getattr(descriptor, name), name, operation, low=-checks.MAX_POSITION)
             if value < 0:
                 raise ShapeError(f"{operation}: {name}={value} is negative. Use an extent of at least 0.")
-        dtype = dtypes.parse(descriptor.dtype, operation)
+        dtype = dtypes.parse(descriptor.dtype, operation, offered=dtypes.FLOATS)
         if dtype not in dtypes.FLOATS:
             names = ", ".join(row.name for row in dtypes.FLOATS)
             raise DTypeError(f"{operation}: dtype is {dtype}. Use one of {names}.")

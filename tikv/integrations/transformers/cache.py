@@ -17,9 +17,10 @@ from transformers import cache_utils
 
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers import files as cache_files
-from tikv.integrations.transformers import shim
+from tikv.integrations.transformers import needs, shim
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
+from tikv.integrations.transformers.generation import compare_lengths
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.indexed import IndexedLayer
@@ -30,6 +31,7 @@ from tikv.integrations.transformers.storage import OPERATION, Storage, storage_o
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
+from tikv.stores.picture import counted, ranges, size_in_words
 
 _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer calls it for each token
 
@@ -221,6 +223,15 @@ def _first_tokens(padding: Any) -> tuple[int, ...]:
     return tuple(torch.where(shown.any(1), shown.int().argmax(1), shown.shape[1]).tolist())
 
 
+_MOST_KINDS = 4  # of layers, in a repr
+
+
+def _named(layers: list[int]) -> str:
+    """Indices of layers, in words."""
+    words = f"{'layers' if len(layers) > 1 else 'layer'} {ranges(layers)}"
+    return words if len(words) <= 40 else f"{counted(len(layers), 'layer')} from {layers[0]} to {layers[-1]}"
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
@@ -234,7 +245,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         max_cache_len: tokens that a sequence may have; memory for them is allocated once. With None, memory grows by an
             eighth as needed, one layer after another. If all layers slide, a sequence may have more tokens, as with
             transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
-            are fewer.
+            are fewer. `generate` refuses beforehand, before it computes anything, a prompt and ``max_new_tokens`` (or a
+            ``max_length``) that would need more.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read,
@@ -338,6 +350,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         named = config if type(text) is type(config) else text
         if named._attn_implementation == ATTENTION:
             check_configured(named)
+        if max_cache_len is not None:
+            compare_lengths()
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
@@ -367,6 +381,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
+        self._uncompared = [layer for layer in layers if isinstance(layer, TikvLayer) and layer.limit is not None]
+        self._needed = 0  # bytes of the layers that were compared with the memory that there is
+        if self._uncompared:
+            needs.require_for_one(self._uncompared, storage, text, places is not None)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
@@ -385,6 +403,17 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         used = [i for i, layer in enumerate(layers) if isinstance(layer, TikvLayer) or i in stated]
         self._last_used = used[-1] if stated else None  # the layer that ends a step, if layers keep states
         self._newest_used: int | None = None  # the layer that was used last, if layers keep states
+
+    def __repr__(self) -> str:
+        """Equal layers share a line; after four kinds of layers the others are counted."""
+        alike: dict[str, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            alike.setdefault(repr(layer), []).append(i)
+        lines = [f"{_named(layers)}: {text}" for text, layers in [*alike.items()][:_MOST_KINDS]]
+        if others := [i for layers in [*alike.values()][_MOST_KINDS:] for i in layers]:
+            lines[-1] = f"{_named(sorted([*alike.values()][_MOST_KINDS - 1] + others))}: of other kinds or lengths"
+        about = f"{counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
+        return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in lines) + ")"
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
@@ -433,6 +462,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ) from None
         if _is_traced():
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+        if self._uncompared:
+            self._require_memory(layer, key_states, value_states)
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
             self._prompted = None
@@ -478,8 +509,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             )
 
     def _refuse_half_step(self) -> None:
-        """Raise PositionError if a step of a model whose layers keep states was interrupted between two layers."""
-        if self._newest_used not in (None, self._last_used):
+        """Raise PositionError if a step of a model whose layers keep states was interrupted between two layers.
+
+        This cannot be seen of a model that keeps its states in its own modules.
+        """
+        if self._newest_used in (None, self._last_used):
+            return
+        states = [getattr(layer, name, {}) for layer in self.layers for name in ("conv_states", "recurrent_states")]
+        if any(state is not None for of_layer in states for state in of_layer.values()):
             raise PositionError(
                 f"{OPERATION}: a step was interrupted after layer {self._newest_used}. The states of the layers up to "
                 f"that one include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that was "
@@ -522,6 +559,26 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Forget all tokens and states; the memory stays."""
         super().reset()
         self._newest_used = None
+
+    def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
+        """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
+        alike = [a for a in self._uncompared if a.sliding_window == getattr(layer, "sliding_window", None)]
+        if layer in alike:
+            on_host = self._places is not None
+            self._needed = needs.require_for_batch(alike, layer.storage, keys, values, self._needed, on_host)
+            self._uncompared = [a for a in self._uncompared if a not in alike]
+
+    def early_initialization(self, batch_size: int, num_heads: Any, head_dim: Any, dtype: Any, device: Any) -> None:
+        """Allocate memory for all layers now; the arguments are those of transformers' caches.
+
+        Raises:
+            CapacityError: the device has no memory for them.
+        """
+        if isinstance(num_heads, int) and isinstance(head_dim, int):
+            like = torch.empty(batch_size, num_heads, 0, head_dim, dtype=dtype, device=device)
+            for layer in self._uncompared.copy():
+                self._require_memory(layer, like, like)
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
         """(number of keys that a layer's `update` will return for these new tokens, position of the first key).
@@ -575,6 +632,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def max_cache_len(self) -> int:
         """The given number; -1 for None."""
         return -1 if self._limit is None else self._limit
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens that the layers take: None if memory grows or all layers slide, as these go on."""
+        limits = [layer.limit for layer in self.layers if getattr(layer, "limit", None) is not None]
+        return min(limits, default=None)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The bound on a layer's tokens or, without an index, the greatest bound of all layers; -1 means no bound.
@@ -750,6 +813,7 @@ class _OfEncoderDecoder:
     _made: dict[str, Any]
     _fields: dict[str, Any]
     _why_not_compiled: str
+    _uncompared: list[TikvLayer]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
@@ -766,6 +830,7 @@ class _OfEncoderDecoder:
         found._limit, found._made, found._fields = limit, self._made, self._fields
         found._why_not_compiled, found._prompted = self._why_not_compiled, None
         found._find_layers()
+        found._uncompared, found._needed, found._places = list(self._uncompared) if limit is not None else [], 0, None
         return found
 
     @property
@@ -794,6 +859,9 @@ class _OfEncoderDecoder:
         """Keep these sequences, in this order."""
         for cache in (self.self_attention_cache, self._cross):
             cache.batch_select_indices(indices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(decoder {self.self_attention_cache!r}\nencoder {self._cross!r})"
 
     @property
     def nbytes(self) -> int:

@@ -129,6 +129,15 @@ def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:
     return QueryShape(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
 
 
+def no_mass_of(keys: object, operation: str) -> OptionError:
+    """The error for the mass of keys that are codes in groups."""
+    return OptionError(
+        f"{operation}: the mass of keys of {keys} is not supported. Pass the numbers that codes stand for to "
+        "tikv.decode_attention(..., return_mass=True): tokens() of a store gives them, tikv.dequantize() those of "
+        "arrays. Or keep keys in int8 or an 8-bit float."
+    )
+
+
 def check_form(
     operation: str,
     arrays: dict[str, ArrayView],
@@ -154,7 +163,7 @@ def check_form(
                 "v_scale out."
             )
     if options.mass and cache.k.format is not None:
-        raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not supported. Leave return_mass out.")
+        raise no_mass_of(cache.k.format, operation)
     for scale in [found.array for found in cache.scales]:
         if scale.dtype not in READ_SCALES:
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales must be float16 or float32.")

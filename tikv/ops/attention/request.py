@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tikv.errors import OptionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
+from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, no_mass_of, real
 from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
 from tikv.runtime.cache import BoundedCache
 
@@ -132,7 +132,7 @@ class AttendRequest(NamedTuple):
             return 0
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
         if return_mass and keys is not None:
-            raise OptionError(f"{operation}: the mass of keys of {keys} is not supported. Leave return_mass out.")
+            raise no_mass_of(keys, operation)
         if return_mass and uncounted:
             raise OptionError(f"{operation}: return_mass cannot be combined with {uncounted[0]}. Pass one of the two.")
         if not return_mass:
@@ -161,6 +161,8 @@ class AttendRequest(NamedTuple):
         """
         for name in names:
             if (value := getattr(self, name)) is not None and value is not False:
+                if name == "return_mass":  # no other axis of groups would help
+                    raise no_mass_of("groups along tokens", operation)
                 raise OptionError(f"{operation}: {why} {name}. {remedy}")
 
 

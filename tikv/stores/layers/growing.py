@@ -21,7 +21,7 @@ from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.compaction import compact_layers
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
-from tikv.stores.picture import counted, size_in_words
+from tikv.stores.picture import counted, size_in_words, tokens_in_words
 from tikv.stores.row_format import RowFormats
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens of the same form as the last ones, without the checks
@@ -331,6 +331,6 @@ class GrowingLayer(runtime.NotCopied):
         memory = self._memory
         return (
             f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {self.rows.width}, "
-            f"{self.rows.name}, {self.length}/{counted(self.capacity, 'token')}, "
+            f"{self.rows.name}, {tokens_in_words(self.end, self.length, self.capacity)}, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

@@ -24,7 +24,7 @@ from tikv.stores.layers.growing import AppendAlike, droppable, takes_nothing
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import room_of
 from tikv.stores.layers.token_groups import TokenGroupLayers
-from tikv.stores.picture import counted, size_in_words
+from tikv.stores.picture import counted, size_in_words, tokens_in_words
 
 
 class GrowingGroups(runtime.NotCopied):
@@ -256,6 +256,6 @@ class GrowingGroups(runtime.NotCopied):
         heads = counted(self._layers.config.num_kv_heads, "head")
         return (
             f"GrowingGroups(batch {self.batch_size} x {heads} x {self.rows.width}, {self.rows.name}, "
-            f"{self.length}/{counted(self.capacity, 'token')}, {self.quantised} of them codes, "
+            f"{tokens_in_words(self.end, self.length, self.capacity)}, {self.quantised} of them codes, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

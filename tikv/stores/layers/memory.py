@@ -29,7 +29,7 @@ from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.history import History
 from tikv.stores.layers.counts import HeadLengths, Layer
-from tikv.stores.limits import BLOCK_BYTES, shared_bytes
+from tikv.stores.limits import BLOCK_BYTES, require_memory, shared_bytes
 from tikv.stores.locking import StoreLock
 from tikv.stores.row_format import Divisor, RowFormats
 
@@ -107,6 +107,9 @@ class LayerMemory:
             if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > shared:
                 blocks.append([])
             blocks[-1].append(layer)
+        each = [row.nbytes + row.numbers * self.rows.scale_dtype.itemsize for row in self.rows.both]
+        remedy = "Use a smaller capacity or batch, a window, or a dtype of fewer bits."
+        require_memory(sum(rows.values()) * sum(each), self.runtime, "KVCacheStore", remedy, self.on_host)
         made = [arrays for block in blocks for arrays in self._arrays_for(block, batch_size)]
         summaries = [pair for block in blocks for pair in self._summaries_for(block, batch_size)]
         divisors = [self._divisors_for(batch_size, numbers) for numbers in self.rows.divisors]

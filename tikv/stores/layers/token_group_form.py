@@ -123,7 +123,8 @@ class TokenGroupForm(NamedTuple):
         scales = rows.get("scale_dtype", "float16")
         values = quant.row if v_dtype is None else v_dtype
         widths = {name: rows.get(name) for name in ("head_dim", "head_dim_v")}
-        key_scales = quant.row.check_scale_dtype(dtypes.parse(scales, operation), operation)
+        scale_dtype = dtypes.parse(scales, operation, offered=quant.row.scale_dtypes)
+        key_scales = quant.row.check_scale_dtype(scale_dtype, operation)
         own = parse_format(values)
         given = {"v_dtype": values, "scale_dtype": scales if own is None or own.own_scale_dtype is None else "float16"}
         found = RowFormats.checked(operation, live, heads, dtype=key_scales, **widths, **given)

@@ -9,6 +9,7 @@ the window. Attention reads both parts in place and merges them by their log-sum
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,8 +43,9 @@ from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
+from tikv.stores.limits import require_memory
 
-REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "mask", "parents", "indices")
+REFUSED = ("seq_lens", "alibi_slopes", "return_mass", "mass_queries", "out", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):
@@ -73,17 +75,19 @@ class TokenGroupLayers(LayerStorage):
         quant = form.quant
         slots = config.sinks + quant.residual + quant.group
         ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, rows=form.newest)
+        self.counts, on_host = config.counts(), config.place == "host"
+        rooms = [room_of(layer, quant) for layer in self.counts]
+        of_codes = math.ceil(sum(rooms) * config.batch_size * config.num_kv_heads * form.codes.token_bytes)
+        remedy = "Use a smaller capacity or batch, a window, or fewer bits."
+        require_memory(of_codes, live, "KVCacheStore", remedy, on_host)
         self.newest = ContiguousLayers(live, ring)
         self.newest.appends.of_groups = True
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
         self.quant, self.config, self.rows = quant, config, form.said
-        self.counts = config.counts()
-        self.scratch, on_host = ScoreMemory(live), config.place == "host"
+        self.scratch = ScoreMemory(live)
         self.codes = [
-            ChannelCodes(
-                live, form.codes, config.batch_size, room_of(layer, quant), layer.ring > 0, self.scratch, on_host
-            )
-            for layer in self.counts
+            ChannelCodes(live, form.codes, config.batch_size, room, layer.ring > 0, self.scratch, on_host)
+            for layer, room in zip(self.counts, rooms, strict=True)
         ]
 
     @classmethod

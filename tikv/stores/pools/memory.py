@@ -6,6 +6,7 @@ arrays as launches can address; copying a block copies it in all layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
 from tikv.ops.attention.paged import PagedCaches
+from tikv.stores.limits import require_memory
 from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.pools.summaries import LayerPages
 from tikv.stores.row_format import SCALES
@@ -62,6 +64,9 @@ class BlockPools:
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
         self.config, self.runtime = config, live
+        blocks_of_layers = num_layers * config.num_blocks
+        nbytes = sum(blocks_of_layers * math.prod(shape) * dtype.itemsize for shape, dtype in config.block_forms())
+        require_memory(nbytes, live, "PagedKVCacheStore", "Use fewer blocks, or a dtype of fewer bits.")
         most = min(num_layers, config.layers_together(live))
         self.groups = [LayerGroup(config, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
         self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]

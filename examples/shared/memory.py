@@ -1,9 +1,9 @@
-"""The memory of a model between tokens: a `tikv` store, contiguous or paged, or nothing. Each is a `model.Memory`."""
+"""A model's memory between tokens: a `tikv` store, contiguous or paged, or nothing. Each is a `shared.model.Memory`."""
 
 import numpy as np
-from model import Model, attention
 
 import tikv
+from shared.model import Model, attention
 
 
 class NoMemory:

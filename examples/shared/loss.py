@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from model import Memory, Model
 
 import tikv
+from shared.model import Memory, Model
 from tikv import extras
 
 Line = tuple[str, list[tuple[float, float]]]  # its label, and its points
