@@ -32,7 +32,12 @@ class Chosen(NamedTuple):
         return life.live(self.family, self.options, self.operations, folder)
 
 
-def choose(rng: np.random.Generator, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Chosen:
+def choose(
+    rng: np.random.Generator,
+    only: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    formats: tuple[str, ...] = FORMATS,
+) -> Chosen:
     """A life of one of these families, or of any, without these kinds of operations; "padding" counts as one."""
     names = [name for name in only or families.offered()]
     family = names[rng.integers(len(names))]
@@ -44,10 +49,10 @@ def choose(rng: np.random.Generator, only: tuple[str, ...] = (), without: tuple[
     operations = [_operation(rng, "begin", padded)]
     for _ in range(int(rng.integers(3, OPERATIONS))):
         operations.append(_operation(rng, str(rng.choice([*kinds], p=weights / weights.sum())), padded))
-    return Chosen(family, _options(rng, family), operations)
+    return Chosen(family, _options(rng, family, formats), operations)
 
 
-def _options(rng: np.random.Generator, family: str) -> dict[str, Any]:
+def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     memory = rng.random()
     if memory < 0.35:
@@ -55,9 +60,9 @@ def _options(rng: np.random.Generator, family: str) -> dict[str, Any]:
     elif memory < 0.65 and FULL in FAMILIES[family].layers:
         found["window"], found["sinks"] = WINDOWS[rng.integers(len(WINDOWS))]
     if rng.random() < 0.5:
-        found["dtype"] = str(rng.choice(FORMATS))
+        found["dtype"] = str(rng.choice(formats))
         if rng.random() < 0.3:
-            found["v_dtype"] = str(rng.choice(FORMATS))
+            found["v_dtype"] = str(rng.choice(formats))
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
                 del found["v_dtype"]
     return found
@@ -146,7 +151,9 @@ def _less(value: Any) -> Any:
     if isinstance(value, bool):
         return [False] if value else []
     if isinstance(value, int):
-        return sorted({0 if value > 20 else 1, value // 2, value - 1} & set(range(1, value)) | ({0} if value > 20 else set()))
+        return sorted(
+            {0 if value > 20 else 1, value // 2, value - 1} & set(range(1, value)) | ({0} if value > 20 else set())
+        )
     if isinstance(value, list):
         return [value[:-1]] * (len(value) > 1) + [[0] * len(value)] * any(value)
     return []

@@ -37,9 +37,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("Llama", (FULL, FULL), {}),
     "mistral": Family("Mistral", (SLIDING, SLIDING), {"sliding_window": WINDOW}),
-    "gemma2": Family(
-        "Gemma2", (SLIDING, FULL), {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}
-    ),
+    "gemma2": Family("Gemma2", (SLIDING, FULL), {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
     "gemma3": Family("Gemma3", (SLIDING, FULL), {**HYBRID, "query_pre_attn_scalar": 16}, "Gemma3TextConfig"),
     # Each token goes to all experts: a choice among them would turn a last bit into another result.
     "gpt_oss": Family("GptOss", (SLIDING, FULL), {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 2}),

@@ -19,7 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import tikv
 from lives import expected, families, traced
-from lives.families import CHUNKED, FULL, SLIDING, STATE
+from lives.families import CHUNKED, SLIDING, STATE
 from tikv.integrations.transformers import TikvCache
 
 MOST_TOKENS = 420
@@ -295,23 +295,25 @@ class Life:
         finally:
             self.fails = None
         done = layer + after
-        taken = text.tokens
-        if done in (0, layers):  # a whole step or none of it
-            if not done:
-                self.text = before.copied()
-            return None
-        self.text = before.copied()
-        self.text.tokens = taken
-        try:
-            self._feed(1, seed + 1)
-        except tikv.TikvError:
-            pass
-        else:
-            raise Wrong(f"after an interrupt behind layer {done - 1} of {layers} the cache went on")
-        self.text = before.copied()
-        self.text.longest = max(text.longest, before.length + count)
-        self._align()
+        if done == layers:  # the whole step
+            text.longest = max(text.longest, text.length)
+            self.text = text
+        elif done:
+            self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
+            self.text = before
+            before.longest = max(before.longest, before.length + count)
+            self._align()
         return None
+
+    def _refuses_to_go_on(self, what: str, seed: int) -> None:
+        """Layers of unequal length take no more tokens."""
+        try:
+            self._feed(1, seed)
+        except tikv.TikvError:
+            return
+        except Exception as error:
+            raise Wrong(f"after {what} the cache was not refused: {error}") from error
+        raise Wrong(f"after {what} the cache was not refused")
 
     def _align(self) -> None:
         """Bring all layers to the shortest one's length, or begin again where that is impossible."""
@@ -387,9 +389,7 @@ class Life:
 
     def _check_lengths(self) -> None:
         text = self.text
-        lengths = [
-            text.cache.get_seq_length(i) for i, kind in enumerate(self.family.layers) if kind != STATE
-        ]
+        lengths = [text.cache.get_seq_length(i) for i, kind in enumerate(self.family.layers) if kind != STATE]
         if any(int(length) != text.length for length in lengths):
             raise Wrong(f"layers have {[int(n) for n in lengths]} tokens instead of {text.length}")
 
@@ -412,8 +412,7 @@ class Life:
             return
         layer = module.layer_idx
         key, value = (
-            expected.as_stored(rows.float(), name)
-            for rows, name in zip(text.rows[layer], self.formats, strict=True)
+            expected.as_stored(rows.float(), name) for rows, name in zip(text.rows[layer], self.formats, strict=True)
         )
         if hasattr(module, "kv_b_proj"):
             expand = type(module).expand_kv

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - the compiler is imported, as in a program that compiles steps
+import torch._dynamo
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _traced = [False]
