@@ -1,1 +1,1 @@
-"""Whole lives of a `TikvCache`, tried by machine: random operations in any order, each compared with no cache at all."""
+"""Whole lives of a `TikvCache`: random operations in any order, each compared with a model without a cache."""

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lives import families, life
-from lives.families import FAMILIES, FULL, STATE
+from lives.families import FAMILIES, FULL
 
 FORMATS = (
-    "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4", "quant4_32",
-    "quant8_32", "quant2_32", "quant3_32",
+    "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
+    "quant2_32", "quant3_32", "quant4_32", "quant8_32",
 )  # fmt: skip
 WINDOWS = ((8, 2), (8, 0), (5, 3), (12, 4), (1, 0), (40, 4))
 KINDS = {  # how often each kind of operation comes, of about 60
-    "tokens": 8, "steps": 10, "compiled": 8, "crop": 8, "attention": 5, "reorder": 2, "repeat": 2, "select": 2, "copy": 2,
-    "swap": 2, "save": 2, "begin": 2, "reset": 1, "record": 1, "interrupt": 3, "beyond": 1,
+    "tokens": 8, "steps": 10, "compiled": 8, "crop": 8, "attention": 5, "reorder": 2, "repeat": 2, "select": 2,
+    "copy": 2, "swap": 2, "save": 2, "begin": 2, "reset": 1, "record": 1, "interrupt": 3, "beyond": 1,
 }  # fmt: skip
 OPERATIONS = 24
 
@@ -39,7 +39,7 @@ def choose(
     formats: tuple[str, ...] = FORMATS,
 ) -> Chosen:
     """A life of one of these families, or of any, without these kinds of operations; "padding" counts as one."""
-    names = [name for name in only or families.offered()]
+    names = list(only or families.offered())
     family = names[rng.integers(len(names))]
     # A life has only a part of all kinds: what two of them do to each other is then tried more often.
     kinds = {k: n for k, n in KINDS.items() if k not in without and rng.random() < 0.7}
@@ -151,12 +151,8 @@ def _less(value: Any) -> Any:
     if isinstance(value, bool):
         return [False] if value else []
     if isinstance(value, int):
-        return sorted(
-            {0 if value > 20 else 1, value // 2, value - 1} & set(range(1, value)) | ({0} if value > 20 else set())
-        )
+        least = 0 if value > 20 else 1  # a seed may be 0, a number of tokens not
+        return sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
     if isinstance(value, list):
         return [value[:-1]] * (len(value) > 1) + [[0] * len(value)] * any(value)
     return []
-
-
-STATES = tuple(name for name, family in FAMILIES.items() if STATE in family.layers)
