@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 
 from campaign.progress import Progress, Settings
 
@@ -67,6 +68,7 @@ def add_up(progress: Progress, facts: list[pathlib.Path]) -> None:
     """What all processes have told until now."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in facts if path.exists()]
     progress.failures = sum(each["failures"] for each in found)
+    progress.kinds = sum((Counter(each["kinds"]) for each in found), Counter())
     remarks = {each["remarks"] for each in found if each["remarks"]}
     progress.remarks = f"{progress.unit}, {len(facts)} processes" + (f"; one: {max(remarks)}" if remarks else "")
     progress.done = 0

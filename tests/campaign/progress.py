@@ -6,6 +6,7 @@ import os
 import pathlib
 import sys
 import time
+from collections import Counter
 
 MOST_FAILURES = 10  # then a part ends: what follows would be the same again
 
@@ -49,6 +50,7 @@ class Progress:
         self.settings, self.part, self.unit = settings, part, unit
         self.goal = goal if settings.count is None else settings.count
         self.done, self.failures, self.remarks = 0, 0, ""
+        self.kinds: Counter[str] = Counter()  # how often each kind of what is counted was done, if a part says so
         self.begin = self.told = time.perf_counter()
         self.ended: float | None = None
 
@@ -98,7 +100,7 @@ class Progress:
     def write_facts(self) -> None:
         """Say in the file of the settings how far this is; the file is whole at any moment."""
         if self.settings.facts is not None:
-            facts = {"done": self.done, "failures": self.failures, "remarks": self.remarks}
+            facts = {"done": self.done, "failures": self.failures, "remarks": self.remarks, "kinds": self.kinds}
             unfinished = self.settings.facts.with_suffix(".new")
             unfinished.write_text(json.dumps(facts), encoding="utf-8")
             os.replace(unfinished, self.settings.facts)

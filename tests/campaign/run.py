@@ -20,6 +20,7 @@ PARTS = {
     "operations": "1,000,000 random calls of stores and functions; all memory compared (on a GPU after a 4th)",
     "compactions": "100,000 random sequences of 12 appends, compactions, trims, reorders, saves and others",
     "summaries": "100,000 random sequences of 12 appends, trims, forks, attention and others, summaries compared",
+    "lives": "100,000 whole lives of a TikvCache in tiny models, compared with the models without a cache (CPU)",
     "memory": "1,000,000 appends, trims and resets; the process must not grow",
     "threads": "8 threads on one ring, one store, one pool for 300 seconds (--count: seconds)",
     "files": "3,000 damaged files and 300 crafted ones, whose checksums are right",
@@ -82,6 +83,11 @@ def table(done: list[Progress], given: argparse.Namespace) -> str:
         rows.append((part.part, *map(str, facts)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [
+        f"{part.part}: {', '.join(f'{name} {count}' for name, count in part.kinds.most_common())}"
+        for part in done
+        if part.kinds
+    ]
     return "\n".join([f"{given.arch}, seed {given.seed}, {os.cpu_count()} CPU cores", *lines])
 
 

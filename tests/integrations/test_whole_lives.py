@@ -1,0 +1,147 @@
+"""Whole lives of a `TikvCache`: random operations in any order, after each of which it is compared with no cache.
+
+`python tests/campaign/run.py lives` tries as many as there is time for. Here are a few for each family, the same each
+time, and faults that are planted, which they have to find.
+"""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tikv.integrations.transformers import shim  # noqa: E402
+
+if shim.VERSION < (5, 19):
+    pytest.skip("the families and `crop` of newer versions of transformers", allow_module_level=True)
+
+from lives import chosen, expected, families, life, traced  # noqa: E402
+
+from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers import attention as by_name  # noqa: E402
+
+pytestmark = [
+    pytest.mark.archs("cpu"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+LIVES = 6  # of each family
+FORMATS = ("float16", "int8", "q8_0", "quant4_32", "nvfp4")  # each needs kernels of its own
+
+
+@pytest.fixture(autouse=True)
+def without_a_compiler():
+    yield
+    traced.uninstall()
+
+
+def lives(family, count=LIVES):
+    return [
+        chosen.choose(np.random.default_rng([0, number]), only=(family,), formats=FORMATS) for number in range(count)
+    ]
+
+
+def fails(it, folder):
+    try:
+        it.live(folder)
+    except life.Wrong as error:
+        return str(error.args[0])
+    return ""
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_life(arch, family, tmp_path):
+    if family not in families.offered():
+        pytest.skip(f"this transformers has no {family}")
+    for it in lives(family):
+        if why := fails(it, tmp_path):
+            it = chosen.shortest(it, lambda other: bool(fails(other, tmp_path)))
+            pytest.fail(f"{why}\n{it!r}.live(folder)\n{fails(it, tmp_path)}")
+
+
+def rolled(crop):
+    """A `crop` after which the slots of all layers have moved on by one."""
+
+    def planted(cache, tokens_to_remove):
+        crop(cache, tokens_to_remove)
+        for layer in cache.layers:
+            for a in (layer.store.keys.torch(), layer.store.values.torch()):
+                a.copy_(a.roll(1, 2))
+
+    return planted
+
+
+def plant(what, monkeypatch):
+    if what == "slots that move on at a crop":
+        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop))
+    elif what == "no reorder":
+        monkeypatch.setattr(TikvCache, "reorder_cache", lambda *_: None)
+    elif what == "a copy that shares its memory":
+        monkeypatch.setattr(TikvLayer, "__deepcopy__", lambda layer, memo: layer)
+    elif what == "another format":
+        monkeypatch.setattr(life.expected, "as_stored", lambda rows, name: rows)
+    elif what == "a mask that is left out":
+        attend = by_name.attend
+        unmasked = lambda module, q, k, v, mask, *a, **o: attend(module, q, k, v, None, *a, **o)  # noqa: E731
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "tikv", unmasked)
+
+
+@pytest.mark.parametrize(
+    ("what", "family"),
+    [
+        ("slots that move on at a crop", "llama"),
+        ("no reorder", "mistral"),
+        ("a copy that shares its memory", "qwen3"),
+        ("another format", "llama"),
+        ("a mask that is left out", "mistral"),
+    ],
+)
+def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what, family):
+    """By one of a few lives, each of which is right without it."""
+    plant(what, monkeypatch)
+    assert any(fails(it, tmp_path) for it in lives(family, 3 * LIVES))
+
+
+@pytest.mark.parametrize("name", [None, *chosen.FORMATS])
+def test_what_a_format_stores(arch, name):
+    """As the library's own functions encode and decode it, or its stores."""
+    rows = torch.randn(1, 2, 40, families.WIDTH, generator=torch.Generator().manual_seed(3))
+    config = families.models("llama").cached.config
+    cache = TikvCache(config, dtype=expected.format_of(name))
+    cache.layers[0].update(rows, rows)
+    want = expected.as_stored(rows, name)
+    torch.testing.assert_close(cache.layers[0].keys, want, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_masks_and_attention_here_are_those_of_the_model(arch, family, monkeypatch):
+    """What attention is compared with is what the model's own attention gives, with padding, without a cache."""
+    if family not in families.offered():
+        pytest.skip(f"this transformers has no {family}")
+    model, starts = families.models(family).plain, torch.tensor([5, 0])
+    seen, attend = [], transformers.AttentionInterface.get_interface
+
+    def interface(self, name, default):
+        def attention(module, query, key, value, mask, **options):
+            out = attend(self, name, default)(module, query, key, value, mask, **options)[0]
+            kind = expected.Sight(families.FAMILIES[family].layers[module.layer_idx])
+            queries = torch.arange(query.shape[2])
+            scale, sinks = options.get("scaling"), options.get("s_aux")
+            sinks = getattr(module, "sinks", None) if sinks is None else sinks
+            want = expected.attention(
+                query, key, value, kind.mask(starts, queries, len(queries)), scale, options.get("softcap"), sinks
+            )
+            real = queries[None] >= starts[:, None]
+            torch.testing.assert_close(out.double()[real], want[real], rtol=0, atol=1e-4)
+            seen.append(module.layer_idx)
+            return out, None
+
+        return attention
+
+    monkeypatch.setattr(transformers.AttentionInterface, "get_interface", interface)
+    ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(30)[None] >= starts[:, None]).long()
+    model(ids * mask, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
+    assert seen == [i for i, kind in enumerate(families.FAMILIES[family].layers) if kind != families.STATE]

@@ -1,0 +1,73 @@
+"""What attention over a text has to give: all tokens in float64 under a mask, as the cache's format stores them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+import torch
+
+import tikv
+from lives.families import CHUNKED, FULL, SLIDING, WINDOW
+
+
+class Sight(NamedTuple):
+    """Which keys a layer's queries see: its kind and, for full layers of a cache with a window, that and its sinks."""
+
+    kind: str
+    window: int | None = None
+    sinks: int = 0
+
+    def mask(self, starts: Any, queries: Any, held: int) -> Any:
+        """(batch, queries, held): which of the first `held` positions the queries at these positions see.
+
+        `starts` is (batch,), the position of each row's first token that is not padding.
+        """
+        key, query, start = torch.arange(held)[None, None], queries[None, :, None], starts[:, None, None]
+        seen = (key <= query) & (key >= start)
+        if self.kind == SLIDING:
+            return seen & (key > query - WINDOW)
+        if self.kind == CHUNKED:
+            return seen & ((key - start) // WINDOW == (query - start) // WINDOW)
+        if self.kind == FULL and self.window is not None:
+            return seen & ((key - start < self.sinks) | (key > query - (self.window - self.sinks)))
+        return seen
+
+
+def attention(query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: Any, sinks: Any) -> Any:
+    """(batch, queries, heads, width) float64: softmax attention by its definition. Hidden queries get zeros."""
+    query, key, value = query.double(), key.double(), value.double()
+    key, value = (a.repeat_interleave(query.shape[1] // a.shape[1], 1) for a in (key, value))
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if sinks is not None:
+        sinks = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)[..., : key.shape[2]]
+    return torch.einsum("bhqk,bhkd->bqhd", weights, value)
+
+
+def format_of(name: str | None) -> Any:
+    """What a cache takes as its format for a name here: "quant4_32" and "quant4_32_hadamard" are a `tikv.Quant`."""
+    if name is None or not name.startswith("quant"):
+        return name
+    bits, group, *rotated = name.removeprefix("quant").split("_")
+    return tikv.Quant(int(bits), int(group), rotate="hadamard" if rotated else None)
+
+
+def as_stored(rows: Any, name: str | None) -> Any:
+    """The numbers that a cache of this format gives back of float32 rows (..., width)."""
+    if name is None:
+        return rows
+    numbers = rows.numpy()
+    if name == "int8":
+        return torch.from_numpy(_int8(numbers))
+    return torch.from_numpy(np.asarray(oracle.as_stored(numbers, name), np.float32))
+
+
+def _int8(rows: Any) -> Any:
+    """As `tikv.reference.quantize`, for finite rows, all at once."""
+    scale = np.maximum(np.abs(rows).max(-1, keepdims=True) / np.float32(127), np.finfo(np.float16).tiny)
+    scale = scale.astype(np.float16).astype(np.float32)
+    return np.round(np.clip(rows * (np.float32(1) / scale), -127, 127)) * scale

@@ -1,0 +1,487 @@
+"""One cache's life: what is done to it is plain data, and after each step attention and logits are compared.
+
+Two things are compared. In each layer, what attention gives of all rows that `update` was ever given for the tokens
+that are held now: computed in float64, from the numbers that the format stores, under a mask. And the logits of the
+new tokens with those of the same model without any cache; not for narrow formats, nor with ``window=``, which a model
+without a cache does not have.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import torch
+from model_cache import NAME
+from transformers.modeling_utils import AttentionInterface
+
+import tikv
+from lives import expected, families, traced
+from lives.families import CHUNKED, SLIDING, STATE
+from tikv.integrations.transformers import TikvCache
+
+MOST_TOKENS = 420
+MOST_ROWS = 4
+ROLLBACK = 64  # what a layer with a window can always be cropped by, as its manual says
+OFF = 2e-4  # of standard deviations: sums of float32 in another order
+OFF_LOGITS = 1e-3
+ATTENTIONS = ("tikv", "sdpa", "eager")
+
+
+class Wrong(AssertionError):
+    """The cache did something that it must not do."""
+
+
+@dataclasses.dataclass
+class Text:
+    """What a cache should hold.
+
+    Attributes:
+        cache: the cache.
+        tokens: (batch, n).
+        starts: (batch,), the number of padding tokens of each row.
+        rows: for each layer, the keys and values that `update` was given.
+        longest: the greatest length since the cache was empty.
+        recorded: from which length on the past is recorded; None if it is not.
+        compiled: whether compiled steps have run since the cache was empty.
+    """
+
+    cache: Any
+    tokens: Any
+    starts: Any
+    rows: dict[int, tuple[Any, Any]]
+    longest: int = 0
+    recorded: int | None = None
+    compiled: bool = False
+
+    @property
+    def length(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def copied(self) -> "Text":
+        return dataclasses.replace(self, rows=dict(self.rows))
+
+    def take_rows(self, index: Any) -> None:
+        self.tokens, self.starts = self.tokens[index], self.starts[index]
+        self.rows = {i: (k[index], v[index]) for i, (k, v) in self.rows.items()}
+
+    def cut(self, length: int) -> None:
+        self.tokens = self.tokens[:, :length]
+        self.rows = {i: (k[:, :, :length], v[:, :, :length]) for i, (k, v) in self.rows.items()}
+
+
+def _numbers(seed: int) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+class Life:
+    """The life of one cache, and of its copy.
+
+    Args:
+        family: name in `families.FAMILIES`.
+        options: those of `TikvCache`; a format is a name.
+        folder: where the cache is saved.
+    """
+
+    def __init__(self, family: str, options: dict[str, Any], folder: pathlib.Path) -> None:
+        self.family, self.folder = families.FAMILIES[family], folder
+        self.model, self.plain = families.models(family)
+        self.model.set_attn_implementation("tikv")
+        self.options = options
+        self.limit, self.window = options.get("max_cache_len"), options.get("window")
+        self.formats = options.get("dtype"), options.get("v_dtype", options.get("dtype"))
+        sight = expected.Sight
+        self.sights = [sight(k, self.window, options.get("sinks", 0)) for k in self.family.layers]
+        if all(kind in (SLIDING, CHUNKED) for kind in self.family.layers):
+            self.limit = None  # such layers go on beyond it
+        made = {n: expected.format_of(v) if n.endswith("dtype") else v for n, v in options.items()}
+        self.text = self._empty(TikvCache(self.model.config, **made))
+        self.other: Text | None = None
+        self.watched: Text | None = None
+        self.fails: tuple[int, bool] | None = None  # the layer that is interrupted, and whether after its attention
+        self.counts: dict[str, int] = {}
+
+    @staticmethod
+    def _empty(cache: Any) -> Text:
+        nothing = torch.zeros((0, 0), dtype=torch.long)
+        return Text(cache, nothing, torch.zeros(0, dtype=torch.long), {})
+
+    # --- operations
+
+    def do(self, operation: tuple[Any, ...]) -> None:
+        """Do one operation, and compare.
+
+        Raises:
+            Wrong: something is not as it should be.
+        """
+        name, *arguments = operation
+        if self.text.length == 0 and name not in ("begin", "attention", "record", "reset", "interrupt"):
+            return
+        try:
+            done = getattr(self, name)(*arguments)
+        except (Wrong, KeyboardInterrupt):
+            raise
+        except tikv.TikvError as error:
+            raise Wrong(f"refused: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+        if done is not False:
+            self.counts[name] = self.counts.get(name, 0) + 1
+        self._check_lengths()
+
+    def begin(self, tokens: int, padding: list[int], seed: int) -> Any:
+        """A prompt with so much padding in each row; before it a reset, if there is a text."""
+        if self.text.length:
+            self.reset()
+        if self.limit is not None and tokens > self.limit:
+            tokens = self.limit
+        padding = [min(n, tokens - 1) for n in padding]
+        padding[seed % len(padding)] = 0 if seed % 4 else padding[seed % len(padding)]
+        text = self.text
+        text.tokens = torch.zeros((len(padding), 0), dtype=torch.long)
+        text.starts = torch.tensor(padding)
+        if any(padding) and STATE in self.family.layers and min(padding):
+            text.starts = text.starts - text.starts.min()
+        self._feed(tokens, seed)
+
+    def tokens(self, count: int, seed: int) -> Any:
+        """New tokens at once."""
+        if STATE in self.family.layers and count > 1:
+            count = 1  # a state takes single tokens after the prompt
+        return self._feed(count, seed) if self._fits(count) else False
+
+    def steps(self, count: int, seed: int) -> Any:
+        """Single tokens, eager."""
+        for i in range(count):
+            if self._fits(1):
+                self._feed(1, seed + i)
+
+    def compiled(self, count: int, by_hand: bool, seed: int) -> Any:
+        """Single tokens in compiled steps, of `generate` or by hand."""
+        if STATE in self.family.layers:
+            return False
+        for i in range(count):
+            if self._fits(1):
+                self._feed(1, seed + i, "by hand" if by_hand else "generate")
+        return None
+
+    def beyond(self, extra: int, seed: int) -> Any:
+        """Tokens beyond ``max_cache_len``, which are refused before anything is written."""
+        if self.limit is None or STATE in self.family.layers:
+            return False
+        try:
+            self._feed(self.limit - self.text.length + extra, seed)
+        except tikv.CapacityError:
+            return None
+        raise Wrong(f"{extra} tokens beyond max_cache_len={self.limit} were taken")
+
+    def crop(self, count: int) -> Any:
+        """The newest tokens are taken back."""
+        text = self.text
+        target = max(int(text.starts.max()) + 1, text.length - count)
+        if target >= text.length:
+            return False
+        try:
+            text.cache.crop(target - text.length)
+        except tikv.TikvError:
+            if self._must_go_back(target):
+                raise
+            return None
+        text.cut(target)
+        if text.recorded is not None:
+            text.recorded = min(text.recorded, target)
+        return None
+
+    def _must_go_back(self, target: int) -> bool:
+        """Whether the manual promises that the cache can be cropped to this length."""
+        text, kinds = self.text, self.family.layers
+        recorded = text.recorded is not None and target >= text.recorded
+        if STATE in kinds:
+            return False
+        if self.window is not None and text.longest > self.window and target < text.longest - 1:
+            return False
+        if not {SLIDING, CHUNKED} & set(kinds) or target >= text.longest - ROLLBACK:
+            return True
+        return recorded and not text.compiled
+
+    def reorder(self, seed: int) -> None:
+        """Each row goes on from another row's text."""
+        index = torch.randint(0, len(self.text.tokens), (len(self.text.tokens),), generator=_numbers(seed))
+        self.text.cache.reorder_cache(index)
+        self.text.take_rows(index)
+
+    def repeat(self, repeats: int) -> Any:
+        """Each row is repeated."""
+        batch = len(self.text.tokens)
+        if batch * repeats > MOST_ROWS:
+            return False
+        self.text.cache.batch_repeat_interleave(repeats)
+        self.text.take_rows(torch.arange(batch).repeat_interleave(repeats))
+        return None
+
+    def select(self, seed: int) -> None:
+        """Some rows are kept, in any order."""
+        batch, numbers = len(self.text.tokens), _numbers(seed)
+        index = torch.randperm(batch, generator=numbers)[: 1 + seed % batch]
+        self.text.cache.batch_select_indices(index)
+        self.text.take_rows(index)
+
+    def copy(self) -> None:
+        """Go on with a copy; the original waits."""
+        copied = self.text.copied()
+        copied.cache = copy.deepcopy(self.text.cache)
+        self.other, self.text = self.text, copied
+
+    def swap(self) -> Any:
+        """Go on with the cache that waits."""
+        if self.other is None:
+            return False
+        self.text, self.other = self.other, self.text
+        return None
+
+    def save(self) -> Any:
+        """Go on with what a file holds."""
+        path = self.folder / "life.safetensors"
+        if STATE in self.family.layers:
+            try:
+                self.text.cache.save(path)
+            except tikv.OptionError:
+                return None
+            raise Wrong("a cache with a state was saved")
+        self.text.cache.save(path)
+        self.text.cache = TikvCache.load(path, self.model.config)
+        self.text.recorded = None
+        return None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.text.cache.reset()
+        empty = self._empty(self.text.cache)
+        empty.recorded = None if self.text.recorded is None else 0
+        self.text = empty
+
+    def attention(self, name: str) -> Any:
+        """Another attention from now on."""
+        if name == "sdpa" and not self.model._supports_sdpa:
+            return False
+        self.model.set_attn_implementation(name)
+        return None
+
+    def record(self) -> None:
+        """From now on the past is kept for `crop`."""
+        self.text.cache.activate_past_recording()
+        self.text.recorded = self.text.length
+
+    def interrupt(self, layer: int, after: bool, count: int, seed: int) -> Any:
+        """Ctrl-C in the middle of a step, which is then repaired."""
+        layers = len(self.family.layers)
+        layer %= layers
+        if STATE in self.family.layers:
+            count = 1
+        if not self._fits(count):
+            return False
+        if not self.text.length:
+            self.text.tokens, self.text.starts = torch.zeros((1, 0), dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        text, before = self.text, self.text.copied()
+        self.fails = layer, after
+        try:
+            self._feed(count, seed)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise Wrong("the interrupt was not seen")
+        finally:
+            self.fails = None
+        done = layer + after
+        if done == layers:  # the whole step
+            text.longest = max(text.longest, text.length)
+            self.text = text
+        elif done:
+            self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
+            self.text = before
+            before.longest = max(before.longest, before.length + count)
+            self._align()
+        return None
+
+    def _refuses_to_go_on(self, what: str, seed: int) -> None:
+        """Layers of unequal length take no more tokens."""
+        try:
+            self._feed(1, seed)
+        except tikv.TikvError:
+            return
+        except Exception as error:
+            raise Wrong(f"after {what} the cache was not refused: {error}") from error
+        raise Wrong(f"after {what} the cache was not refused")
+
+    def _align(self) -> None:
+        """Bring all layers to the shortest one's length, or begin again where that is impossible."""
+        text = self.text
+        try:
+            length = text.cache.align()
+        except tikv.TikvError:
+            if self._must_go_back(text.length):
+                raise
+            self.reset()
+            return
+        if length != text.length:
+            raise Wrong(f"align returned {length}, and the shortest layer has {text.length}")
+        if text.recorded is not None:
+            text.recorded = min(text.recorded, text.length)
+        if not text.length:
+            self.reset()
+
+    # --- a step
+
+    def _fits(self, count: int) -> bool:
+        if self.text.length + count > MOST_TOKENS:
+            return False
+        return self.limit is None or self.text.length + count <= self.limit
+
+    def _feed(self, count: int, seed: int, how: str = "eager") -> None:
+        """The model gets new tokens; their logits are compared."""
+        before, text = self.text.copied(), self.text
+        new = torch.randint(2, families.COMMON["vocab_size"], (len(text.starts), count), generator=_numbers(seed))
+        text.tokens = torch.cat((text.tokens, new), 1)
+        end = text.length
+        where = torch.arange(end)[None]
+        mask = (where >= text.starts[:, None]).long()
+        text.tokens = torch.where(mask.bool(), text.tokens, families.COMMON["pad_token_id"])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        silent = not bool(text.starts.any()) and seed % 2 == 0  # neither a mask nor positions are passed
+        self.watched = text
+        try:
+            logits = self._call(text, count, None if silent else mask, None if silent else positions, how)
+        except BaseException:
+            self.text = before if self.text is text else self.text
+            raise
+        finally:
+            self.watched = None
+        text.longest = max(text.longest, end)
+        text.compiled = text.compiled or how != "eager"
+        if self.formats == (None, None) and self.window is None:
+            self._compare_logits(logits, mask, positions, count)
+
+    def _call(self, text: Text, count: int, mask: Any, positions: Any, how: str) -> Any:
+        given = {NAME: text.cache, "use_cache": True}
+        if how == "generate" and text.cache.is_compileable:
+            if mask is None:
+                mask = torch.ones_like(text.tokens)
+            inputs = self.model.prepare_inputs_for_generation(
+                text.tokens, next_sequence_length=count, attention_mask=mask, position_ids=positions, **given
+            )
+        else:
+            inputs = {"input_ids": text.tokens[:, -count:], **given}
+            if mask is not None:
+                inputs.update(attention_mask=mask, position_ids=positions[:, -count:])
+        with torch.no_grad(), watching(self), traced.traced() if how != "eager" else contextlib.nullcontext():
+            return self.model(**inputs).logits
+
+    def _compare_logits(self, logits: Any, mask: Any, positions: Any, count: int) -> None:
+        text = self.text
+        with torch.no_grad():
+            want = self.plain(text.tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        want, real = want[:, -count:], mask[:, -count:].bool()
+        off = float((logits - want).abs().amax(-1)[real].max() / want[real].std())
+        if not off <= OFF_LOGITS:
+            raise Wrong(f"logits are off by {off:.2g} standard deviations")
+
+    def _check_lengths(self) -> None:
+        text = self.text
+        lengths = [text.cache.get_seq_length(i) for i, kind in enumerate(self.family.layers) if kind != STATE]
+        if any(int(length) != text.length for length in lengths):
+            raise Wrong(f"layers have {[int(n) for n in lengths]} tokens instead of {text.length}")
+
+    # --- what is seen of a step
+
+    def saw_update(self, cache: Any, key: Any, value: Any, layer: int) -> None:
+        """Rows that a layer is about to get."""
+        text = self.watched
+        if text is None or cache is not text.cache:
+            return
+        new = key.detach().clone(), value.detach().clone()
+        if layer in text.rows:
+            new = tuple(torch.cat(pair, 2) for pair in zip(text.rows[layer], new, strict=True))  # type: ignore[assignment]
+        text.rows[layer] = new  # type: ignore[assignment]
+
+    def saw_attention(self, module: Any, query: Any, out: Any, options: dict[str, Any]) -> None:
+        """What a layer's attention gave, of which queries."""
+        text = self.watched
+        if text is None:
+            return
+        layer = module.layer_idx
+        key, value = (
+            expected.as_stored(rows.float(), name) for rows, name in zip(text.rows[layer], self.formats, strict=True)
+        )
+        if hasattr(module, "kv_b_proj"):
+            expand = type(module).expand_kv
+            key, value = getattr(expand, "__wrapped__", expand)(module, key, value)
+        held, tokens = key.shape[2], query.shape[2]
+        queries = torch.arange(held - tokens, held)
+        mask = self.sights[layer].mask(text.starts, queries, held)
+        scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        want = expected.attention(query, key, value, mask, scale, options.get("softcap"), options.get("s_aux"))
+        real = queries[None] >= text.starts[:, None]
+        off = float((out.double() - want).abs().amax((-1, -2))[real].max() / want[real].std())
+        if not off <= OFF:
+            raise Wrong(f"attention of layer {layer} ({self.sights[layer].kind}) is off by {off:.2g} deviations")
+
+    def reached(self, layer: int, after: bool) -> None:
+        """The model has come to a layer, or is behind its attention."""
+        if self.fails == (layer, after):
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def watching(life: Life) -> Any:
+    """Have a life see what its model's layers and attention do."""
+    update, interface = TikvCache.update, AttentionInterface.get_interface
+
+    @functools.wraps(update)
+    def seen_update(cache: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        life.saw_update(cache, key, value, layer_idx)
+        return update(cache, key, value, layer_idx, *args, **kwargs)
+
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attend = interface(self, *args, **kwargs)
+
+        def attention(module: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+            out = attend(module, query, *arguments, **options)
+            life.saw_attention(module, query, out[0], options)
+            life.reached(module.layer_idx, True)
+            return out
+
+        return attention
+
+    handles = []
+    if life.fails is not None:
+        for i, module in enumerate(families.decoder_layers(life.model)):
+            handles.append(module.register_forward_pre_hook(lambda *_, i=i: life.reached(i, False)))
+            if life.family.layers[i] == STATE:
+                handles.append(module.register_forward_hook(lambda *_, i=i: life.reached(i, True)))
+    TikvCache.update, AttentionInterface.get_interface = seen_update, get_interface  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TikvCache.update, AttentionInterface.get_interface = update, interface  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+def live(family: str, options: dict[str, Any], operations: list[tuple[Any, ...]], folder: pathlib.Path) -> Life:
+    """A whole life; at its end the cache that waits goes on too.
+
+    Raises:
+        Wrong: something is not as it should be; `args` are what, and the number of the operation.
+    """
+    traced.install()
+    life = Life(family, options, folder)
+    ending = [("steps", 1, 0), ("swap",), ("steps", 2, 1)]
+    for number, operation in enumerate([*operations, *ending]):
+        try:
+            life.do(operation)
+        except Wrong as error:
+            raise Wrong(str(error), min(number, len(operations))) from error
+    return life
