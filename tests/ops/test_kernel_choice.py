@@ -437,6 +437,26 @@ def test_the_table_has_each_kernel_of_attention(arch):
     }  # fmt: skip
 
 
+@pytest.mark.archs("cpu")
+def test_without_the_native_launcher_a_plan_takes_other_kernels(arch):
+    """Where it needs it: the kernels that a plan gets which is made after another launcher was chosen."""
+    left = 0
+    for row in table():
+        form = form_of(row)
+        if form["machine"] != "cuda 9" or form["kind"] == "channels" or form["invariant"]:
+            continue
+        machine, recorder = Machine("cuda 9", False), Recorder()
+        with on(machine, recorder, [0]):
+            call, q = call_of(machine, form)
+            if call.plan.needs_native:
+                machine.launcher = "direct"
+                attended(machine, form, call, q)
+                left += 1
+                expected = choice({**form, "machine": "cuda 9 without the native launcher"}).split("\n")[:-1]
+                assert recorder.launches == expected, form
+    assert left > 100
+
+
 def main() -> None:
     """Record the forms of the table again, or as many new ones, or print what is chosen."""
     parser = argparse.ArgumentParser(description=__doc__)
