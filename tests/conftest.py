@@ -51,4 +51,4 @@ def few_rows(request, monkeypatch):
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     full = {name.strip() for name in request.config.getoption("--full").split(",")} & {"all", "vulkan"}
     if params.get("arch") == "vulkan" and not full and request.node.get_closest_marker("eight_rows") is None:
-        monkeypatch.setattr("tikv.ops.attention.launches.MOST_ROWS", 4)
+        monkeypatch.setattr("tikv.ops.attention.families.family.MOST_ROWS", 4)

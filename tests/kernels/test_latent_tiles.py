@@ -17,7 +17,7 @@ from tikv.kernels.attention.parameters import (
     Choices,
     P,
 )
-from tikv.ops.attention.splits import rows_of_task
+from tikv.ops.attention.families.tensor_cores import rows_of_tile
 from tikv.runtime import ti
 
 pytestmark = pytest.mark.archs("cpu")
@@ -66,7 +66,7 @@ def test_each_key_is_seen_once(arch, group, sinks):
     """By rows of one query, and by those of several; of short and long windows, by one task and by several."""
     for queries, length, splits in ((9, 300, 1), (70, 200, 3), (2, 2, 1)):
         x = latent.tile_of(group, queries)
-        rows = rows_of_task(queries, group, x)
+        rows = rows_of_tile(x, group, queries)
         c = PLAIN._replace(sinks=sinks != (0,), group=group, rows=rows)
         look, blocks = make_look(x, c), queries * group // rows if x.of_one_query else -(-queries * group // rows)
         for window, held in itertools.product((None, 5, 100), sinks):
@@ -101,4 +101,4 @@ def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch, ro
 def test_a_task_has_rows_of_one_query_where_none_is_left_empty(arch, group, queries, rows, of_one_query):
     found = latent.tile_of(group, queries)
     assert (found.rows, found.of_one_query) == (rows, of_one_query)
-    assert rows_of_task(queries, group, found) <= rows
+    assert rows_of_tile(found, group, queries) <= rows

@@ -4,27 +4,34 @@ import pytest
 
 from tikv import arrays, launch
 from tikv.launch.cuda import driver
-from tikv.ops.attention import hopper, tensor_cores
+from tikv.ops.attention import families
 
 
 @pytest.fixture
 def tiles(monkeypatch, request):
-    """The tiles that plans of this test got."""
+    """The tiles of the families that plans of this test got, None for those without tensor cores."""
     if not arrays.runtime_of().engine.has_bitcode:
         pytest.skip(f"{arrays.runtime_of().engine.title} cannot link bitcode, which tensor cores need")
-    found = []
-    choose = tensor_cores.choose_tile
-
-    def choose_and_tell(*arguments, **options):
-        found.append(choose(*arguments, **options))
-        return found[-1]
-
-    monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
-    monkeypatch.setattr("tikv.ops.attention.plan.choose_warpgroups", lambda *arguments: None)
-    arrays.runtime_of().plans.clear()
+    of_style = families.families_of
+    monkeypatch.setattr(families, "families_of", lambda style: [f for f in of_style(style) if not f.in_warpgroups])
+    found = families_of_plans(monkeypatch, lambda family: getattr(family, "tile", None))
     yield found
     assert found, "no plan was made"
     assert all(tile is not None for tile in found), "the tensor cores were not used"
+
+
+def families_of_plans(monkeypatch, look):
+    """What `look` says of the family of each plan that is made from now on, in a list that grows."""
+    found, original = [], families.family_for
+
+    def family_for(*arguments):
+        family = original(*arguments)
+        found.append(look(family))
+        return family
+
+    monkeypatch.setattr("tikv.ops.attention.plan.family_for", family_for)
+    arrays.runtime_of().plans.clear()
+    return found
 
 
 @pytest.fixture
@@ -37,18 +44,11 @@ def ampere(monkeypatch):
 
 @pytest.fixture
 def warpgroups(monkeypatch):
-    """What plans of this test got to share out the work of warpgroups by."""
+    """Whether plans of this test got warpgroups."""
     live = arrays.runtime_of()
     if reason := launch.why_no_warpgroups(live):
         pytest.skip(reason)
-    found, choose = [], hopper.choose_warpgroups
-
-    def choose_and_tell(*arguments):
-        found.append(choose(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr("tikv.ops.attention.plan.choose_warpgroups", choose_and_tell)
-    live.plans.clear()
+    found = families_of_plans(monkeypatch, lambda family: family.in_warpgroups)
     before = launch.launcher_report(live)["fallbacks"].keys() | set()  # of other tests of this process
     yield found
     assert found, "no plan was made"

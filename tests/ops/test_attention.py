@@ -19,8 +19,9 @@ import tikv
 from tikv import arrays, launch, reference
 from tikv.arrays import view
 from tikv.ops.attention.contiguous import contiguous_cache
+from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.options import AttentionOptions, QueryShape
-from tikv.ops.attention.splits import RESIDENT, Lengths, Shares, choose_shares, whole_waves
+from tikv.ops.attention.splits import RESIDENT, Lengths, Shares, whole_waves
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -243,20 +244,23 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     cache = contiguous_cache({name: view(k, name, "t") for name in "kv"})._replace(capacity=8192)
     query = QueryShape(32, 32, 1, 128, (0, 0, 0))
     options = AttentionOptions(None, True, None, None, None, False)
-    monkeypatch.setattr("tikv.ops.attention.splits.launch.multiprocessors", lambda live: 132)
-    gpu = SimpleNamespace(is_cpu=False, is_cuda=True, arch="cuda", threads=1, invariant=False)
-    even = choose_shares(gpu, query, cache, Lengths(4096), options).splits
-    shares = choose_shares(gpu, query, cache, Lengths(7372, 4096), options)
+    monkeypatch.setattr("tikv.launch.multiprocessors", lambda live: 132)
+    monkeypatch.setattr("tikv.launch.why_no_tensor_cores", lambda live: "they are not asked for")
+    gpu = SimpleNamespace(is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False)
+    arrays = {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}
+    shares_of = lambda live, lengths, asked=options: family_for(Form(live, arrays, query, cache, asked)).shares(lengths)  # noqa: E731
+    even = shares_of(gpu, Lengths(4096)).splits
+    shares = shares_of(gpu, Lengths(7372, 4096))
     assert shares.least_share == -(-4096 // even // 16) * 16 == 352
     assert shares.splits == -(-7372 // 352)
-    far = choose_shares(gpu, query, cache, Lengths(8192, 100), options)
+    far = shares_of(gpu, Lengths(8192, 100))
     assert 256 <= far.least_share < 1024
     assert far.splits * far.least_share >= 8192
-    near = choose_shares(gpu, query, cache, Lengths(7372, 4096), options._replace(span=64))
+    near = shares_of(gpu, Lengths(7372, 4096), options._replace(span=64))
     assert near.splits == 1
-    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2, invariant=False)
-    assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options) == Shares(2, 2)
-    assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options._replace(splits=5)) == Shares(5, 2)
+    cpu = SimpleNamespace(kernel_style="cpu", arch="cpu", threads=2, invariant=False)
+    assert shares_of(cpu, Lengths(7372, 4096)) == Shares(2, 2)
+    assert shares_of(cpu, Lengths(7372, 4096), options._replace(splits=5)) == Shares(5, 2)
 
 
 @pytest.mark.archs("cpu")
@@ -264,13 +268,15 @@ def test_one_thread_does_little_work_of_a_cpu_unsplit(arch):
     k = oracle.place(np.zeros((1, 2, 1, 64), np.float32), "cpu")
     cache = contiguous_cache({name: view(k, name, "t") for name in "kv"})._replace(capacity=8192)
     query, options = QueryShape(1, 8, 1, 64, (0, 0, 0)), AttentionOptions(None, True, None, None, None, False)
-    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2, invariant=False)
-    assert choose_shares(cpu, query, cache, Lengths(2047), options) == Shares(1, 1)
-    assert choose_shares(cpu, query, cache, Lengths(2048), options) == Shares(4, 2)
-    assert choose_shares(cpu, query, cache, Lengths(2047), options._replace(splits=3)) == Shares(3, 1)
+    cpu = SimpleNamespace(kernel_style="cpu", arch="cpu", threads=2, invariant=False)
+    form = Form(cpu, {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}, query, cache, options)
+    family = family_for(form)
+    assert family.shares(Lengths(2047)) == Shares(1, 1)
+    assert family.shares(Lengths(2048)) == Shares(4, 2)
+    assert family_for(form._replace(options=options._replace(splits=3))).shares(Lengths(2047)) == Shares(3, 1)
     cpu.threads = 16  # which save nearly all of one thread's time
-    assert choose_shares(cpu, query, cache, Lengths(1092), options) == Shares(1, 1)
-    assert choose_shares(cpu, query, cache, Lengths(1093), options).workers == 16
+    assert family.shares(Lengths(1092)) == Shares(1, 1)
+    assert family.shares(Lengths(1093)).workers == 16
 
 
 def test_one_key_gives_its_value(arch, rng):

@@ -4,20 +4,19 @@ import itertools
 import math
 import shutil
 import subprocess
-import types
 
 import numpy as np
 import oracle
 import pytest
 from ops.test_attention_terms import Terms, tree_of
-from ops.test_tensor_cores import CUDA, attend, check, given, make
+from ops.test_tensor_cores import CUDA, array_of, attend, check, given, make
 
 import tikv
 from tikv import dtypes, launch, reference
 from tikv.launch.cuda import driver
-from tikv.ops.attention import hopper
+from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families.warpgroups import Latents, Warpgroups
 from tikv.ops.attention.options import AttentionOptions
-from tikv.ops.attention.splits import choose_splits, rows_of_task
 from tikv.ops.layouts import Scale
 
 on_cuda = pytest.mark.archs("cuda")
@@ -380,14 +379,15 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
     asked = OPTIONS._replace(**{name: form.pop(name) for name in ("scale", "softcap", "sharded") if name in form})
     strides, ptr = form.pop("q_strides", (0, 0, 0)), form.pop("q_ptr", 0)
     arrays, query, cache = given(**{"queries": 40, **form})
-    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
-    scale = Scale(types.SimpleNamespace(dtype=dtypes.float16, ptr=0, offset=0))
+    arrays["q"] = array_of(arrays["q"].dtype, ptr)
+    scale = Scale(array_of(dtypes.float16))
     query = query._replace(strides=strides)
     cache = cache._replace(k=cache.k._replace(scale=scale), v=cache.v._replace(scale=scale))
-    found = hopper.why_not_warpgroups(CUDA, arrays, query, cache, asked)
+    form = Form(CUDA, arrays, query, cache, asked)
+    found = Warpgroups.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
-    assert (hopper.choose_warpgroups(CUDA, arrays, query, cache, asked) is None) == bool(why)
+    assert family_for(form).in_warpgroups != bool(why)
 
 
 @pytest.mark.archs("cpu")
@@ -415,23 +415,21 @@ def test_which_latents_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form,
     ptr, heads = form.pop("q_ptr", 0), form.pop("kv_heads", 1)
     kept = {name: form.pop(name) for name in ("sinks", "ring", "starts") if name in form}
     arrays, query, cache = given(**{"width": 576, "width_v": 512, **form})
-    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
-    cache = cache._replace(in_keys=in_keys, heads=heads, **kept)
-    found = hopper.why_not_latents(CUDA, arrays, query, cache)
+    arrays["q"] = array_of(arrays["q"].dtype, ptr)
+    form = Form(CUDA, arrays, query, cache._replace(in_keys=in_keys, heads=heads, **kept), OPTIONS)
+    found = Latents.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
-    assert (hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS) is None) == bool(why)
+    assert family_for(form).in_warpgroups != bool(why)
 
 
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(("batch", "group", "rows", "splits"), [(32, 16, 16, 4), (64, 128, 64, 1), (1, 16, 16, 32)])
 def test_latents_fill_the_device_with_one_block_of_each_multiprocessor(arch, hopper_gpu, batch, group, rows, splits):
     arrays, query, cache = given(width=576, width_v=512)
-    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=0, offset=0)
     cache, query = cache._replace(heads=1, in_keys=True), query._replace(batch=batch, heads=group)
-    cache = cache._replace(tile=hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS))
-    assert rows_of_task(1, group, cache.tile) == rows
-    assert choose_splits(CUDA, query, cache, 8192) == splits
+    family = family_for(Form(CUDA, arrays, query, cache, OPTIONS))
+    assert (family.in_warpgroups, family.rows, family.splits_of(8192)) == (True, rows, splits)
 
 
 @pytest.mark.archs("cpu")
@@ -449,12 +447,9 @@ def test_where_there_are_none_the_report_says_why(arch, hopper_gpu):
 @pytest.mark.parametrize(("queries", "rows", "splits"), [(64, 128, 8), (512, 128, 1), (8192, 128, 1)])
 def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, queries, rows, splits):
     arrays, query, cache = given(queries=queries)
-    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=0, offset=0)
-    cache = cache._replace(heads=8)
-    query = query._replace(heads=32)
-    cache = cache._replace(tile=hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS))
-    assert rows_of_task(queries, 4, cache.tile) == rows
-    assert choose_splits(CUDA, query, cache, 8192) == splits
+    form = Form(CUDA, arrays, query._replace(heads=32), cache._replace(heads=8), OPTIONS)
+    family = family_for(form)
+    assert (family.in_warpgroups, family.rows, family.splits_of(8192)) == (True, rows, splits)
 
 
 @pytest.mark.archs("cpu")

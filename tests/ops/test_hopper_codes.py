@@ -14,8 +14,8 @@ from ops.test_tensor_codes import Coded, codes_given
 from ops.test_tensor_cores import check, given
 
 import tikv
-from tikv import dtypes
-from tikv.ops.attention import hopper
+from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families.warpgroups import Warpgroups
 
 FLOATS = ["float8_e4m3fn", "float8_e5m2"]
 FORMATS = [
@@ -344,12 +344,11 @@ def test_trees_whose_branches_are_longer_than_a_window(arch, rng, warpgroups, mo
 )
 def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):  # noqa: F811
     arrays, query, cache = codes_given(**options)
-    arrays["q"] = type(arrays["k"])(dtype=arrays["q"].dtype, ptr=0, offset=0)
-    query = query._replace(queries=40)
-    found = hopper.why_not_warpgroups(CUDA, arrays, query, cache, OPTIONS)
+    form = Form(CUDA, arrays, query._replace(queries=40), cache, OPTIONS)
+    found = Warpgroups.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
-    assert (hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS) is None) == bool(why)
+    assert family_for(form).in_warpgroups != bool(why)
 
 
 @pytest.mark.archs("cpu")
@@ -359,8 +358,7 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
 )
 def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):  # noqa: F811
     arrays, query, cache = given("float8_e4m3fn", "bfloat16", queries=40, **form)
-    arrays["q"] = type(arrays["k"])(dtype=dtypes.bfloat16, ptr=0, offset=0)
-    found = hopper.why_not_warpgroups(CUDA, arrays, query, cache, OPTIONS)
+    found = Warpgroups.why_not(Form(CUDA, arrays, query, cache, OPTIONS))
     assert why in found
     assert bool(found) == bool(why)
 

@@ -227,9 +227,9 @@ def test_without_the_native_launcher_the_plain_kernel_attends(arch, rng, monkeyp
     work = Work(rng, lens=(70, 41), **HALF)
     with invariant(KEYS) as live:
         work.check(arch, 6, tokens=(1, 33))
-        plans = [plan for plan in live.plans.values() if hasattr(plan, "other_tile")]
+        plans = [plan for plan in live.plans.values() if hasattr(plan, "family")]
     assert plans
-    assert all(plan.other_tile is None for plan in plans)
+    assert not any(plan.family.on_tensor_cores for plan in plans)
 
 
 def test_without_it_the_bits_differ_somewhere(arch, rng):

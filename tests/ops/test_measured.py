@@ -47,9 +47,8 @@ def timed(torch=None):
     return Timings("2026-11-25", torch or runtime.version_of("torch"), ROWS)
 
 
-def faster(live, queries, dtype="float32", head_dim=64, tile=None, kind=RECTANGULAR):
-    cache = types.SimpleNamespace(tile=tile)
-    return torch_is_faster(live, kind, queries, cache, dtypes.parse(dtype, "test"), head_dim)
+def faster(live, queries, dtype="float32", head_dim=64, tensor_cores=False, kind=RECTANGULAR):
+    return torch_is_faster(live, kind, queries, tensor_cores, dtypes.parse(dtype, "test"), head_dim)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +177,4 @@ def test_invariant_asks_nobody(live, monkeypatch):
     measured.write(live, timed())
     invariant = types.SimpleNamespace(invariant=True, is_cpu=True, arch="cpu")
     assert report(invariant).startswith("tikv: the bits of torch's results depend")
-    assert not torch_is_faster(invariant, RECTANGULAR, 4096, None, dtypes.float32, 64)
+    assert not torch_is_faster(invariant, RECTANGULAR, 4096, False, dtypes.float32, 64)

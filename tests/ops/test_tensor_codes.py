@@ -8,13 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from ops.test_chosen import choose, expected
-from ops.test_tensor_cores import CUDA, check, given, make, on_cuda
+from ops.test_tensor_cores import array_of, check, form_of, given, make, on_cuda
 
 import tikv
 from tikv import arrays, dtypes, launch
 from tikv.formats import FORMATS
 from tikv.launch.cuda import driver
-from tikv.ops.attention import tensor_cores
+from tikv.ops.attention.families import family_for
+from tikv.ops.attention.families.tensor_cores import TensorCodes
 from tikv.ops.layouts import Scale
 from tikv.ops.quantize import Quantized
 
@@ -310,7 +311,7 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
     arrays, query, cache = given("float16", q_dtype, width, width_v)
     kind = dtypes.parse(name, "test") if name in PLAIN else dtypes.uint32
     arrays["k"].dtype = arrays["v"].dtype = kind
-    scales = [type(arrays["k"])(dtype=dtypes.parse(scale, "test"), ptr=at, offset=0) for _ in "kv"]
+    scales = [array_of(dtypes.parse(scale, "test"), at) for _ in "kv"]
     arrays |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
     k, v = (
         rows._replace(format=None if name in PLAIN else FORMATS[name], scale=Scale(scale, token=4, head=8))
@@ -343,11 +344,11 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
     ],
 )
 def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):
-    arrays, query, cache = codes_given(**options)
-    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    form = form_of(codes_given(**options))
+    found = TensorCodes.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
-    assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == bool(why)
+    assert family_for(form).on_tensor_cores != bool(why)
 
 
 @pytest.mark.archs("cpu")
@@ -356,10 +357,10 @@ def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
     """It is of compute capability 9.0, and only the native launcher asks for it."""
     ampere.setattr(driver, "generation", lambda index: 9)
     ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
-    arrays, query, cache = codes_given("float8_e4m3fn")
-    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    form = form_of(codes_given("float8_e4m3fn"))
+    found = TensorCodes.why_not(form)
     assert ("they need the native launcher" in found) == (launcher == "direct")
-    assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == (launcher == "direct")
+    assert family_for(form).on_tensor_cores == (launcher == "native")
 
 
 @pytest.mark.archs("cpu")
@@ -382,8 +383,7 @@ def test_which_tiles_are_copied(arch, ampere, options, generation, launcher, cop
     """If the GPU and the launcher can, scales begin where copies may, and it is faster."""
     ampere.setattr(driver, "generation", lambda index: generation)
     ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
-    tile = tensor_cores.choose_tile(CUDA, *codes_given(**options))
-    assert (tile.stages > 0) == copied
+    assert (family_for(form_of(codes_given(**options))).tile.stages > 0) == copied
 
 
 @pytest.mark.archs("cpu")

@@ -17,12 +17,13 @@ from ops.test_chosen import choose, expected, spoil
 
 import tikv
 from tikv import arrays, dtypes, engines, launch
+from tikv.arrays import ArrayView
 from tikv.formats import FORMATS
 from tikv.launch import launcher
 from tikv.launch.cuda import compiler, driver
-from tikv.ops.attention import options, tensor_cores
-from tikv.ops.attention.launches import choose_most_rows
-from tikv.ops.attention.splits import choose_splits, rows_of_task
+from tikv.ops.attention import options
+from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families.tensor_cores import TensorCodes, TensorRows
 from tikv.ops.layouts import Rows
 
 on_cuda = pytest.mark.archs("cuda")
@@ -417,16 +418,27 @@ def test_mass_of_chosen_tokens_beside_tensor_cores(arch, rng, tiles):
 # --- without a GPU
 
 
+def array_of(dtype, ptr=0):
+    """An array of which only the dtype and the address are looked at."""
+    return ArrayView(ptr, (1,), (1,), dtype, "cuda:0")
+
+
+def form_of(given, live=None, **asked):
+    """The form of a call with these arrays, queries and cache, and these options."""
+    arrays, query, cache = given
+    return Form(live or CUDA, arrays, query, cache, options.AttentionOptions(**asked))
+
+
 def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queries=1, ptr=0, inner=0, terms=()):
     """Arrays of a call, its queries and its cache, of which only the form is looked at."""
     dtype, q_dtype = dtypes.parse(dtype, "test"), dtypes.parse(q_dtype or dtype, "test")
-    k, v = (types.SimpleNamespace(dtype=dtype, ptr=ptr, offset=0) for _ in range(2))
+    k, v = (array_of(dtype, ptr) for _ in range(2))
     cache = options.CacheLayout(
         Rows(k, head=width, token=width), Rows(v, head=width_v or width, token=width_v or width, inner=(inner, inner)),
         2, width, width_v or width, "linear", 40,
     )  # fmt: skip
     query = options.QueryShape(1, 2 * group, queries, width, (0, 0, 0))
-    arrays = {"q": types.SimpleNamespace(dtype=q_dtype), "k": k, "v": v, **dict.fromkeys(terms)}
+    arrays = {"q": array_of(q_dtype), "k": k, "v": v, **dict.fromkeys(terms)}
     return arrays, query, cache
 
 
@@ -462,11 +474,11 @@ CUDA = types.SimpleNamespace(
     ],
 )
 def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):
-    arrays, _, cache = given(**options)
-    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    form = form_of(given(**options))
+    found = (TensorRows if form.cache.k.storage in ("f16", "bf16", "f32") else TensorCodes).why_not(form)
     assert why in found
     assert bool(why) == bool(found)
-    assert (tensor_cores.choose_tile(CUDA, *given(**options)) is None) == bool(why)
+    assert family_for(form).on_tensor_cores != bool(why)
 
 
 @pytest.mark.archs("cpu")
@@ -477,7 +489,7 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "Quadrants cannot link bitcode" in launch.why_no_tensor_cores(quadrants)
     ampere.setattr(driver, "generation", lambda index: 7)
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
-    assert tensor_cores.choose_tile(CUDA, *given()) is None
+    assert not family_for(form_of(given())).on_tensor_cores
     ampere.setattr(driver, "generation", lambda index: 9)
     from tikv.kernels.attention import tensor_instructions as kernels
 
@@ -489,17 +501,17 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
 def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
     live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
     ampere.setattr(launcher, "launcher_of", lambda live: ("direct", "asked for"))
-    assert "by 'direct' (asked for)" in tensor_cores.why_not_tensor_cores(live, *given()[::2])
+    assert "by 'direct' (asked for)" in TensorRows.why_not(form_of(given(), live))
     ampere.setattr(launcher, "launcher_of", lambda live: ("native", "asked for"))
-    tiles = [tensor_cores.choose_tile(live, *given(queries=n)) for n in (1, 2, 4, 8, 9, 100)]
+    tile_of = lambda softcap=None, **form: family_for(form_of(given(**form), live, softcap=softcap)).tile  # noqa: E731
+    tiles = [tile_of(queries=n) for n in (1, 2, 4, 8, 9, 100)]
     assert [(tile.shared_out, tile.row_tiles) for tile in tiles] == [
         ("exchange", 1), ("exchange", 1), ("exchange", 2), ("exchange", 2), ("rows", 2), ("rows", 2)
     ]  # fmt: skip
-    narrow, wide = given(width=96), given(width=576, width_v=512)
-    assert [tensor_cores.choose_tile(live, *some).shared_out for some in (narrow, wide)] == ["rows", "columns"]
-    assert tensor_cores.choose_tile(live, *given(queries=4), softcap=True).row_tiles == 1
-    assert tensor_cores.choose_tile(live, *given(width=256), softcap=True).shared_out == "rows"
-    assert "over codes" in tensor_cores.why_not_tensor_cores(live, *given(dtype="int8", q_dtype="float16")[::2])
+    assert [tile_of(width=96).shared_out, tile_of(width=576, width_v=512).shared_out] == ["rows", "columns"]
+    assert tile_of(30.0, queries=4).row_tiles == 1
+    assert tile_of(30.0, width=256).shared_out == "rows"
+    assert "over codes" in TensorCodes.why_not(form_of(given(dtype="int8", q_dtype="float16"), live))
     assert "invariant=True" in launch.why_no_warpgroups(live)
 
 
@@ -510,9 +522,8 @@ def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
 )
 def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, group, splits):
     arrays, query, cache = given(group=group)
-    cache = cache._replace(heads=8, tile=tensor_cores.choose_tile(CUDA, arrays, query, cache))
     query = query._replace(batch=batch, heads=8 * group)
-    assert choose_splits(CUDA, query, cache, keys) == splits
+    assert family_for(form_of((arrays, query, cache._replace(heads=8)))).splits_of(keys) == splits
 
 
 @pytest.mark.archs("cpu")
@@ -523,8 +534,7 @@ def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, g
      (1, 128, 512, 16)],
 )  # fmt: skip
 def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
-    tile = tensor_cores.choose_tile(CUDA, *given(group=group, queries=queries, width=width))
-    assert rows_of_task(queries, group, tile) == rows
+    assert family_for(form_of(given(group=group, queries=queries, width=width))).rows == rows
 
 
 @pytest.mark.archs("cpu")
@@ -533,11 +543,10 @@ def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
     [(1, 4, 128, 4), (40, 4, 128, 4), (3, 12, 128, 12), (1, 7, 64, 7), (3, 128, 576, 16), (1, 20, 576, 10)],
 )
 def test_rows_of_a_task_are_of_one_query_where_tokens_are_chosen(arch, ampere, queries, group, width, rows):
-    arrays, query, cache = given(group=group, queries=queries, width=width, width_v=min(width, 512), terms=["indices"])
-    tile = tensor_cores.choose_tile(CUDA, arrays, query, cache._replace(chosen=True))
-    found = rows_of_task(queries, group, tile, chosen=True)
-    assert found == rows
-    assert group % found == 0
+    form = given(group=group, queries=queries, width=width, width_v=min(width, 512), terms=["indices"])
+    family = family_for(form_of(form))
+    assert family.rows == rows
+    assert group % family.rows == 0
 
 
 @pytest.mark.archs("cpu")
@@ -555,9 +564,7 @@ def test_a_task_whose_code_would_be_too_long_has_fewer_rows(arch, form, rows):
     if codes is not None:
         arrays["k"].dtype = arrays["v"].dtype = dtypes.uint32
         cache = cache._replace(k=cache.k._replace(format=FORMATS[codes]), v=cache.v._replace(format=FORMATS[codes]))
-    causal = options.AttentionOptions(None, True, None, None, None, False)
-    most = choose_most_rows(CUDA, arrays, query, cache, causal)
-    assert rows_of_task(query.queries, 8, None, most) == rows
+    assert family_for(form_of((arrays, query, cache))).rows == rows
 
 
 @pytest.mark.archs("cpu")

@@ -19,24 +19,23 @@ TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # torch rounds
 
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
-    ("device", "dtype", "queries", "tile", "faster"),
+    ("device", "dtype", "queries", "tensor_cores", "faster"),
     [
-        ("cpu", "float32", 63, None, False),
-        ("cpu", "float32", 64, None, True),
-        ("cpu", "float16", 63, None, False),
-        ("cpu", "float16", 64, None, True),
-        ("cpu", "bfloat16", 5000, None, False),
-        ("cuda", "float32", 1, None, True),
-        ("cuda", "float16", 1, object(), False),
-        ("cuda", "float16", 2048, object(), False),
+        ("cpu", "float32", 63, False, False),
+        ("cpu", "float32", 64, False, True),
+        ("cpu", "float16", 63, False, False),
+        ("cpu", "float16", 64, False, True),
+        ("cpu", "bfloat16", 5000, False, False),
+        ("cuda", "float32", 1, False, True),
+        ("cuda", "float16", 1, True, False),
+        ("cuda", "float16", 2048, True, False),
     ],
 )
-def test_torch_serves_where_it_is_faster(monkeypatch, device, dtype, queries, tile, faster):
+def test_torch_serves_where_it_is_faster(monkeypatch, device, dtype, queries, tensor_cores, faster):
     live = types.SimpleNamespace(is_cpu=device == "cpu", invariant=False, arch=device)
-    cache = types.SimpleNamespace(tile=tile)
     monkeypatch.setattr(measured, "timings", lambda live: None)
     for kind in (*measured.KINDS, MASKED):
-        assert torch_is_faster(live, kind, queries, cache, dtypes.parse(dtype, "test"), 128) == faster
+        assert torch_is_faster(live, kind, queries, tensor_cores, dtypes.parse(dtype, "test"), 128) == faster
 
 
 @pytest.mark.archs("cpu")

@@ -1,8 +1,8 @@
 """Attention over keys quantised by channel over groups of tokens, and values by token; the codes are read in place.
 
-CUDA's tensor cores read keys and values in one launch, where `why_not_by_channel` finds no reason against it. Otherwise
-a separate kernel first computes the scores of all keys: float32, 4 bytes for each key and query row. Attention then
-reads these scores instead of multiplying queries with keys, and reads the values as in any other cache.
+If a family of kernels serves such keys, it reads keys and values in one launch. Otherwise a separate kernel first
+computes the scores of all keys: float32, 4 bytes for each key and query row. Attention then reads these scores instead
+of multiplying queries with keys, and reads the values as in any other cache.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key
+from tikv.ops.attention.families import Form, is_served
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key, query_shape
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
-from tikv.ops.attention.tensor_cores import why_not_by_channel
 from tikv.ops.layouts import Rows, Scale
 from tikv.ops.plan import Launch, Plan
 
@@ -179,8 +179,8 @@ def channel_plan(
             by_channel=True,
         )
         options = AttentionOptions(asked.scale, causal=False)
-        plan = None
-        if not why_not_by_channel(live, arrays, cache):
+        plan, query = None, query_shape(arrays["q"], "q", operation)
+        if is_served(Form(live, arrays, query, cache, options)):
             plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
         found = live.plans.keep(key, (plan,))
     known: AttentionPlan | None = found[0]

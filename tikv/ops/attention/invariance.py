@@ -60,37 +60,37 @@ def refuse_splits(live: runtime.Runtime, operation: str, options: AttentionOptio
         )
 
 
-def fixed_rows(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, most: int) -> int:
-    """Query rows of a task, the same for any number of queries, at most `most` on a GPU; 0 if they may differ.
+def fixed_rows(live: runtime.Runtime, group: int, most: int) -> int:
+    """Query rows of a task without tensor cores, the same for any number of queries; 0 if they may differ.
 
-    `cache.fixed_rows` says whether they may not.
+    On a GPU they are at most `most`; `group` is the number of query heads of a KV head.
     """
-    if not cache.fixed_rows:
+    if not live.invariant:
         return 0
     if live.is_cpu:
         from tikv.kernels.attention import cpu
 
         return int(cpu.NUMBER_ROWS)
-    return min(most, FEW_ROWS if query.heads // cache.heads <= FEW_ROWS else MANY_ROWS)
+    return min(most, FEW_ROWS if group <= FEW_ROWS else MANY_ROWS)
 
 
 def fixed_splits(
-    live: runtime.Runtime, query: QueryShape, cache: CacheLayout, longest: int, options: AttentionOptions, sink: bool
+    keys: int, query: QueryShape, cache: CacheLayout, longest: int, span: int | None, selects: bool
 ) -> int:
-    """Splits of equal length for all keys of the longest sequence that some query sees, and one for a sink logit.
+    """Splits of so many `keys` each for all keys of the longest sequence that some query sees.
 
-    With a window, the splits between the sinks and the first key of the window are left out.
+    With a window, the splits between the sinks and the first key of the window are left out, unless each query
+    `selects` its tokens.
     """
-    keys = SPLIT_KEYS[live.arch]
-    found = -(-longest // keys)
-    if cache.chosen:
+    splits = -(-longest // keys)
+    if selects:
         pass
     elif cache.place == "ring":
         if longest >= cache.capacity:  # the ring is full, or may be: its slots do not grow with positions
-            found = -(-cache.ring // keys) + 1 + -(-cache.sinks // keys)
-    elif options.span is not None:
-        found = min(found, -(-(options.span + query.queries) // keys) + 1 + -(-cache.sinks // keys))
-    return max(1, found) + int(sink)
+            splits = -(-cache.ring // keys) + 1 + -(-cache.sinks // keys)
+    elif span is not None:
+        splits = min(splits, -(-(span + query.queries) // keys) + 1 + -(-cache.sinks // keys))
+    return max(1, splits)
 
 
 def queries_of_launch(live: runtime.Runtime, query: QueryShape, splits: int, width_v: int, whole: bool) -> int:

@@ -1,4 +1,4 @@
-"""The launches of attention: kernels chosen and bound for one way of splitting the keys.
+"""The launches of attention: a family's kernels, bound for one way of splitting the keys.
 
 If there are several splits, they leave normalised parts and their log-sum-exps in scratch memory, and a second launch
 merges them. The mass of each key takes one more launch.
@@ -15,19 +15,11 @@ from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.chosen import indices_by_head
+from tikv.ops.attention.families import Family
 from tikv.ops.attention.invariance import queries_of_launch
-from tikv.ops.attention.options import (
-    MOST_ROWS,
-    AttentionOptions,
-    CacheLayout,
-    QueryShape,
-    lens_by_head,
-    query_shape,
-    table_by_head,
-)
-from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares, choose_heads_per_task, rows_of_task
-from tikv.ops.attention.terms import term_numbers, tree_launch, tree_of, tree_words
-from tikv.ops.layouts import Rows
+from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
+from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
+from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.turned import turn_launch
 
@@ -84,7 +76,7 @@ class Scratch(NamedTuple):
     partials: int  # the results of splits begin at 0 and end here
     lse: int  # the result's log-sum-exps, if the caller gets none
     tree: int  # the words of the new tokens, if they form a tree
-    turned: int  # the rotated queries, if keys are stored rotated
+    rotated: int  # the queries, if keys are stored rotated
     work: int  # the memory of a CPU's workers
     nbytes: int
 
@@ -97,53 +89,30 @@ class AttentionLaunches(Plan):
     caller does not get, go to memory that all plans of a runtime share.
     """
 
-    def __init__(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        query: QueryShape,
-        cache: CacheLayout,
-        options: AttentionOptions,
-        shares: Shares,
-    ) -> None:
+    def __init__(self, operation: str, arrays: dict[str, ArrayView], family: Family, shares: Shares) -> None:
+        live, query, cache = family.live, family.query, family.cache
         self.weighs_only = "out" not in arrays
         written = [name == "mass" or (name in ("out", "lse") and not self.weighs_only) for name in arrays]
         super().__init__(live, operation, tuple(arrays), written)
         self.lock = live.lock  # only its holder uses the scratch memory
-        self.query, self.cache, self.options = query, cache, options
+        self.family, self.query, self.cache, self.options = family, query, cache, family.options
         self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
-        whole = bool(tree_of(arrays)) or options.sharded != (0, 0) or cache.scored  # these count queries from the first
+        whole = family.has_tree or self.options.sharded != (0, 0) or cache.scored  # these count queries from the first
         self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
         partials = query.batch * query.heads * self.of_launch * self.splits if self.splits > 1 else 0
         checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         partial_bytes = partials * cache.width_v * 4
-        own_lse = partial_bytes + partials * 4
-        tree = own_lse + (0 if "lse" in arrays else self.rows) * 4
-        in_tree = query.batch * query.queries * tree_words(query.queries) if tree_of(arrays) else 0
-        turned = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
-        in_turned = 0 if self._seed is None else self.rows * cache.width * arrays["q"].dtype.itemsize
-        work = -(-(turned + in_turned) // ALIGNMENT) * ALIGNMENT
-        nbytes = work
-        self.heads_per_task, self.keys_per_pass, self.prefetch, self.work_floats = 1, 0, 0, 0
-        if live.is_cpu:
-            from tikv.kernels.attention import cpu, cpu_loops
-
-            group = query.heads // cache.heads
-            of_task = rows_of_task(query.queries, group, None, cache.most_rows, cache.chosen, cache.fixed_rows)
-            if cache.fixed_rows:
-                of_task = -(-of_task // cpu_loops.BAND) * cpu_loops.BAND
-            shape = of_task, cache.width, cache.width_v
-            by_head = lens_by_head(arrays) or table_by_head(arrays) or indices_by_head(arrays)
-            found = choose_heads_per_task(query, cache, shares, by_head)
-            self.heads_per_task, self.keys_per_pass, self.prefetch = found
-            codes = cache.k.format is not None or cache.v.format is not None
-            self.work_floats = cpu.work_floats(*shape, self.heads_per_task, codes)
-            if cache.fixed_rows or of_task >= cpu.NUMBER_ROWS or not cache.alike:
-                self.work_floats += cpu.number_floats(cache.width, cache.width_v)
-            nbytes += shares.workers * self.work_floats * 4
-        self.scratch = Scratch(partial_bytes, own_lse, tree, turned, work, nbytes)
+        lse = partial_bytes + partials * 4
+        tree = lse + (0 if "lse" in arrays else self.rows) * 4
+        in_tree = query.batch * query.queries * tree_words(query.queries) if family.has_tree else 0
+        rotated = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
+        in_rotated = 0 if self._seed is None else self.rows * cache.width * arrays["q"].dtype.itemsize
+        work = -(-(rotated + in_rotated) // ALIGNMENT) * ALIGNMENT
+        by_head = lens_by_head(arrays) or table_by_head(arrays) or indices_by_head(arrays)
+        self.head_pass = family.head_pass(shares, by_head)
+        nbytes = work + shares.workers * self.head_pass.work_floats * 4
+        self.scratch = Scratch(partial_bytes, lse, tree, rotated, work, nbytes)
         self.memory: Memory | None = None  # the scratch memory that the launches are bound to
         self.first_valid = 0  # the entry that the launches have
 
@@ -204,38 +173,33 @@ class AttentionLaunches(Plan):
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays; lengths that the host knows are set in each run."""
-        from tikv.kernels.attention import merge
-
         arrays = dict(zip(self.names, given, strict=True))
         live, cache, memory = self.live, self.cache, self.memory
         assert memory is not None
-        found: list[Launch] = []
+        family, launches = self.family, list[Launch]()
         if self._seed is not None:
-            given_q = arrays["q"]
-            arrays["q"] = memory.array(given_q.shape, given_q.dtype, self.scratch.turned)
-            found.append(turn_launch(live, self.operation, given_q, arrays["q"], self._seed))
+            q = arrays["q"]
+            arrays["q"] = memory.array(q.shape, q.dtype, self.scratch.rotated)
+            launches.append(turn_launch(live, self.operation, q, arrays["q"], self._seed))
         style, split, query = live.kernel_style, self.splits > 1, self.query
         unused = memory.array((1,), dtypes.float32)
-        make_merge = merge.make_merge_in_order if live.invariant else merge.make_merge
-        by_element = style == "spirv" or (style == "cuda" and live.invariant)
-        to = arrays.get("out", arrays["q"])
-        bits = word_bits(arrays["k"], arrays["v"], cache, style)
+        to, bits = arrays.get("out", arrays["q"]), family.word_bits
         for name, of in zip("kv", bits, strict=True):
             checks.addressable(arrays[name], of // 8, live, name.upper(), self.operation)
-        choices = self._choices(arrays, bits)
+        choices = self._choices(arrays)
         partials = memory.array((max(1, self.scratch.partials // 4),), dtypes.float32)
         partial_lse = memory.array((1,), dtypes.float32, self.scratch.partials)
         lse = arrays.get("lse") or memory.array((1,), dtypes.float32, self.scratch.lse)
-        strides = self._strides(arrays, bits)
+        strides = self._strides(arrays)
         params = self._params(partials if split else to, partial_lse if split else lse)._replace(
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
-            **_numbers_of_chosen(arrays),
+            **_numbers_of_indices(arrays),
         )
-        rows = rows_of_task(self.query.queries, choices.group, chosen=cache.chosen)
         # The log-sum-exps that attention leaves include these terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
-        plain = plain._replace(rows=rows, values=None, invariant=False, masked=masked(arrays, self.query, self.options))
+        rows = family.rows_of_task(MOST_ROWS)
+        plain = plain._replace(rows=rows, values=None, invariant=False, masked=family.masked)
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -247,29 +211,28 @@ class AttentionLaunches(Plan):
         if choices.terms:
             tree = memory.array((1,), dtypes.float32, self.scratch.tree) if choices.tree else None
             if tree is not None:
-                found.append(tree_launch(live, arrays, tree))
-            logits, slopes, chosen = (arrays.get(name, unused) for name in ("sink_logits", "alibi_slopes", "indices"))
-            terms = [logits, slopes, tree or unused, chosen]
+                launches.append(tree_launch(live, arrays, tree))
+            logits, slopes, indices = (arrays.get(name, unused) for name in ("sink_logits", "alibi_slopes", "indices"))
+            terms = [logits, slopes, tree or unused, indices]
             numbers = term_numbers(arrays, tree, self.query.queries)
             term_vector = [numbers._replace(newer=self.options.newer, others=self.options.sharded[1])]
-        factory, own_choices = self._factory(
-            style, choices, split or _in_pairs(to, query_shape(to, "out", self.operation))
-        )
-        kernel = launch.kernel(live, factory, *own_choices, split, choices)
+        paired = split or _in_pairs(to, query_shape(to, "out", self.operation))
+        factory, family_choices = family.attend_kernel(choices, self.shares.workers, paired)
+        kernel = launch.kernel(live, factory, *family_choices, split, choices)
         used, merged = [*cached, *written, *terms], [partials, partial_lse, to, lse]
         numbers = params._replace(out_lse_first=_first(lse))
-        for at, some in self._pieces(strides, numbers, split):
-            items = some.tasks * _threads_of_task(style, cache.tile)
-            found.append(Launch(kernel.bind(items, *used, at, some, scalars, *term_vector), used))
+        for at, piece in self._pieces(strides, numbers, split):
+            items = piece.tasks * family.threads
+            launches.append(Launch(kernel.bind(items, *used, at, piece, scalars, *term_vector), used))
             if split:
-                items = query.batch * query.heads * some.queries
+                items = query.batch * query.heads * piece.queries
                 serial = items * self.splits * cache.width_v < SERIAL_MERGE
-                items *= cache.width_v if by_element else _threads_of_task(style)
-                merging = launch.kernel(live, make_merge, style, serial, plain._replace(out=to.dtype.short))
-                found.append(Launch(merging.bind(items, *merged, at, some._replace(tasks=items), scalars), merged))
+                items *= family.merge_threads
+                merging = launch.kernel(live, family.merge_kernel(), style, serial, plain._replace(out=to.dtype.short))
+                launches.append(Launch(merging.bind(items, *merged, at, piece._replace(tasks=items), scalars), merged))
         if self.options.mass:
-            found.append(self._mass_launch(arrays, plain, strides, params, lse))
-        return found
+            launches.append(self._mass_launch(arrays, plain, strides, params, lse))
+        return launches
 
     def _pieces(self, strides: Any, params: Any, split: bool) -> Iterator[tuple[Any, Any]]:
         """The strides and numbers of each launch that attends; there are several if one does not take all queries."""
@@ -277,10 +240,9 @@ class AttentionLaunches(Plan):
         if most == queries:
             yield strides, params
             return
-        group = self.query.heads // self.cache.heads
         for begin in range(0, queries, most):
             end = min(queries, begin + most)
-            row_blocks = -(-(end - begin) * group // self._rows_of_task(group))
+            row_blocks = self.family.row_blocks(end - begin)
             of_lse = begin * strides.lse_token
             yield (
                 strides._replace(
@@ -298,25 +260,19 @@ class AttentionLaunches(Plan):
                 ),
             )
 
-    def _rows_of_task(self, group: int) -> int:
-        """The number of query rows in a task of attention."""
-        cache = self.cache
-        return rows_of_task(self.query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
-
     def _mass_launch(
         self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
     ) -> Launch:
         """The launch that weighs the keys by the log-sum-exps of their queries; `params` are those of attention."""
-        to, style, cache = arrays["mass"], self.live.kernel_style, self.cache
-        factory, own_choices = self._mass_factory(style, choices)
+        to, family, cache = arrays["mass"], self.family, self.cache
+        mass = family.mass_kernel(choices, self.shares.workers, by_slot=not self.weighs_only)
         heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
         keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
-        if cache.chosen:
+        if family.selects:
             keys, blocks = arrays["indices"].shape[-1], self.query.queries
-        by_key = factory.__name__ == "make_mass"  # a thread has one key, not a part of a head's keys
-        items = heads * blocks * (keys if by_key else splits * _threads_of_task(style))
+        items = heads * blocks * (keys if mass.by_key else splits * family.block_threads)
         numbers = params._replace(
-            tasks=items if by_key else heads * blocks * splits,
+            tasks=items if mass.by_key else heads * blocks * splits,
             splits=splits,
             row_blocks=blocks,
             heads_per_task=1,
@@ -325,27 +281,24 @@ class AttentionLaunches(Plan):
             keys=keys,
         )
         strides = strides._replace(out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1])
-        names = ["q", "k", "lens", "table", "indices", "k_scale"]
-        if factory.__name__ == "make_mass_lanes":
-            names.remove("indices")
-        if cache.chosen:
+        names = ["q", "k", "lens", "table", *["indices"] * mass.selects, "k_scale"]
+        if family.selects:
             strides = strides._replace(out_token=to.strides[2])
         assert self.memory is not None
         unused = self.memory.array((1,), dtypes.float32)
         weighed = [*(arrays.get(name, unused) for name in names), lse, to]
-        if style == "cpu":
+        if self.live.is_cpu:
             weighed.append(self.memory.array((1,), dtypes.float32, self.scratch.work))
-        kernel = launch.kernel(self.live, factory, *own_choices, choices._replace(out="f32"))
+        kernel = launch.kernel(self.live, mass.factory, *mass.choices, choices._replace(out="f32"))
         return Launch(kernel.bind(items, *weighed, strides, numbers, self._scalars()), weighed)
 
-    def _choices(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
+    def _choices(self, arrays: dict[str, ArrayView]) -> Any:
         """The compile-time choices of the kernels."""
         from tikv.kernels.attention.parameters import Choices, Kept
 
-        cache, query, options = self.cache, self.query, self.options
+        family, cache, options, bits = self.family, self.cache, self.options, self.family.word_bits
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
         scales = [cache.scales[0].array.dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
-        group = query.heads // cache.heads
         return Choices(
             place=cache.place,
             page=cache.page,
@@ -359,10 +312,10 @@ class AttentionLaunches(Plan):
             out="f32" if self.splits > 1 else arrays.get("out", arrays["q"]).dtype.short,
             width=cache.width,
             width_v=cache.width_v,
-            group=group,
-            rows=self._rows_of_task(group),
+            group=family.group,
+            rows=family.rows,
             causal=options.causal,
-            masked=self.live.invariant or masked(arrays, query, options),
+            masked=self.live.invariant or family.masked,
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
@@ -373,14 +326,14 @@ class AttentionLaunches(Plan):
             alibi="alibi_slopes" in arrays,
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             block=options.sharded[0],
-            tree=bool(tree_of(arrays)),
+            tree=family.has_tree,
             values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
-            chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,
+            chosen=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
             scored=cache.scored,
             invariant=self.live.invariant,
         )
 
-    def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
+    def _strides(self, arrays: dict[str, ArrayView]) -> Any:
         """The strides of q, of the result, of K and V in words, and of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
@@ -388,7 +341,8 @@ class AttentionLaunches(Plan):
         found: list[int] = [*query_shape(arrays["q"], "q", self.operation).strides, _first(arrays["q"])]
         found += [*query_shape(to, "out", self.operation).strides, _first(to)]
         found += self._lse_strides(arrays.get("lse"))
-        for rows, a, of in ((self.cache.k, arrays["k"], bits[0]), (self.cache.v, arrays["v"], bits[1])):
+        both = (self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])
+        for (rows, a), of in zip(both, self.family.word_bits, strict=True):
             unit = of // (a.dtype.itemsize * 8)
             found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
             found.append(a.offset * 8 // of)
@@ -410,11 +364,9 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
 
         cache, query, options = self.cache, self.query, self.options
-        group = query.heads // cache.heads
-        rows = group * query.queries
-        row_blocks = -(-rows // self._rows_of_task(group))
+        row_blocks, head_pass = self.family.row_blocks(query.queries), self.head_pass
         return AttentionParams(
-            tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
+            tasks=query.batch * -(-cache.heads // head_pass.heads) * row_blocks * self.splits,
             splits=self.splits,
             heads=cache.heads,
             queries=query.queries,
@@ -429,10 +381,10 @@ class AttentionLaunches(Plan):
             out_lse_first=_first(lse),
             part_first=_first(out),
             batch=query.batch,
-            heads_per_task=self.heads_per_task,
-            keys_per_pass=self.keys_per_pass,
-            prefetch=self.prefetch,
-            work_floats=self.work_floats,
+            heads_per_task=head_pass.heads,
+            keys_per_pass=head_pass.keys,
+            prefetch=head_pass.prefetch,
+            work_floats=head_pass.work_floats,
             least_share=self.shares.least_share,
             split_keys=self.shares.split_keys,
         )
@@ -454,165 +406,9 @@ class AttentionLaunches(Plan):
             )
         )
 
-    def _factory(self, style: str, choices: Any, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's factory, and the choices that it takes before the common ones."""
-        if style == "cpu":
-            from tikv.kernels.attention.cpu import make_attend_cpu
 
-            return make_attend_cpu, (self.shares.workers,)
-        if style == "cuda":
-            from tikv.kernels.attention import cuda, hopper, latent, tensor_channels, tensor_cores
-
-            tile = self.cache.tile
-            if self.cache.by_channel:
-                return tensor_channels.make_attend_channels, (tile,)
-            if isinstance(tile, latent.Latents):
-                return latent.make_attend_latents, (tile,)
-            if isinstance(tile, hopper.Warpgroups):
-                return hopper.make_attend_hopper, (tile._replace(paired=paired),)
-            if tile is not None:
-                if choices.invariant:
-                    return tensor_cores.make_attend_tensor_in_order, (tile,)
-                return tensor_cores.make_attend_tensor, (tile,)
-            if choices.bits == cuda.WORD_BITS and not choices.invariant:
-                width = max(self.cache.width, self.cache.width_v)
-                shape = cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices))
-                return cuda.make_attend_lanes, (shape,)
-        from tikv.kernels import lanes
-        from tikv.kernels.attention.subgroup import make_attend_block, make_attend_block_in_order
-
-        make = make_attend_block_in_order if choices.invariant else make_attend_block
-        if style == "cuda":
-            return make, (style, lanes.WARP)
-        return make, (style, lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP)
-
-    def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
-        """As `_factory`, for the mass."""
-        by_slot = not self.weighs_only
-        if style == "cpu":
-            from tikv.kernels.attention.mass_cpu import make_mass_cpu
-
-            return make_mass_cpu, (self.shares.workers, by_slot)
-        if style == "cuda":
-            from tikv.kernels.attention import cuda, mass_cuda
-
-            if choices.bits == cuda.WORD_BITS and not choices.chosen:
-                # V's words are not held, which leaves registers for one more block.
-                shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, cuda.is_long(choices))
-                shape = shape._replace(resident=4)
-                single = self.query.queries * choices.group <= choices.rows
-                return mass_cuda.make_mass_lanes, (shape, single, by_slot)
-        from tikv.kernels.attention.mass import make_mass
-
-        return make_mass, (style, by_slot)
-
-
-def choose_most_rows(
-    live: runtime.Runtime,
-    arrays: dict[str, ArrayView],
-    query: QueryShape,
-    cache: CacheLayout,
-    options: AttentionOptions,
-) -> int:
-    """The most query rows in a task: more for a prompt on CPU, fewer on CUDA if the code would become too long."""
-    style = live.kernel_style
-    if live.is_cpu and query.queries > 1 and not cache.chosen:
-        from tikv.kernels.attention import cpu
-
-        return int(cpu.NUMBER_ROWS)
-    if style != "cuda":
-        return MOST_ROWS
-    from tikv.kernels.attention import cuda, subgroup
-    from tikv.kernels.codec import FLOAT8
-    from tikv.kernels.groups import UNIT
-
-    bits = word_bits(arrays["k"], arrays["v"], cache, style)
-    if bits[0] == cuda.WORD_BITS:
-        return MOST_ROWS
-    unit, parts = 1, {str(name) for name in ("sink_logits", "alibi_slopes") if name in arrays}
-    for name, rows, of in zip("kv", (cache.k, cache.v), bits, strict=True):
-        dtype = arrays[name].dtype
-        unit = max(unit, of // (dtype.itemsize * 8) if rows.format is None else UNIT)
-        if rows.format is not None or dtype.short in FLOAT8:
-            parts.add("decoded")
-    if cache.chosen:
-        parts.add("chosen")
-    if live.invariant or masked(arrays, query, options):
-        parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
-    if tree_of(arrays):
-        parts.add("tree")
-    if options.softcap is not None:
-        parts.add("softcap")
-    found: int = subgroup.most_rows(unit, parts)
-    return found
-
-
-def masked(arrays: dict[str, ArrayView], query: QueryShape, options: AttentionOptions) -> bool:
-    """Whether queries of a task may see different keys; if tokens are chosen, a task has one query."""
-    several = query.queries > 1 and "indices" not in arrays
-    return options.causal and (several or bool(tree_of(arrays)))
-
-
-def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:
-    """Bits of a word of K and of V: an element on CPU, elsewhere the widest word to which every row is aligned.
-
-    If K and V are stored alike, both have the same width; if not, a word has at most 32 bits.
-    """
-    itemsize = k.dtype.itemsize
-    if cache.by_channel:
-        from tikv.kernels.attention import tensor_channels
-
-        read: tuple[int, int] = tensor_channels.word_bits(cache.k.storage, cache.v.storage, cache.width_v)
-        return read
-    if not cache.alike:
-        both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
-        found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
-        return found[0], found[1]
-    if cache.tile is not None:
-        from tikv.kernels.attention import hopper, hopper_codes, tensor_halves
-        from tikv.kernels.attention.tensor_instructions import HALVES
-        from tikv.kernels.attention.tensor_kinds import kind_of
-
-        if cache.k.storage in HALVES:
-            return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
-        if isinstance(cache.tile, hopper.Warpgroups):
-            return hopper_codes.word_bits(cache.k.storage), hopper_codes.word_bits(cache.k.storage)
-        of_codes: tuple[int, int] = kind_of(cache.k.storage).word_bits(cache.k.storage, cache.width, cache.width_v)
-        return of_codes
-    if style == "cpu" or cache.k.format is not None:
-        return itemsize * 8, itemsize * 8
-    widest = 0
-    if style == "cuda" and not cache.fixed_rows:  # with fixed rows a word has at most 4 bytes
-        from tikv.kernels.attention import cuda
-
-        widest = cuda.MAX_WIDTH
-    common = 8 if max(cache.width, cache.width_v) <= widest and not cache.v.inner[0] else 4
-    bits = max(itemsize, row_bytes(k, v, cache, common)) * 8
-    return bits, bits
-
-
-def _bits_of_other(rows: Rows, a: ArrayView, width: int, style: str) -> int:
-    """Bits of a word of K, or of V, if the other one is stored differently."""
-    if style == "cpu" or rows.format is not None:
-        return a.dtype.itemsize * 8
-    return max(a.dtype.itemsize, _bytes_of_rows(rows, a, width, 4)) * 8
-
-
-def row_bytes(k: ArrayView, v: ArrayView, cache: CacheLayout, most: int) -> int:
-    """The largest power of two, in bytes up to `most`, to which every row of K and V, or piece of a row, is aligned."""
-    both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
-    return min(_bytes_of_rows(rows, a, width, most) for rows, a, width in both)
-
-
-def _bytes_of_rows(rows: Rows, a: ArrayView, width: int, most: int) -> int:
-    """`row_bytes` for K, or for V."""
-    jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
-    common = math.gcd(most, a.ptr or 0, a.offset, *(n * a.dtype.itemsize for n in jumps))
-    return common & -common
-
-
-def _numbers_of_chosen(arrays: dict[str, ArrayView]) -> dict[str, int]:
-    """The entries of `AttentionParams` for chosen tokens: where those of a query lie, and how many there are."""
+def _numbers_of_indices(arrays: dict[str, ArrayView]) -> dict[str, int]:
+    """The entries of `AttentionParams` for selected tokens: where those of a query lie, and how many there are."""
     if "indices" not in arrays:
         return {}
     a, by_head = arrays["indices"], indices_by_head(arrays)
@@ -634,14 +430,3 @@ def _in_pairs(out: ArrayView, shape: QueryShape) -> bool:
     """Whether each pair of columns of a result is aligned to the size of both."""
     both = 2 * out.dtype.itemsize
     return not any(n % both for n in (out.ptr or 0, out.offset, *(n * out.dtype.itemsize for n in shape.strides)))
-
-
-def _threads_of_task(style: str, tile: Any = None) -> int:
-    if style == "cuda":
-        from tikv.kernels.attention import hopper, latent
-
-        if isinstance(tile, hopper.Warpgroups | latent.Latents):
-            return int(tile.threads)
-    from tikv.kernels.lanes import BLOCK
-
-    return 1 if style == "cpu" else BLOCK

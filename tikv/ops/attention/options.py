@@ -25,7 +25,7 @@ MOST_ROWS = 8  # query rows that share a pass over the keys
 
 
 class CacheLayout(NamedTuple):
-    """What attention reads: K and V, how their slots are found, and the scales of int8."""
+    """What the memory that attention reads looks like: K and V, how their slots are found, and their scales."""
 
     k: Rows
     v: Rows
@@ -38,13 +38,9 @@ class CacheLayout(NamedTuple):
     blocks: int = 0
     sinks: int = 0
     ring: int = 0
-    tile: Any = None  # a `Tile`, if CUDA's tensor cores are used
-    most_rows: int = MOST_ROWS  # query rows that one task computes, if they are not used
-    chosen: bool = False  # whether each query reads chosen tokens, so that queries share no keys
     in_keys: bool = False  # whether V is the first columns of K
     starts: bool = False  # whether lengths are (2 * B,): each sequence's length and its first key that is seen
     scored: bool = False  # K holds products of queries and keys; `k.block` is the step between query rows
-    fixed_rows: int = 0  # query rows of a task for any number of queries; 0 if up to `most_rows` are chosen
     by_channel: bool = False  # K is codes by channel; `k.token` is the step between groups of tokens
 
     @property

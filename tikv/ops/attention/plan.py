@@ -15,12 +15,10 @@ from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new,
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.chosen import check_chosen, check_indices
-from tikv.ops.attention.hopper import choose_warpgroups
-from tikv.ops.attention.invariance import fixed_rows, refuse_splits
-from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, choose_most_rows, length_entries
+from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.invariance import refuse_splits
+from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
 from tikv.ops.attention.options import (
-    MOST_QUERIES,
-    MOST_WARPGROUP_QUERIES,
     AttentionOptions,
     CacheLayout,
     check_form,
@@ -29,8 +27,7 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
-from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
-from tikv.ops.attention.tensor_cores import choose_tile, needs_native
+from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, most_keys
 from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
@@ -117,36 +114,25 @@ class AttentionPlan(Plan):
         check_terms(operation, arrays, self.query, cache, options, live)
         if "indices" in arrays:
             check_indices(operation, arrays, self.query, cache, live)
-            cache = cache._replace(chosen=True)
-        self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
-        warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
-        fixed = live.invariant and self.other_tile is None
-        cache = cache._replace(fixed_rows=int(fixed))  # this decides the width of words
-        most_rows = choose_most_rows(live, arrays, self.query, cache, options)
-        self.warpgroups_serve = warpgroups is not None
-        self.needs_native = self.warpgroups_serve or (self.other_tile is not None and needs_native(cache))
-        self.cache = cache._replace(
-            k=cache.k.without_owner(),
-            v=cache.v.without_owner(),
-            tile=warpgroups or self.other_tile,
-            most_rows=most_rows,
-            fixed_rows=fixed_rows(live, self.query, cache, most_rows),
-        )
+        form = Form(live, arrays, self.query, cache, options)
+        self.family = family_for(form)
+        self.needs_native = self.family.needs_native(form)
+        self.cache = self.family.cache
         self.shape = (*q.shape[:-1], cache.width_v)
         self.lse_shape = q.shape[:-1]
         self.mass_shape: tuple[int, ...] = (batch, cache.heads, cache.capacity)
-        if cache.chosen:
+        if form.selects:
             self.mass_shape = (batch, cache.heads, self.query.queries, arrays["indices"].shape[-1])
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
-        self.faster_in_torch = faster_in_torch(live, self.query.queries, self.cache, arrays["k"].dtype, q.shape[-1])
+        kind = arrays["k"].dtype, q.shape[-1]
+        self.faster_in_torch = faster_in_torch(live, self.query.queries, self.family.on_tensor_cores, *kind)
         self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
         self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
         self.by_head = lens_by_head(arrays)
-        self.has_sink_logits = "sink_logits" in arrays
         self.limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity  # the greatest length
         self.needed = self.query.queries if options.causal and not options.short else 0  # the least length, if not 0
 
@@ -246,31 +232,35 @@ class AttentionPlan(Plan):
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths) -> AttentionLaunches:
         """The launches over arrays of this form and these lengths."""
         if self.needs_native and launch.why_no_hopper(self.live):  # another launcher has been chosen since
-            self._leave_native()
+            self._leave_native(arrays)
         shares = self._shares(lengths)
         key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
         launches = self.by_split.get(key)
         if launches is None:
-            given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
-            launches = AttentionLaunches(*given)
+            launches = AttentionLaunches(self.operation, arrays, self.family, shares)
             if self.needs_native:
                 try:
                     launches.prepare(list(arrays.values()))
                 except launch.NeedsNativeLauncher:  # it refused the kernel: `launcher_report` says why
-                    self._leave_native()
+                    self._leave_native(arrays)
                     return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
         return launches
 
     @property
     def most_queries(self) -> int:
-        """The most queries of a prompt per launch; all with warpgroups, whose blocks read only what they see."""
-        return MOST_WARPGROUP_QUERIES if self.warpgroups_serve else MOST_QUERIES
+        """The most queries of a prompt per launch."""
+        return self.family.most_queries
 
-    def _leave_native(self) -> None:
+    @property
+    def warpgroups_serve(self) -> bool:
+        """Whether warpgroups attend, which take all queries of a prompt in one launch."""
+        return self.family.in_warpgroups
+
+    def _leave_native(self, arrays: dict[str, ArrayView]) -> None:
         """From now on, use the kernels that every launcher supports."""
-        self.warpgroups_serve = self.needs_native = False
-        self.cache = self.cache._replace(tile=None if needs_native(self.cache) else self.other_tile)
+        form = Form(self.live, arrays, self.query, self.cache, self.options)
+        self.family, self.needs_native = family_for(form, native=False), False
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()
 
@@ -294,13 +284,12 @@ class AttentionPlan(Plan):
         if self.empty or 0 in mass.shape:
             return ReadyAttention()
         arrays |= {"lse": lse, "mass": mass}
-        workers = choose_workers(self.live, self.query, self.cache, most_keys(self.cache, lengths))
+        workers = self.family.workers(most_keys(self.cache, lengths))
         shares = Shares(1, workers, mass_splits=choose_mass_splits(self.cache, lengths))
         key = (*shares, *[a.key for a in arrays.values()])
         launches = self.by_split.get(key)
         if launches is None:
-            given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
-            launches = self.by_split.keep(key, AttentionLaunches(*given))
+            launches = self.by_split.keep(key, AttentionLaunches(self.operation, arrays, self.family, shares))
         start = functools.partial(launches.attend, arrays, tokens)
         return ReadyAttention((), start, launches, arrays)
 
@@ -316,7 +305,7 @@ class AttentionPlan(Plan):
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
         """Check lengths that the host knows, and chosen tokens; return the most keys that a query may have."""
         lengths = Lengths(self.cache.capacity) if self.device_only else self._known_lengths(arrays, length, ahead)
-        if not self.cache.chosen:
+        if not self.family.selects:
             return lengths
         check_chosen(self.operation, arrays, self.cache, length, self.live)
         return Lengths(arrays["indices"].shape[-1])
@@ -348,8 +337,7 @@ class AttentionPlan(Plan):
         """How the keys of these lengths are split."""
         known, shares = self.last_shares
         if known != lengths:
-            given = self.live, self.query, self.cache, lengths, self.options
-            shares = choose_shares(*given, sink=self.has_sink_logits)
+            shares = self.family.shares(lengths)
             if self.options.mass:
                 shares = shares._replace(mass_splits=choose_mass_splits(self.cache, lengths))
             self.last_shares = lengths, shares

@@ -34,7 +34,7 @@ def why_not_torch(
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
     if options.newer or options.short:
         return "some queries see newer tokens, or come before the first token"
-    if cache.chosen:
+    if "indices" in arrays:
         return "torch attends over all tokens, and indices choose some"
     if lens_by_head(arrays):
         return "KV heads have different lengths"
@@ -48,9 +48,9 @@ def why_not_torch(
 
 
 def torch_is_faster(
-    live: runtime.Runtime, kind: str, queries: int, cache: CacheLayout, dtype: DType, head_dim: int
+    live: runtime.Runtime, kind: str, queries: int, tensor_cores: bool, dtype: DType, head_dim: int
 ) -> bool:
-    """Whether "auto" gives a call of a kind that torch supports to torch.
+    """Whether "auto" gives a call of a kind that torch supports to torch; `tensor_cores`: tikv's kernels use them.
 
     It follows what `tikv bench --attention` measured on this device. Without measurements torch gets prompts on CPU,
     where it takes 0.4 to 0.8 of the time, and on CUDA the calls that the tensor cores do not support: the tensor cores'
@@ -64,15 +64,15 @@ def torch_is_faster(
         return least is not None and queries >= least
     if live.is_cpu:
         return queries >= LEAST_QUERIES.get(dtype, queries + 1)
-    return cache.tile is None
+    return not tensor_cores
 
 
 def faster_in_torch(
-    live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType, head_dim: int
+    live: runtime.Runtime, queries: int, tensor_cores: bool, dtype: DType, head_dim: int
 ) -> frozenset[str]:
     """The kinds of calls with so many queries per sequence for which `torch_is_faster`."""
-    given = queries, cache, dtype, head_dim
-    return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *given))
+    form = queries, tensor_cores, dtype, head_dim
+    return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *form))
 
 
 def report(live: runtime.Runtime) -> str:

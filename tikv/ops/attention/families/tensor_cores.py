@@ -1,0 +1,212 @@
+"""Attention on CUDA's tensor cores: over rows of float16 or bfloat16, over codes, and over keys by channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import launch
+from tikv.kernels.attention import (
+    tensor_channels,
+    tensor_codes,
+    tensor_copies,
+    tensor_cores,
+    tensor_floats,
+    tensor_halves,
+)
+from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.tensor_instructions import HALVES
+from tikv.kernels.attention.tensor_kinds import kind_of
+from tikv.ops.attention.families.cuda import Cuda
+from tikv.ops.attention.families.family import most_splits, rows_evenly, rows_of_one_query
+from tikv.ops.attention.families.form import Form
+from tikv.ops.attention.splits import fewest_splits
+
+SUM_ORDER = "tikv.init(invariant=True) is set, and the order of their sums over codes depends on the queries"
+
+
+class Tiles(Cuda):
+    """Kernels whose blocks compute tiles of query rows: what those of the tensor cores have in common.
+
+    Attributes:
+        tile: how the warps of a block share the work.
+    """
+
+    on_tensor_cores = True
+    factory: Any  # of the kernel that attends
+
+    def __init__(self, form: Form) -> None:
+        self.tile = self.tile_of(form)
+        super().__init__(form)
+        self.rows = rows_of_tile(self.tile, self.group, self.query.queries, self.selects)
+
+    def tile_of(self, form: Form) -> Any:
+        """How the warps of a block share the work."""
+        raise NotImplementedError
+
+    def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
+        return self.factory, (self.tile,)
+
+    def splits_of(self, keys: int) -> int:
+        tile, processors = self.tile, launch.multiprocessors(self.live)
+        return fewest_splits(self.tasks, most_splits(keys), processors, tile.resident, tile.filling)
+
+
+def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> int:
+    """Query rows of a task; those of the tile, if warps exchange logits, as they do in prompts too."""
+    if selects or (queries > 1 and tile.of_one_query):
+        return rows_of_one_query(group, tile.rows)
+    exchange = getattr(tile, "shared_out", None) == "exchange"  # tiles of warpgroups share nothing out among warps
+    return int(tile.rows) if queries > 1 or exchange else rows_evenly(group, tile.rows)
+
+
+class TensorRows(Tiles):
+    """q, K and V of one type, float16 or bfloat16."""
+
+    factory = staticmethod(tensor_cores.make_attend_tensor)
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        return cls.why_no_products(form) or form.why_not_terms
+
+    @staticmethod
+    def why_no_products(form: Form) -> str:
+        """Why tensor cores cannot multiply q, K and V as they are stored; empty if they can."""
+        live, cache = form.live, form.cache
+        if reason := launch.why_no_tensor_cores(live):
+            return reason
+        if live.invariant and (reason := launch.why_not_native(live)):
+            return f"tikv.init(invariant=True) is set, and {reason}"  # others may fuse products with sums
+        q, k, v = (form.arrays[name].dtype for name in "qkv")
+        if cache.k.storage not in HALVES:
+            return f"K and V are {form.stored}"
+        if v is not k or q is not k:
+            return f"q is {q.name}, K {k.name}, V {v.name}"
+        if not tensor_cores.serves_widths(cache.width, cache.width_v):
+            return form.widths
+        return form.why_not_pieces or form.why_not_begin_at(tensor_cores.ROW_BYTES)
+
+    def words_of(self, form: Form) -> tuple[int, int]:
+        return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+
+    def tile_of(self, form: Form) -> Any:
+        cache = form.cache
+        long = form.options.softcap is not None or cache.sinks > 0
+        if form.live.invariant:
+            long = long or form.selects or cache.place == "ring" or cache.page % KEYS != 0
+            return tensor_cores.invariant_tile_of(cache.width, cache.width_v, form.rows, long)
+        return tensor_cores.tile_of(max(cache.width, cache.width_v), form.rows, long=_is_long(form, long))
+
+    def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
+        factory = tensor_cores.make_attend_tensor_in_order if self.live.invariant else self.factory
+        return factory, (self.tile,)
+
+
+class TensorCodes(Tiles):
+    """int8, 8-bit floats and groups of codes, which warps convert to float16."""
+
+    factory = staticmethod(tensor_cores.make_attend_tensor)
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        cache, storage = form.cache, form.cache.k.storage
+        q, widths = form.arrays["q"].dtype, (form.cache.width, form.cache.width_v)
+        if reason := launch.why_no_tensor_cores(form.live):
+            return reason
+        if form.live.invariant:
+            return SUM_ORDER
+        if cls.needs_native(form) and (reason := launch.why_no_hopper(form.live)):
+            return f"K and V are {form.stored}, and {reason}"
+        if storage in HALVES or tensor_codes.codes_of(storage, cache.width) is None or not cache.alike:
+            return f"K and V are {form.stored}"
+        if q.short not in tensor_codes.QUERIES:
+            return f"q is {q.name}, over codes"
+        if not {*widths} <= {*tensor_codes.WIDTHS}:
+            return form.widths
+        if 0 in kind_of(storage).word_bits(storage, *widths):
+            return f"{form.widths}, and threads cannot share whole words of {storage}"
+        why_not_rows = form.why_not_pieces or form.why_not_begin_at(tensor_cores.ROW_BYTES)
+        return _why_not_scales(form) or why_not_rows or form.why_not_terms
+
+    @classmethod
+    def needs_native(cls, form: Form) -> bool:
+        return form.cache.k.storage in tensor_floats.NEEDS_NATIVE
+
+    def words_of(self, form: Form) -> Any:
+        storage = form.cache.k.storage
+        return kind_of(storage).word_bits(storage, form.cache.width, form.cache.width_v)
+
+    def tile_of(self, form: Form) -> Any:
+        cache, long = form.cache, form.options.softcap is not None or form.cache.sinks > 0
+        width = max(cache.width, cache.width_v)
+        return tensor_cores.tile_of(width, form.rows, cache.k.storage, _is_long(form, long), _copies_tiles(form))
+
+
+class TensorChannels(Tiles):
+    """Keys that are codes by channel, see `CacheLayout.by_channel`."""
+
+    factory = staticmethod(tensor_channels.make_attend_channels)
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        cache, q = form.cache, form.arrays["q"].dtype
+        if not cache.by_channel:
+            return "keys are stored by token"
+        if form.live.invariant:
+            return SUM_ORDER
+        if reason := launch.why_no_tensor_cores(form.live):
+            return reason
+        storage, group = cache.v.storage, tensor_channels.GROUP
+        codes, of_values = tensor_codes.codes_of(cache.k.storage, group), tensor_codes.codes_of(storage, cache.width_v)
+        if codes is None or (codes.group, codes.numbers) != (group, 2):
+            return f"K is {cache.k.format} by channel"
+        if q.short not in tensor_codes.QUERIES:
+            return f"q is {q.name}, over codes by channel"
+        if cache.width != cache.width_v or cache.width not in tensor_codes.WIDTHS:
+            return form.widths
+        if storage not in HALVES and (of_values is None or kind_of(storage) is not tensor_codes):
+            return f"V is {cache.v.format or cache.v.array.dtype.name}"
+        if 0 in tensor_channels.word_bits(cache.k.storage, storage, cache.width_v):
+            return f"threads cannot share whole words of {storage} in heads {cache.width_v} wide"
+        for scale in cache.scales:
+            if scale.array.dtype.short != "f16":
+                return f"scales are {scale.array.dtype.name}"
+        if reason := form.why_not_begin_at(tensor_cores.ROW_BYTES):
+            return reason
+        nbytes = tensor_channels.NUMBER_BYTES
+        begin = not any((a.array.ptr or 0) % nbytes or a.array.offset % nbytes for a in cache.scales)
+        return "" if begin else f"scales do not begin at a multiple of {nbytes} bytes"
+
+    def words_of(self, form: Form) -> Any:
+        return tensor_channels.word_bits(form.cache.k.storage, form.cache.v.storage, form.cache.width_v)
+
+    def tile_of(self, form: Form) -> Any:
+        return tensor_channels.tile_of(form.cache.k.storage, form.cache.v.storage)
+
+
+def _is_long(form: Form, long: bool) -> bool:
+    """Whether the code of a kernel is long, see `tensor_cores.tile_of`."""
+    return long if form.selects else form.query.queries > 1 and (long or form.cache.place == "table")
+
+
+def _why_not_scales(form: Form) -> str:
+    """Why the scales of codes cannot be read as they are stored; empty if they can."""
+    cache, storage = form.cache, form.cache.k.storage
+    scales = [scale.array for scale in cache.scales]
+    together = 2 if cache.k.format and cache.k.format.numbers == 2 else 1
+    if storage in tensor_floats.KINDS:
+        together = tensor_floats.scales_per_word(storage, cache.width, cache.width_v)
+    elif [a.dtype.short for a in scales] != ["f16", "f16"]:
+        return f"scales are {scales[0].dtype.name}"
+    nbytes = together * scales[0].dtype.itemsize if together > 1 else 1
+    begin = form.scales_begin_at(nbytes)
+    return "" if begin else f"the scales of a row do not begin at a multiple of {nbytes} bytes"
+
+
+def _copies_tiles(form: Form) -> bool:
+    """Whether warps copy tiles of a cache into shared memory: see `kernels.attention.tensor_copies`."""
+    cache = form.cache
+    storage, widths = cache.k.storage, (cache.width, cache.width_v)
+    if cache.place != "linear" or form.selects or not tensor_copies.blocks_of(storage, *widths):
+        return False
+    numbers = tensor_copies.copied(storage, *widths).numbers
+    return not launch.why_no_hopper(form.live) and form.scales_begin_at(min(tensor_copies.WORD, numbers))

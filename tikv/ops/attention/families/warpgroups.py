@@ -1,0 +1,111 @@
+"""Attention in warpgroups of compute capability 9.0, for prompts and latents: they need the native launcher."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tikv import launch
+from tikv.kernels.attention import hopper, hopper_codes, latent, tensor_halves
+from tikv.kernels.attention.tensor_instructions import HALVES
+from tikv.ops.attention.families.form import Form
+from tikv.ops.attention.families.tensor_cores import TensorRows, Tiles
+from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
+from tikv.ops.attention.terms import tree_of
+
+LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
+
+
+class InWarpgroups(Tiles):
+    """What prompts and latents have in common: blocks of a warpgroup that copies, and others that multiply."""
+
+    most_queries = MOST_WARPGROUP_QUERIES  # blocks read only what they see
+    in_warpgroups = True
+
+    @classmethod
+    def needs_native(cls, form: Form) -> bool:
+        return True
+
+    @property
+    def threads(self) -> int:
+        return int(self.tile.threads)
+
+
+class Warpgroups(InWarpgroups):
+    """Prompts."""
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        query, cache, arrays, options = form.query, form.cache, form.arrays, form.options
+        if reason := launch.why_no_warpgroups(form.live):
+            return reason
+        if reason := TensorRows.why_no_products(form) if cache.k.storage in HALVES else _why_not_codes(form):
+            return reason
+        if form.selects:
+            return "each query chooses its own tokens"
+        if cache.width != cache.width_v or cache.width not in hopper.KEYS_OF:
+            return form.widths
+        if query.queries == 1 or query.queries * form.group < LEAST_ROWS:
+            return f"a KV head has {query.queries * form.group} query rows"
+        if reason := _why_not_rows_of_queries(form):
+            return reason
+        if options.scale is not None and not 0 < options.scale < math.inf:
+            return f"scores are scaled by {options.scale}"
+        if "alibi_slopes" in arrays and options.sharded[0]:
+            return "alibi_slopes count tokens of other ranks"
+        if "alibi_slopes" in arrays and (tree := tree_of(arrays)) and options.softcap is not None:
+            return f"alibi_slopes and {tree} are given with softcap, which has not been tested on such a GPU yet"
+        return ""
+
+    def words_of(self, form: Form) -> Any:
+        storage = form.cache.k.storage
+        bits = tensor_halves.WORD_BITS if storage in HALVES else hopper_codes.word_bits(storage)
+        return bits, bits
+
+    def tile_of(self, form: Form) -> Any:
+        return hopper.Warpgroups(producers=hopper.producers_of(form.cache.k.storage not in HALVES, form.cache.width))
+
+    def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
+        return hopper.make_attend_hopper, (self.tile._replace(paired=paired),)
+
+
+class Latents(InWarpgroups):
+    """Values that are the first columns of wide keys."""
+
+    factory = staticmethod(latent.make_attend_latents)
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        if reason := launch.why_no_warpgroups(form.live):
+            return reason
+        if not form.cache.in_keys:
+            return "the values are an array of their own"
+        if reason := TensorRows.why_not(form):
+            return reason
+        if (form.cache.width, form.cache.width_v) != (latent.WIDTH, latent.WIDTH_V):
+            return form.widths
+        return _why_not_rows_of_queries(form)
+
+    def words_of(self, form: Form) -> tuple[int, int]:
+        return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+
+    def tile_of(self, form: Form) -> Any:
+        return latent.tile_of(form.group, 1 if form.selects else form.query.queries)
+
+
+def _why_not_codes(form: Form) -> str:
+    """Why warpgroups cannot read K and V of other types than float16 and bfloat16; empty if they can."""
+    q, storage = form.arrays["q"].dtype, form.cache.k.storage
+    if not form.cache.alike or hopper_codes.codes_of(storage, form.cache.width, True) is None:
+        return f"K and V are {form.stored}"
+    if q.short not in HALVES:
+        return f"q is {q.name}, over codes"
+    return form.why_not_pieces or form.why_not_begin_at(hopper_codes.piece_bytes(storage, form.cache.width))
+
+
+def _why_not_rows_of_queries(form: Form) -> str:
+    """Why rows of queries cannot be copied in pieces; empty if they can."""
+    q = form.arrays["q"]
+    if any(n % hopper.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in form.query.strides))):
+        return f"not every row of q begins at a multiple of {hopper.PIECE} bytes"
+    return ""
