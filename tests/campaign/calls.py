@@ -8,7 +8,8 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import LAYOUTS, refuses
+from campaign.contiguous import LAYOUTS
+from campaign.unfinished import refuses
 from tikv import reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import refuses
+from campaign.unfinished import goes_on, refuses
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, CAPACITY = 2, 2, 4, 24
@@ -79,6 +79,8 @@ class Compacted:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 1, 2, 5))
         self.doing = f"append(layer {layer}, {tokens} tokens)"
         given, stored = self.rows(tokens)
+        if not goes_on(self.length, layer, tokens, lambda: self.store.append(layer, *given), self.align):
+            return
         if not self.fits(layer, tokens):
             refuses(tikv.CapacityError, lambda: self.store.append(layer, *given))
             return
@@ -93,6 +95,9 @@ class Compacted:
             return
         given, stored = self.rows(tokens)
         q = self.rng.standard_normal((self.batch, tokens, 2 * HEADS, WIDTH), np.float32)
+        call = [layer, oracle.place(q, self.arch), *given]
+        if not goes_on(self.length, layer, tokens, lambda: self.store.extend(*call), self.align):
+            return
         got = oracle.to_numpy(self.store.extend(layer, oracle.place(q, self.arch), *given))
         for t in range(tokens):
             self.take(layer, stored, t)
@@ -118,6 +123,8 @@ class Compacted:
 
     def trim(self):
         """Back to a length that all heads of all layers have whole, or nothing changes."""
+        if not goes_on(self.length, 0, 0, lambda: self.store.trim(0), self.align):
+            return
         length = max(self.length)
         n = self.chance.randint(0, min(3, length))
         self.doing = f"trim({n})"
@@ -126,6 +133,21 @@ class Compacted:
             self.store.trim(n)
         except tikv.PositionError:
             return
+        self.cut(target)
+
+    def align(self):
+        """All layers to one length; or nothing changes, and all is forgotten."""
+        target = min(self.length)
+        self.doing += f", align() to {target}"
+        try:
+            assert self.store.align() == target
+        except tikv.PositionError:
+            self.store.reset()
+            self.forget()
+            return
+        self.cut(target)
+
+    def cut(self, target):
         for layer in range(LAYERS):
             if self.length[layer] > target:
                 self.length[layer] = target

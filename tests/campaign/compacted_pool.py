@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import refuses
+from campaign.unfinished import common, held_up, is_path, path_of, refuses, tree_of
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 4, 14, 4
@@ -35,11 +35,11 @@ class CompactedPool:
             {},
             {},
         )  # tokens that came; the next one's position; `came` when compacted
-        self.swapped = set()
+        self.swapped, self.settled = set(), {}  # of which tokens a commit has decided
         self.prompt = list(range(2 * SIZE + self.chance.choice((0, 1))))
         self.known = [self.rows(len(self.prompt)) for _ in range(LAYERS)]
         self.calls = [self.add] * 2 + [self.append] * 6 + [self.compact] * 6 + [self.truncate, self.fork, self.free]
-        self.calls += [self.swap, self.save, self.commit, self.commit]
+        self.calls += [self.swap, self.save, self.commit, self.commit, self.tree, self.tree]
 
     def rows(self, tokens):
         """New K and V, and what the store makes of them."""
@@ -67,6 +67,7 @@ class CompactedPool:
         assert there in ((0, SIZE, min(2 * SIZE, len(self.prompt) - 1)) if known else (0,))
         self.held[seq] = [[(i, *(a[i] for a in stored)) for i in range(there)] for _, stored in self.known]
         self.came[seq], self.next[seq], self.since[seq] = [there] * LAYERS, [there] * LAYERS, [0] * LAYERS
+        self.settled[seq] = 0
         if not known or there == len(self.prompt):
             return
         for layer, (given, stored) in enumerate(self.known):
@@ -81,17 +82,60 @@ class CompactedPool:
         self.doing = f"append(layer {layer}, sequence {seq}, {tokens} tokens)"
         self.put(layer, seq, *self.rows(tokens))
 
-    def put(self, layer, seq, given, stored):
+    def put(self, layer, seq, given, stored, tree=None):
+        """Append rows; with parents of a tree, by `extend`. Whether they were written."""
         tokens = len(stored[0])
+        if held_up(self.came[seq], layer, tokens):
+            refuses(tikv.PositionError, lambda: self.store.append(layer, *given, [seq], [0, tokens]))
+            self.align(seq)
+            return False
         try:
-            self.store.append(layer, *given, [seq], [0, tokens])
+            if tree is None:
+                self.store.append(layer, *given, [seq], [0, tokens])
+            else:
+                q = oracle.place(self.rng.standard_normal((tokens, HEADS, WIDTH), np.float32), self.arch)
+                parents = oracle.place(np.array([tree], np.int32), self.arch)
+                self.store.extend(layer, q, *given, [seq], [0, tokens], parents=parents)
         except tikv.CapacityError:
             assert self.store.num_free_blocks < tokens // SIZE + 2
-            return
+            return False
         for t in range(tokens):
             self.held[seq][layer].append((self.next[seq][layer] + t, *(a[t] for a in stored)))
         self.came[seq][layer] += tokens
         self.next[seq][layer] += tokens
+        return True
+
+    def align(self, seq):
+        """Its layers to one length; or nothing changes, since one was compacted since, and it is freed."""
+        n = min(self.came[seq])
+        self.doing += f", align([{seq}]) to {n}"
+        if any(since > n < came for since, came in zip(self.since[seq], self.came[seq], strict=True)):
+            refuses(tikv.PositionError, lambda: self.store.align([seq]))
+            self.free(seq)
+            return
+        assert self.store.align([seq]).tolist() == [n]
+        self.cut(seq, n)
+
+    def tree(self):
+        """Draft a tree in every layer of a sequence, and keep a path of it; other tokens of it are refused."""
+        seq, tree = self.chance.choice(self.sequences()), tree_of(self.chance, self.chance.choice((2, 5)))
+        if len({*self.came[seq]}) > 1:
+            self.align(seq)
+            return
+        self.doing = f"a draft of {tree} for sequence {seq}"
+        for layer in range(LAYERS):
+            if not self.put(layer, seq, *self.rows(len(tree)), tree):
+                return
+        wrong, path = [i for i in range(len(tree)) if self.chance.random() < 0.5], path_of(self.chance, tree)
+        self.doing += f", commit({wrong}), commit({path})"
+        if not is_path(tree, wrong):
+            refuses(tikv.PositionError, lambda: self.store.commit([seq], wrong))
+        try:
+            self.store.commit([seq], path)
+        except tikv.CapacityError:
+            return
+        self.keep(seq, path, len(tree))
+        refuses(tikv.PositionError, lambda: self.store.commit([seq], [0]))
 
     def compact(self):
         seq, layer = self.chance.choice(self.sequences()), self.chance.randrange(LAYERS)
@@ -121,13 +165,17 @@ class CompactedPool:
 
     def truncate(self):
         seq = self.chance.choice(self.sequences())
-        length = max(self.came[seq])
+        length = common(self.came[seq])
         n = length - self.chance.randint(0, min(4, length))
         self.doing = f"truncate({seq}, {n})"
         if any(self.since[seq][layer] > n for layer in range(LAYERS)):
             refuses(tikv.PositionError, lambda: self.store.truncate(seq, n))
             return
         self.store.truncate(seq, n)
+        self.cut(seq, n)
+
+    def cut(self, seq, n):
+        self.settled[seq] = min(self.settled[seq], n)
         for layer in range(LAYERS):
             drop = max(0, self.came[seq][layer] - n)
             del self.held[seq][layer][len(self.held[seq][layer]) - drop :]
@@ -140,7 +188,7 @@ class CompactedPool:
         paths = [[i for i in range(drafted) if self.chance.random() < 0.6] for _ in seqs]
         self.doing = f"commit({seqs}, {paths}, {drafted})"
         for seq in seqs:
-            came, since = self.came[seq], self.since[seq]
+            came, since = self.came[seq], [max(n, self.settled[seq]) for n in self.since[seq]]
             if len(set(came)) > 1 or any(came[layer] - since[layer] < drafted for layer in range(LAYERS)):
                 refuses(tikv.PositionError, lambda: self.store.commit(seqs, paths, drafted))
                 return
@@ -150,14 +198,18 @@ class CompactedPool:
             assert self.store.num_free_blocks < 2 * SIZE
             return
         for seq, path in zip(seqs, paths, strict=True):
-            for layer in range(LAYERS):
-                held = self.held[seq][layer]
-                first, less = len(held) - drafted, drafted - len(path)
-                stand = [row[0] for row in held]
-                chosen = [held[first + i] for i in path]
-                held[first:] = [(stand[first + n], *row[1:]) for n, row in enumerate(chosen)]
-                self.came[seq][layer] -= less
-                self.next[seq][layer] -= less
+            self.keep(seq, path, drafted)
+
+    def keep(self, seq, path, drafted):
+        for layer in range(LAYERS):
+            held = self.held[seq][layer]
+            first, less = len(held) - drafted, drafted - len(path)
+            stand = [row[0] for row in held]
+            chosen = [held[first + i] for i in path]
+            held[first:] = [(stand[first + n], *row[1:]) for n, row in enumerate(chosen)]
+            self.came[seq][layer] -= less
+            self.next[seq][layer] -= less
+        self.settled[seq] = self.came[seq][0]
 
     def fork(self):
         if len(self.came) >= MOST:
@@ -165,15 +217,15 @@ class CompactedPool:
         seq = self.chance.choice(self.sequences())
         self.doing = f"fork({seq})"
         found = self.store.fork(seq)
-        for of_sequences in (self.held, self.came, self.next, self.since):
+        for of_sequences in (self.held, self.came, self.next, self.since, self.settled):
             of_sequences[found] = copy.deepcopy(of_sequences[seq])
 
-    def free(self):
-        seq = self.chance.choice(list(self.came))
+    def free(self, seq=None):
+        seq = self.chance.choice(list(self.came)) if seq is None else seq
         self.doing = f"free({seq})"
         self.store.free(seq)
         self.swapped.discard(seq)
-        for of_sequences in (self.held, self.came, self.next, self.since):
+        for of_sequences in (self.held, self.came, self.next, self.since, self.settled):
             del of_sequences[seq]
 
     def swap(self):
@@ -195,6 +247,7 @@ class CompactedPool:
         if self.chance.random() < 0.7:
             self.store.save(self.path)
             self.store = tikv.PagedKVCacheStore.load(self.path)
+            self.settled = dict.fromkeys(self.settled, 0)
         else:
             self.store = copy.deepcopy(self.store)
 
@@ -202,7 +255,7 @@ class CompactedPool:
 
     def check(self):
         assert self.store.sequences == list(self.came)
-        assert self.store.context_lens.tolist() == [max(came) for came in self.came.values()]
+        assert self.store.context_lens.tolist() == [common(came) for came in self.came.values()]
         owners = Counter()
         for seq in self.sequences():
             table = self.store.block_table(seq).tolist()

@@ -10,6 +10,7 @@ import oracle
 from host_stores import host_store
 
 import tikv
+from campaign.unfinished import common, goes_on, is_path, path_of, refuses, tree_of
 from tikv import arrays, reference, runtime
 
 LAYERS, HEADS, CAPACITY = 2, 2, 12
@@ -83,6 +84,20 @@ class Slots:
             self.holds[slot] = self.length + t
         self.length += tokens
 
+    def has(self, target: int) -> bool:
+        """Whether all is there that a token at this position sees."""
+        first = 0 if self.window is None else max(self.sinks, target + 1 - (self.window - self.sinks))
+        return {*range(first, target), *range(min(target, self.sinks))} <= {*self.holds}
+
+    def keep(self, start: int, paths: list[list[int]]) -> None:
+        """Of the tokens of each sequence from `start` on only these, moved together."""
+        slots = reference.slots(start, self.length - start, CAPACITY, self.window, self.sinks)
+        for b, path in enumerate(paths):
+            for to, at in enumerate(path):
+                for a in self.memory:
+                    a[b, :, slots[to]] = a[b, :, slots[at]]
+        self.trim(start + len(paths[0]))
+
     def trim(self, target: int) -> None:
         if self.length > target:
             self.length = target
@@ -116,10 +131,11 @@ class Contiguous:
         self.seen = -1
         self.layers = [Slots(form, layer, self.memory_of(layer, copied=True)) for layer in range(LAYERS)]
         names = {self.append: 40, self.append_all: 20, self.trim: 9, self.reset: 2, self.reorder: 4, self.select: 2,
-                 self.repeat: 2, self.snapshot: 3, self.restore: 3, self.save: 0.3, self.deepcopy: 0.5,
+                 self.repeat: 2, self.snapshot: 3, self.restore: 3, self.save: 0.3, self.deepcopy: 0.5, self.align: 4,
                  self.refused: 12}  # fmt: skip
         if self.attends:
             names[self.extend] = 1.5
+            names[self.tree] = 1.5
         self.calls, self.weights = list(names), list(names.values())
 
     def fill(self) -> None:
@@ -167,6 +183,7 @@ class Contiguous:
     def check(self) -> None:
         for number, layer in enumerate(self.layers):
             assert self.store.layer_length(number) == layer.length
+        assert self.store.length == common(self.lengths)
         if self.arch != "cpu" and self.chance.random() >= COMPARED_ON_GPU:
             return
         if self.arch == "cpu":
@@ -190,13 +207,65 @@ class Contiguous:
                 oracle.assert_same_bits(got[:, :, : layer.filled], want[:, :, : layer.filled], what="filled slots")
             layer.memory = found
 
+    @property
+    def lengths(self) -> list[int]:
+        return [layer.length for layer in self.layers]
+
     # --- operations
+
+    def align(self) -> None:
+        """Or nothing changes, since a ring has overwritten what it would need: then all is forgotten."""
+        target = min(self.lengths)
+        self.doing += f", align() to {target}"
+        can = all(layer.has(target) for layer in self.layers if layer.length > target)
+        try:
+            assert self.store.align() == target
+        except tikv.PositionError:
+            assert not can, "refused, though all is there"
+            self.reset()
+            return
+        for layer in self.layers:
+            layer.trim(target)
+
+    def tree(self) -> None:
+        """Draft a tree in every layer, and keep a path of it; another set of its tokens is refused."""
+        if len({*self.lengths}) > 1:
+            self.align()
+        tokens, start = self.chance.choice((2, 4)), self.lengths[0]
+        trees = [tree_of(self.chance, tokens) for _ in range(self.store.batch_size)]
+        self.doing = f"a draft of {trees} at {start}"
+        if not all(layer.fits(tokens) for layer in self.layers):
+            return
+        parents = oracle.place(np.array(trees, np.int32), self.arch)
+        for number, layer in enumerate(self.layers):
+            rows = self.rows(tokens)
+            q = self.rng.standard_normal((self.store.batch_size, tokens, 2 * HEADS, self.form.widths[0]), np.float32)
+            given = [oracle.place(q, self.arch), *self.given(rows, "token_major")]
+            self.store.extend(number, *given, parents=parents)
+            layer.append(rows)
+        paths = [path_of(self.chance, tree) for tree in trees]
+        wrong = [[i for i in range(tokens) if self.chance.random() < 0.5] for _ in trees]
+        most = min(map(len, paths))
+        paths = [path[:most] for path in paths]
+        self.doing += f", commit({wrong}), commit({paths})"
+        if len({*map(len, wrong)}) == 1 and not all(map(is_path, trees, wrong)):
+            refuses(tikv.PositionError, lambda: self.store.commit(wrong))
+        if any(layer.window is not None and layer.length > layer.window for layer in self.layers) and most < tokens:
+            refuses(tikv.PositionError, lambda: self.store.commit(paths))
+            return
+        self.store.commit(paths)
+        for layer in self.layers:
+            layer.keep(start, paths)
+        refuses(tikv.PositionError, lambda: self.store.commit([[0]] * len(trees)))
 
     def append(self) -> None:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((0, 1, 1, 1, 2, 5, 13))
         layout = self.chance.choice(LAYOUTS)
         self.doing = f"append(layer {layer}, {tokens} tokens, {layout})"
         rows = self.rows(tokens)
+        call = functools.partial(self.store.append, layer, *self.given(rows, layout), layout=layout)
+        if not goes_on(self.lengths, layer, tokens, call, self.align):
+            return
         if self.layers[layer].fits(tokens):
             self.store.append(layer, *self.given(rows, layout), layout=layout)
             self.layers[layer].append(rows)
@@ -207,6 +276,9 @@ class Contiguous:
         tokens, layout = self.chance.choice((1, 1, 2, 5)), self.chance.choice(LAYOUTS)
         self.doing = f"append_all({tokens} tokens, {layout})"
         rows = self.rows(tokens, LAYERS)
+        call = functools.partial(self.store.append_all, *self.given(rows, layout), layout=layout)
+        if not goes_on(self.lengths, None, tokens, call, self.align):
+            return
         if all(layer.fits(tokens) for layer in self.layers):
             self.store.append_all(*self.given(rows, layout), layout=layout)
             for number, layer in enumerate(self.layers):
@@ -220,6 +292,8 @@ class Contiguous:
         layer, rows = self.layers[number], self.rows(tokens)
         q = self.rng.standard_normal((self.store.batch_size, tokens, 2 * HEADS, self.form.widths[0]), np.float32)
         call = [number, oracle.place(q, self.arch), *self.given(rows, "token_major")]
+        if not goes_on(self.lengths, number, tokens, lambda: self.store.extend(*call), self.align):
+            return
         if not layer.fits(tokens):
             refuses(tikv.CapacityError, lambda: self.store.extend(*call))
             return
@@ -240,7 +314,9 @@ class Contiguous:
             np.testing.assert_allclose(got[b, t, head], want, rtol=0, atol=TOLERANCE)
 
     def trim(self) -> None:
-        length = max(layer.length for layer in self.layers)
+        if not goes_on(self.lengths, 0, 0, lambda: self.store.trim(0), self.align):
+            return
+        length = max(self.lengths)
         n = self.chance.randint(0, min(length, self.chance.choice((1, 3, 13))))
         self.doing = f"trim({n})"
         target = length - n
@@ -362,12 +438,3 @@ def contents(layers: list[list[Any]], arch: str) -> list[list[np.ndarray]]:
         [blocks[id(a.owner)][a.offset : a.offset + a.nbytes].view(a.dtype.numpy).reshape(a.shape) for a in layer]
         for layer in layers
     ]
-
-
-def refuses(error: type[Exception], call) -> None:
-    """Fail unless the call raises this error of ours."""
-    try:
-        call()
-    except error:
-        return
-    raise AssertionError(f"not refused with {error.__name__}")

@@ -8,7 +8,8 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import COMPARED_ON_GPU, TOLERANCE, contents, refuses
+from campaign.contiguous import COMPARED_ON_GPU, TOLERANCE, contents
+from campaign.unfinished import common, held_up, refuses
 from tikv import arrays, reference
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 16, 10, 4
@@ -34,6 +35,10 @@ class Sequence(NamedTuple):
 
     @property
     def length(self) -> int:
+        return common([len(layer) for layer in self.held])
+
+    @property
+    def most(self) -> int:
         return max(map(len, self.held))
 
 
@@ -55,7 +60,7 @@ class Paged:
                 arrays.write_host(oracle.random_bits(rng, a.shape, a.dtype.numpy), a)
         self.pools = self.memory(copied=True)
         names = {self.add: 8, self.append: 45, self.fork: 7, self.truncate: 7, self.free: 5, self.swap_out: 4,
-                 self.swap_in: 8, self.save: 0.4, self.refused: 10}  # fmt: skip
+                 self.align: 4, self.swap_in: 8, self.save: 0.4, self.refused: 10}  # fmt: skip
         if not self.any_bits and self.dtype == "float32":
             names[self.extend] = 1.5
         self.calls, self.weights = list(names), list(names.values())
@@ -100,7 +105,7 @@ class Paged:
         assert self.store.num_free_blocks == BLOCKS - len(owners), "a block is lost"
         assert self.store.num_shared_blocks == sum(n > 1 for n in owners.values())
         for seq, table in zip(self.present(), tables, strict=True):
-            assert len(table) == -(-self.model[seq].length // SIZE)
+            assert len(table) == -(-self.model[seq].most // SIZE)
         if self.model and compared:
             self.check_rows(self.chance.choice(list(self.model)))
 
@@ -211,6 +216,11 @@ class Paged:
         self.doing = f"{'append' if q is None else 'extend'}(layer {layer}, sequences {seqs}, {counts} tokens)"
         before, free = {seq: self.table(seq) for seq in seqs}, self.store.num_free_blocks
         given = [oracle.place(a, self.arch) for a in (k, v)]
+        held = [[len(x) for x in self.model[seq].held] for seq in seqs]
+        if any(held_up(lengths, layer, count) for lengths, count in zip(held, counts, strict=True)):
+            refuses(tikv.PositionError, lambda: self.store.append(layer, *given, seqs, bounds))
+            self.align(seqs)
+            return
         try:
             if q is None:
                 self.store.append(layer, *given, seqs, bounds)
@@ -253,6 +263,20 @@ class Paged:
                     want, _ = reference.attention(q[row, head], k[:end, kv], v[:end, kv], scale=WIDTH**-0.5)
                     np.testing.assert_allclose(out[row, head], want, rtol=0, atol=TOLERANCE)
                 row += 1
+
+    def align(self, seqs: list[int] | None = None) -> None:
+        """All that are not swapped out, or these."""
+        seqs = self.present() if seqs is None else seqs
+        self.doing += f", align({seqs})"
+        wanted = [min(map(len, self.model[seq].held)) for seq in seqs]
+        assert self.store.align(seqs).tolist() == wanted
+        for seq, n in zip(seqs, wanted, strict=True):
+            self.cut(seq, n)
+
+    def cut(self, seq: int, n: int) -> None:
+        found = self.model[seq]
+        if found.most > n:
+            self.model[seq] = Sequence(found.ids[:n], found.salt, [layer[:n] for layer in found.held])
 
     def fork(self) -> None:
         if (seq := self.some()) is None:
@@ -297,7 +321,7 @@ class Paged:
         try:
             self.store.swap_in(seq)
         except tikv.CapacityError:
-            assert -(-self.model[seq].length // SIZE) > free, "refused, though there is room"
+            assert -(-self.model[seq].most // SIZE) > free, "refused, though there is room"
             return
         table, bits = self.table(seq), self.model[seq].swapped or []
         for pools, saved in zip(self.pools, bits, strict=True):

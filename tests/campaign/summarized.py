@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import refuses
+from campaign.unfinished import common, goes_on, held_up, refuses
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, PAGE, CAPACITY, BLOCKS, SIZE, MOST = 2, 2, 4, 4, 26, 14, 4, 4
@@ -78,6 +78,8 @@ class SummarizedStore:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 1, 1, 2, 5, 9))
         self.doing = f"append(layer {layer}, {tokens} tokens)"
         given, stored = self.rows.new(self.batch, tokens)
+        if not goes_on(self.length, layer, tokens, lambda: self.store.append(layer, *given), self.align):
+            return
         if self.most(layer) + tokens > CAPACITY:
             refuses(tikv.CapacityError, lambda: self.store.append(layer, *given))
             return
@@ -88,6 +90,8 @@ class SummarizedStore:
         tokens = self.chance.choice((1, 3))
         self.doing = f"append_all({tokens} tokens)"
         given, stored = self.rows.new(LAYERS, self.batch, tokens)
+        if not goes_on(self.length, None, tokens, lambda: self.store.append_all(*given), self.align):
+            return
         if any(self.most(layer) + tokens > CAPACITY for layer in range(LAYERS)):
             refuses(tikv.CapacityError, lambda: self.store.append_all(*given))
             return
@@ -96,12 +100,28 @@ class SummarizedStore:
             self.take(layer, [a[layer] for a in stored], tokens)
 
     def trim(self):
+        if not goes_on(self.length, 0, 0, lambda: self.store.trim(0), self.align):
+            return
         n = self.chance.randint(0, min(5, max(self.length)))
         self.doing, target = f"trim({n})", max(self.length) - n
         try:
             self.store.trim(n)
         except tikv.PositionError:
             return
+        self.cut(target)
+
+    def align(self):
+        """All layers to one length; or nothing changes, and all is forgotten."""
+        target = min(self.length)
+        self.doing += f", align() to {target}"
+        try:
+            assert self.store.align() == target
+        except tikv.PositionError:
+            self.store.reset()
+            target = 0
+        self.cut(target)
+
+    def cut(self, target):
         for layer in range(LAYERS):
             self.length[layer] = min(self.length[layer], target)
             for heads in self.held[layer]:
@@ -193,6 +213,7 @@ class SummarizedPool:
         )  # fmt: skip
         self.held = {}  # of each sequence, layer and head: (number, k, v) of each token
         self.came, self.since, self.swapped = {}, {}, set()
+        self.settled = {}  # how many tokens of each a commit has decided about
         self.calls = [self.add] * 2 + [self.append] * 7 + [self.compact] * 2 + [self.truncate] * 2
         self.calls += [self.free, self.commit, self.attend, self.copies]
         self.calls += [] if self.per_head else [self.fork, self.fork, self.swap]
@@ -211,7 +232,7 @@ class SummarizedPool:
         self.doing = "add()"
         seq = self.store.add()
         self.held[seq] = [[[] for _ in range(HEADS)] for _ in range(LAYERS)]
-        self.came[seq], self.since[seq] = [0] * LAYERS, [0] * LAYERS
+        self.came[seq], self.since[seq], self.settled[seq] = [0] * LAYERS, [0] * LAYERS, 0
 
     def append(self):
         seqs = self.chance.sample(self.sequences(), self.chance.randint(1, min(2, len(self.sequences()))))
@@ -221,6 +242,10 @@ class SummarizedPool:
         bounds = np.cumsum([0, *counts]).tolist()
         for layer in layers:
             given, stored = self.rows.new(bounds[-1])
+            if any(held_up(self.came[seq], layer, count) for seq, count in zip(seqs, counts, strict=True)):
+                refuses(tikv.PositionError, lambda: self.store.append(layer, *given, seqs, bounds))  # noqa: B023
+                self.align(seqs)
+                return
             try:
                 self.store.append(layer, *given, seqs, bounds)
             except tikv.CapacityError:
@@ -250,12 +275,30 @@ class SummarizedPool:
 
     def truncate(self):
         seq = self.chance.choice(self.sequences())
-        n = max(self.came[seq]) - self.chance.randint(0, min(5, max(self.came[seq])))
+        n = common(self.came[seq]) - self.chance.randint(0, min(5, common(self.came[seq])))
         self.doing = f"truncate({seq}, {n})"
         if any(self.since[seq][layer] > n for layer in range(LAYERS)):
             refuses(tikv.PositionError, lambda: self.store.truncate(seq, n))
             return
         self.store.truncate(seq, n)
+        self.cut(seq, n)
+
+    def align(self, seqs):
+        """Their layers to one length; or nothing changes, since one was compacted since, and they are freed."""
+        wanted = [min(self.came[seq]) for seq in seqs]
+        self.doing += f", align({seqs}) to {wanted}"
+        if any(since > n < came for seq, n in zip(seqs, wanted, strict=True)
+               for since, came in zip(self.since[seq], self.came[seq], strict=True)):  # fmt: skip
+            refuses(tikv.PositionError, lambda: self.store.align(seqs))
+            for seq in seqs:
+                self.free(seq)
+            return
+        assert self.store.align(seqs).tolist() == wanted
+        for seq, n in zip(seqs, wanted, strict=True):
+            self.cut(seq, n)
+
+    def cut(self, seq, n):
+        self.settled[seq] = min(self.settled[seq], n)
         for layer in range(LAYERS):
             self.came[seq][layer] = min(self.came[seq][layer], n)
             for held in self.held[seq][layer]:
@@ -266,7 +309,8 @@ class SummarizedPool:
         came, drafted = self.came[seq], self.chance.randint(0, 6)
         path = [i for i in range(drafted) if self.chance.random() < 0.6]
         self.doing = f"commit([{seq}], {path}, {drafted})"
-        if len(set(came)) > 1 or any(came[layer] - self.since[seq][layer] < drafted for layer in range(LAYERS)):
+        since = [max(n, self.settled[seq]) for n in self.since[seq]]
+        if len(set(came)) > 1 or any(came[layer] - since[layer] < drafted for layer in range(LAYERS)):
             refuses(tikv.PositionError, lambda: self.store.commit([seq], path, drafted))
             return
         try:
@@ -280,6 +324,7 @@ class SummarizedPool:
                 kept = [held[at + i] for i in path]
                 held[at:] = [(first + n, *row[1:]) for n, row in enumerate(kept)]
             came[layer] -= drafted - len(path)
+        self.settled[seq] = came[0]
 
     def fork(self):
         if len(self.came) >= MOST:
@@ -287,15 +332,15 @@ class SummarizedPool:
         seq = self.chance.choice(self.sequences())
         self.doing = f"fork({seq})"
         found = self.store.fork(seq)
-        for of_sequences in (self.held, self.came, self.since):
+        for of_sequences in (self.held, self.came, self.since, self.settled):
             of_sequences[found] = copy.deepcopy(of_sequences[seq])
 
-    def free(self):
-        seq = self.chance.choice(list(self.came))
+    def free(self, seq=None):
+        seq = self.chance.choice(list(self.came)) if seq is None else seq
         self.doing = f"free({seq})"
         self.store.free(seq)
         self.swapped.discard(seq)
-        for of_sequences in (self.held, self.came, self.since):
+        for of_sequences in (self.held, self.came, self.since, self.settled):
             del of_sequences[seq]
 
     def swap(self):
@@ -336,6 +381,7 @@ class SummarizedPool:
         if self.chance.random() < 0.3 and not self.per_head:
             self.store.save(self.path)
             self.store = tikv.PagedKVCacheStore.load(self.path)
+            self.settled = dict.fromkeys(self.settled, 0)
         else:
             self.store = copy.deepcopy(self.store)
 

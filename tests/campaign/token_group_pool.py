@@ -9,7 +9,8 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import TOLERANCE, refuses
+from campaign.contiguous import TOLERANCE
+from campaign.unfinished import common, held_up, refuses
 from tikv import reference
 from tikv.arrays import CacheArray
 
@@ -133,7 +134,7 @@ class TokenGroupPool:
         assert store.num_shared_blocks == sum(n > 1 for n in owners.values())
         memory = [[CacheArray(a, store.runtime).copy_to_host() for a in layer] for layer in pages.pools.layers]
         for seq, layers in self.model.items():
-            assert store.length(seq) == max(held.came for held in layers)
+            assert store.length(seq) == common([held.came for held in layers])
             for i, held in enumerate(layers):
                 what = f"layer {i} of sequence {seq}"
                 assert store.layer_length(i, seq) == held.came, what
@@ -174,6 +175,11 @@ class TokenGroupPool:
         k, v, q = self.rows(total), self.rows(total), self.rows(total, 2 * HEADS).astype(np.float32)
         before, free = {seq: self.table(seq) for seq in seqs}, self.store.num_free_blocks
         k_, v_, q_ = (oracle.place(a, self.arch) for a in (k, v, q))
+        came = [[held.came for held in self.model[seq]] for seq in seqs]
+        if any(held_up(lengths, layer, count) for lengths, count in zip(came, counts, strict=True)):
+            refuses(tikv.PositionError, lambda: self.store.append(layer, k_, v_, seqs, starts))
+            self.align(seqs)
+            return
         try:
             if by_extend:
                 out = oracle.to_numpy(self.store.extend(layer, q_, k_, v_, seqs, starts))
@@ -233,10 +239,32 @@ class TokenGroupPool:
         self.away.discard(seq)
         del self.model[seq]
 
+    def align(self, seqs: list[int]) -> None:
+        """Their layers to one length; or nothing changes, since one was compacted or has more codes, and all go."""
+        wanted = [min(held.came for held in self.model[seq]) for seq in seqs]
+        self.doing += f", align({seqs}) to {wanted}"
+        try:
+            assert self.store.align(seqs).tolist() == wanted
+        except tikv.PositionError:
+            for seq in seqs:
+                self.store.free(seq)
+                del self.model[seq]
+            return
+        for seq, n in zip(seqs, wanted, strict=True):
+            self.cut(seq, n)
+
+    def cut(self, seq: int, n: int) -> None:
+        for held in self.model[seq]:
+            left = min(len(held.positions), n - held.came + len(held.positions))
+            held.came = min(held.came, n)
+            held.positions = held.positions[:left]
+            held.groups = held.groups[: left // GROUP]
+            held.new = held.new[: left - held.coded]
+
     def truncate(self) -> None:
         seq = self.chance.choice(self.here())
         layers = self.model[seq]
-        longest = max(held.came for held in layers)
+        longest = common([held.came for held in layers])
         n = self.chance.choice((longest, longest - 1, longest - 20, longest // GROUP * GROUP, longest // 2, 0))
         self.doing = f"truncate({seq}, {n})"
         kept = [min(len(x.positions), n - x.came + len(x.positions)) for x in layers]
@@ -244,11 +272,7 @@ class TokenGroupPool:
             refuses(tikv.TikvError, lambda: self.store.truncate(seq, n))
             return
         self.store.truncate(seq, n)
-        for held, left in zip(layers, kept, strict=True):
-            held.came = min(held.came, n)
-            held.positions = held.positions[:left]
-            held.groups = held.groups[: left // GROUP]
-            held.new = held.new[: left - held.coded]
+        self.cut(seq, n)
 
     def compact(self) -> None:
         seq, layer = self.chance.choice(self.here()), self.chance.randrange(LAYERS)

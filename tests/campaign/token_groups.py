@@ -8,7 +8,7 @@ import numpy as np
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
-from campaign.contiguous import refuses
+from campaign.unfinished import goes_on, held_up, refuses
 
 LAYERS = 2
 FORMS: list[dict[str, Any]] = [  # few of them, since each compiles its own kernels
@@ -40,9 +40,34 @@ class TokenGroups:
         self.chance.choices(self.calls, self.weights)[0]()
         self.model.check()
 
+    def goes_on(self, layer: int, tokens: int) -> bool:
+        """As `unfinished.goes_on`."""
+        if not held_up(self.model.ends, layer, tokens):
+            return True
+        placed, _, _ = self.model.new(tokens)
+        call = lambda: self.model.store.append(layer, *placed[:2], layout="head_major")  # noqa: E731
+        return goes_on(self.model.ends, layer, tokens, call, self.align)
+
+    def align(self) -> None:
+        """All layers to one length; or nothing changes, as older tokens became codes or are gone: a reset."""
+        model, target = self.model, min(self.model.ends)
+        self.doing += f", align() to {target}"
+        try:
+            assert model.store.align() == target
+        except tikv.PositionError:
+            self.reset()
+            return
+        if target == 0:
+            self.forget()
+            return
+        for layer, length in enumerate(model.ends):
+            model.cut(layer, min(length, target))
+
     def append(self) -> None:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 1, 2, 7, 32, 65))
         self.doing = f"append(layer {layer}, {tokens} tokens)"
+        if not self.goes_on(layer, tokens):
+            return
         if self.model.window is None and self.model.length(layer) + tokens > 300:
             placed, _, _ = self.model.new(tokens)
             refuses(tikv.CapacityError, lambda: self.model.store.append(layer, *placed[:2], layout="head_major"))
@@ -53,6 +78,8 @@ class TokenGroups:
     def extend(self) -> None:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 5, 40))
         self.doing = f"extend(layer {layer}, {tokens} tokens)"
+        if not self.goes_on(layer, tokens):
+            return
         if self.model.window is None and self.model.length(layer) + tokens > 300:
             return
         self.model.extend(layer, tokens)
@@ -65,6 +92,8 @@ class TokenGroups:
 
     def trim(self) -> None:
         model, lengths = self.model, self.model.ends
+        if not goes_on(lengths, 0, 0, lambda: model.store.trim(0), self.align):
+            return
         longest = max(lengths)
         n = self.chance.choice((1, 3, 20, longest % 32, longest % 32 + 32, longest))
         self.doing = f"trim({n}) of {lengths}"

@@ -142,10 +142,9 @@ def test_a_store_goes_on_after_compactions(arch, rng, form):
             held = model.counts(layer).max()
             model.keep(layer, even(rng, model, layer, held // 2) if round_ == 0 else uneven(rng, model, layer))
         model.check()
-        for layer in range(2):
-            model.append(layer, 1)
-            model.extend(layer, 3)
-            model.extend(layer, 1)
+        for call, tokens in ((model.append, 1), (model.extend, 3), (model.extend, 1)):
+            for layer in range(2):
+                call(layer, tokens)
         model.check()
     model.store.save(path := "compacted.safetensors")
     snapshot, twin = model.store.snapshot(), copy.deepcopy(model.store)
@@ -220,11 +219,13 @@ def test_sequences_that_are_left_have_one_length_and_have_wrapped(arch, rng):
     mask = np.ones((2, HEADS, 6), bool)
     mask[0, :, :2] = False
     model.keep(0, mask)
-    model.append(0, 5)
+    for layer in range(2):
+        model.append(layer, 5)
     model.store.reorder([0, 0])
     model.held = [[[list(held) for held in heads[0]] for _ in range(2)] for heads in model.held]
     model.check()
-    model.append(0, 1)
+    for layer in range(2):
+        model.append(layer, 1)
     model.check()
     with pytest.raises(tikv.PositionError, match="overwritten"):
         model.store.trim(5)

@@ -474,19 +474,6 @@ def test_counting_launches_counts(arch, launches):
     assert len(launches) == 1
 
 
-def test_layers_at_different_lengths_are_appended_to_all_the_same(arch, rng):
-    """In the middle of a step, or after layers were given different prompts."""
-    row = ROWS[3]
-    kept, model = row.make(), Model(row)
-    k, v = model.tokens(rng, 5)
-    kept.append(1, *give(arch, k[1], v[1]))
-    model.append(1, k[1], v[1])
-    append_everywhere(rng, arch, kept, model, 3, together=True)
-    expect(kept, model)
-    assert kept.length == 8
-    assert [kept.layer_length(layer) for layer in range(LAYERS)] == [3, 8, 3]
-
-
 @pytest.mark.parametrize("uneven", ["k", "kv", "gaps"])
 @pytest.mark.parametrize("window", [None, [None, 8, 5]], ids=["linear", "windows"])
 def test_layers_of_a_source_that_lie_unevenly_take_a_launch_each(arch, rng, launches, uneven, window):
@@ -689,13 +676,13 @@ def test_layers_of_different_lengths_are_said(arch, dtype):
     rows = np.ones((2, 5, 1, 32), np.float32)
     for layer in (0, 1):
         store.append(layer, *rows)
-    assert ", 0 to 5/96 tokens, by layer, " in repr(store)
+    assert ", 0/96 tokens, layers differ: 5 in layers 0-1, 0 in layer 2, " in repr(store)
     assert [store.layer_length(i) for i in range(3)] == [5, 5, 0]
-    assert store.length == 5
-    store.append(2, *rows[:, :4])
-    assert ", 4 to 5/96 tokens, by layer, " in repr(store)
-    store.append(2, *rows[:, :1])
+    assert store.length == 0
+    store.append(2, *rows)
     assert ", 5/96 tokens, " in repr(store)
+    store.append(0, *rows[:, :1])
+    assert ", 5/96 tokens, layers differ: 6 in layer 0, 5 in layers 1-2, " in repr(store)
 
 
 @pytest.mark.archs("cpu")

@@ -46,16 +46,17 @@ def test_a_deep_copy_of_a_store_goes_its_own_way(arch, rng, dtype, options):
     assert repr(twin) == repr(store)
     before = [contents(store, layer) for layer in range(2)]
     assert all(same(contents(twin, layer), before[layer]) for layer in range(2))
-    for layer in range(2):
-        for _ in range(3):
+    for _ in range(3):
+        for layer in range(2):
             twin.append(layer, k[:2], v[:2])
     assert (twin.length, store.length) == (14, 8)
     assert all(same(contents(store, layer), before[layer]) for layer in range(2))
     third = copy.deepcopy(store)
-    for layer in range(2):
-        for one in (store, third):
-            for _ in range(3):
+    for _ in range(3):
+        for layer in range(2):
+            for one in (store, third):
                 one.append(layer, k[:2], v[:2])
+    for layer in range(2):
         assert same(contents(store, layer), contents(twin, layer))
         assert same(contents(third, layer), contents(twin, layer))
     twin.reset()

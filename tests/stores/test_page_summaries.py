@@ -70,7 +70,8 @@ def test_appends(arch, rng, dtype, batch):
     store.reset()
     for tokens in (3, 1, 6):
         store.append_all(*(rows(rng, arch, 2, batch, tokens, width=width)))
-        store.append(0, *rows(rng, arch, batch, 1, width=width))  # a launch for each layer from now on
+        if tokens == 3:
+            store.compact(0, [[0, 2]] * batch)  # a launch for each layer from now on
         for layer in range(2):
             check(store, layer)
 
@@ -114,24 +115,26 @@ def test_what_moves_and_drops_tokens(arch, rng, tmp_path, dtype):
         for layer in range(2):
             check(store, layer)
 
-    for layer, tokens in ((0, 13), (1, 15)):
-        store.append(layer, *rows(rng, arch, 2, tokens))
+    for layer in range(2):
+        store.append(layer, *rows(rng, arch, 2, 14))
     for n in (1, 4, 2):
         store.trim(n)
         every()
-    store.append(0, *rows(rng, arch, 2, 2))
-    store.append(1, *rows(rng, arch, 2, 10 - store.layer_length(1)))
+    for layer in range(2):
+        store.append(layer, *rows(rng, arch, 2, 3))
     snapshot = store.snapshot()
     store.append_all(*rows(rng, arch, 2, 2, 5))
     store.commit([[0, 2, 3], [1, 2, 4]])
     every()
     store.compact(0, [[0, 3, 4, 5, 9]] * 2)
-    store.append(0, *rows(rng, arch, 2, 1))
+    for layer in range(2):
+        store.append(layer, *rows(rng, arch, 2, 1))
     every()
     store.compact(1, rng.random((2, HEADS, store.held(1))) < 0.5)
     every()
     for tokens in (1, 5, 1):
-        store.append(1, *rows(rng, arch, 2, tokens))
+        for layer in range(2):
+            store.append(layer, *rows(rng, arch, 2, tokens))
         every()
     store.trim(2)
     every()
@@ -163,7 +166,8 @@ def test_layers_with_windows_keep_none(arch, rng):
     store = store_of(layers=3, window=[6, None, None], sinks=1)
     for tokens in (4, 1, 7):
         store.append_all(*rows(rng, arch, 3, 1, tokens))
-        store.extend(1, oracle.place(np.ones((1, 1, 4, WIDTH), np.float32), arch), *rows(rng, arch, 1, 1))
+        for layer in range(3):
+            store.extend(layer, oracle.place(np.ones((1, 1, 4, WIDTH), np.float32), arch), *rows(rng, arch, 1, 1))
         for layer in (1, 2):
             check(store, layer)
     with pytest.raises(tikv.OptionError, match=r"layer 0 has window=6.*another page"):

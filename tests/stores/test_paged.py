@@ -210,7 +210,7 @@ def test_layers_of_a_step_may_come_in_any_order_and_composition(arch, rng):
     k = [rows(rng, 5) for _ in range(3)]
     for layer in (2, 0):
         store.append(layer, *[oracle.place(k[layer], arch)] * 2, [a, b], [0, 3, 5])
-    assert (store.length(a), store.layer_length(1, a), store.layer_length(0, b)) == (3, 0, 2)
+    assert (store.length(a), store.layer_length(2, a), store.layer_length(0, b)) == (0, 3, 2)
     store.append(1, *[oracle.place(k[1][3:], arch)] * 2, [b], [0, 2])
     store.append(1, *[oracle.place(k[1][:3], arch)] * 2, [a], [0, 3])
     for layer in range(3):

@@ -68,9 +68,11 @@ def test_a_path_is_kept_as_if_only_it_had_been_appended(arch, rng, dtype, layout
         pool.commit([0, 1], paths)
         assert contents(pool, 0, 1) == contents(plain, 0, 1)
         assert pool.num_free_blocks == plain.num_free_blocks
-    pool.commit([0], np.array([[1]]))  # of the path that was kept
-    pool.commit([1], [], drafted=4)
-    assert [pool.length(seq) for seq in (0, 1)] == [8, 9]
+    _, more = rows(arch, rng, 4)
+    append(pool, more(slice(None)), [0, 1], [2, 2])
+    pool.commit([0], np.array([[1]]))
+    pool.commit([1], [], drafted=2)
+    assert [pool.length(seq) for seq in (0, 1)] == [11, 13]
 
 
 @pytest.mark.parametrize(("layout", "launches"), [("NHD", 1), ("HND", 2)])

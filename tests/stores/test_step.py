@@ -123,7 +123,7 @@ def test_what_a_step_refuses(arch, rng):
     assert step.positions.copy_to_host().tolist() == [0]
     step.run(row, row, q)
     store.append(0, row[0], row[0])
-    with pytest.raises(tikv.PositionError, match="needs equally many"):
+    with pytest.raises(tikv.PositionError, match=r"2 in layer 0, 1 in layer 1.*align"):
         step.run(row, row, q)
     store.append(1, row[1], row[1])
     before = [oracle.to_numpy(store.keys(i)).copy() for i in range(2)]

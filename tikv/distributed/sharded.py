@@ -18,7 +18,7 @@ from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
 from tikv.distributed.token_shard import TokenShardLayers
 from tikv.distributed.token_sharding import TokenSharding
-from tikv.errors import CacheFileError, OptionError, ShapeError
+from tikv.errors import CacheFileError, OptionError, PositionError, ShapeError, TikvError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttendRequest, AttentionScale
@@ -76,16 +76,16 @@ class ShardedKVCacheStore:
         TikvError: as `KVCacheStore` raises it.
 
     If it is sharded by heads, it has all methods of `KVCacheStore`. If it is sharded by tokens, it has these: `append`,
-    `append_all`, `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`,
-    `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`. It refuses the others, since a rank
-    has only some of the tokens; ``local`` has those methods.
+    `append_all`, `attend`, `extend`, `trim`, `align`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`,
+    `repeat`, `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`. It refuses the others, since
+    a rank has only some of the tokens; ``local`` has those methods.
 
     Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in a different
         order, in float32, with one rounding at the end.
     Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
     * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
     collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
-    one rank only, whose cache then lacks an append: let that end the process, or `reset` all ranks. With
+    one rank only, whose cache then lacks an append: let that end the process, or `align` all ranks. With
     ``tikv.init(debug=True)``, calls and lengths are compared first, and if they differ, all ranks raise `GroupError`.
     If a rank dies, the next collective of the others raises `GroupError` at once with gloo; with NCCL, torch by default
     ends these processes after that timeout.
@@ -291,6 +291,7 @@ class ShardedKVCacheStore:
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
             wanted = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
+                self.local._check_write(operation, layer, view(k, "k", operation), request.layout)
                 queries, query, rows = store.extension(operation, layer, (q, k, v), layout, scores)
                 sinks, slopes = self._terms(operation, request, *query.shape[:2])
                 result, out = queries.result(operation, q, None, self.local.head_dim_v, store.runtime)
@@ -315,6 +316,26 @@ class ShardedKVCacheStore:
         """
         self._agree("ShardedKVCacheStore.trim", n)
         self.local.trim(n)
+
+    def align(self) -> int:
+        """Bring every layer of every rank back to the length of the shortest. See `KVCacheStore.align`.
+
+        If Ctrl-C ended a step on some ranks only, those have fewer tokens than others: call this on all of them.
+
+        Raises:
+            PositionError: a layer of any rank cannot go back; all ranks raise it, and nothing is changed.
+            GroupError: a process is gone.
+
+        Cost: two small collectives, also if only heads are sharded.
+        """
+        operation = "ShardedKVCacheStore.align"
+        local = self.local
+        own = min(map(local.layer_length, range(local.num_layers)))
+        length: int = min(self._of_all(own, operation))
+        with self._failing_together(operation, PositionError):
+            local.refuse_align(operation, length)
+        local.align_to(operation, length)
+        return length
 
     def reset(self) -> None:
         """Forget all tokens. The memory and its contents stay."""
@@ -379,7 +400,7 @@ class ShardedKVCacheStore:
 
     @property
     def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed, over all ranks; reading it does not communicate."""
+        """Tokens appended to every layer since `reset`, less those trimmed; reading it does not communicate."""
         return self.local.length
 
     @property
@@ -450,15 +471,15 @@ class ShardedKVCacheStore:
         return found
 
     @contextlib.contextmanager
-    def _failing_together(self, operation: str) -> Iterator[None]:
-        """A context at whose end all processes raise CacheFileError if one of them did."""
+    def _failing_together(self, operation: str, kind: type[TikvError] = CacheFileError) -> Iterator[None]:
+        """A context at whose end all processes raise an error of this kind if one of them did."""
         failed = ""
         try:
             yield
-        except CacheFileError as error:
+        except kind as error:
             failed = str(error)
         if failures := [each for each in self._of_all(failed, operation) if each]:
-            raise CacheFileError(failed or f"{operation}: another process failed: {failures[0]}")
+            raise kind(failed or f"{operation}: another process failed: {failures[0]}")
 
     def _share(self) -> str:
         """What this rank holds, for messages."""

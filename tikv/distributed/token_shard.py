@@ -24,6 +24,7 @@ from tikv.ops.local_positions import local_positions
 from tikv.ops.staging import Staging
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.interrupts import uninterrupted
+from tikv.stores.draft import Draft
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attend import NO_VIEWS, cache_plan, layer_arrays, layer_plan, refuse_missing
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
@@ -406,7 +407,7 @@ class TokenShardLayers(LayerStorage):
             own.length = min(own.length, self.sharding.count(counts.length))
             own.valid_from = min(own.valid_from, own.length)
 
-    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
         """Raise OptionError, since the newest tokens are spread over several ranks."""
         self._refuse(operation)
 

@@ -178,10 +178,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def length(self, seq: int) -> int:
-        """Tokens of a sequence, including shared ones, in the layer that has the most.
+        """Tokens of a sequence that every layer has, including shared ones and those that `compact` dropped.
 
-        So in a step it grows when the first layer appends; `layer_length` and `next_position` return the numbers of one
-        layer.
+        So in a step it grows when the last layer appends; `layer_length` and `next_position` return the numbers of one
+        layer. If only one layer has tokens, it is the length of that one.
         """
         return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
 
@@ -388,7 +388,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             CapacityError: the pool has too few free blocks for all tokens. No sequence is changed.
-            PositionError: a sequence does not exist, is swapped out or is named twice.
+            PositionError: a sequence does not exist, is swapped out or is named twice; or its layers have different
+                lengths, as in `KVCacheStore.append`: `align` is the way out.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or the layout do not fit.
 
         Exactness, cost: as the class says. Shared blocks that are written to are copied first, in one more launch.
@@ -667,6 +668,37 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.truncate(operation, state, n)
 
     @changing
+    def align(self, seqs: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
+        """Bring every layer of each sequence back to the length of its shortest, as `KVCacheStore.align` does.
+
+        Args:
+            seqs: the sequences, each once; None for all sequences of the pool.
+
+        Returns:
+            (len(seqs),) int32 on the host: the length that every layer of each sequence has then.
+
+        Raises:
+            PositionError: a sequence does not exist, is named twice, or is swapped out with layers of different
+                lengths; or a layer of one cannot go back, since it was compacted since or, with groups along tokens,
+                older tokens became codes when its newest were appended. Nothing is changed.
+
+        Cost: none on the device.
+        """
+        operation = "PagedKVCacheStore.align"
+        runtime.require_alive(self.runtime, operation)
+        sequences = self._pages.sequences
+        ids = self.sequences if seqs is None else self._pages.ids(seqs, operation)
+        states = sequences.distinct(ids, operation, "Name it once.", swapped=True)
+        lengths = [min(state.ends) for state in states]
+        uneven = [(state, n) for state, n in zip(states, lengths, strict=True) if n < max(state.ends)]
+        for state, n in uneven:
+            sequences.state(state.number, operation)  # in memory
+            self._pages.refuse_align(operation, state, n)
+        for state, n in uneven:
+            self._pages.truncate(operation, state, n)
+        return np.array(lengths, np.int32)
+
+    @changing
     def free(self, seq: int) -> None:
         """Forget a sequence. Blocks that only it holds become free; `add` finds full ones until they are reused.
 
@@ -727,7 +759,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Keep a path through the newest tokens of each sequence, the accepted tokens of a tree, and drop the others.
 
         It works on every layer, and each layer must have the draft already, from `append` or `extend`. Blocks that
-        become empty are free at once. Other sequences that share blocks with these keep what they hold.
+        become empty are free at once. Other sequences that share blocks with these keep what they hold. After `extend`
+        with ``parents`` only a path from the root is kept, and a second commit needs new tokens, as in
+        `KVCacheStore.commit`.
 
         Args:
             seqs: the sequences, each once.
@@ -737,9 +771,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 `extend`.
 
         Raises:
-            PositionError: the indices are not strictly ascending, or one is outside the draft; different numbers of
-                tokens were appended to the layers of a sequence; a `compact` came after the draft; a sequence does not
-                exist, is swapped out or is named twice.
+            PositionError: the indices are not strictly ascending, or one is outside the draft; kept tokens of a tree
+                are no path from its root; nothing was appended since the last commit, or fewer tokens than ``drafted``;
+                different numbers of tokens were appended to the layers of a sequence; a `compact` came after the draft;
+                a sequence does not exist, is swapped out or is named twice.
             ShapeError: the path is not a list of integers for each sequence.
             CapacityError: too few blocks are free to copy those that another sequence shares.
             OptionError: the layout is VLLM. Nothing is changed.
@@ -951,7 +986,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         used = self.num_blocks - self.num_free_blocks
         states = self._pages.sequences.states.values()
         swapped = sum(state.swapped is not None for state in states)
-        uneven = sum(len({state.came(layer) for layer in range(self.num_layers)}) > 1 for state in states)
+        uneven = sum(len({*state.ends}) > 1 for state in states)
         said = ((swapped, "swapped out"), (uneven, "with layers of different lengths"))
         notes = ", ".join(f"{number} {what}" for number, what in said if number)
         notes = f" ({notes})" if notes else ""

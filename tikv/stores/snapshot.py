@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import runtime
+from tikv.stores.draft import Draft
 from tikv.stores.picture import counted
 
 
@@ -16,9 +17,10 @@ class Snapshot(runtime.NotCopied):
 
     instead = "Restore it into its store, and save() the store."
 
-    def __init__(self, live: runtime.Runtime, captured: Any, num_layers: int, length: int) -> None:
+    def __init__(self, live: runtime.Runtime, captured: Any, num_layers: int, length: int, draft: Draft) -> None:
         self.runtime = live
         self.captured = captured  # what the store's `LayerStorage.capture` returned
+        self.draft = draft
         self._num_layers, self._length = num_layers, length
 
     def __copy__(self) -> Snapshot:

@@ -14,6 +14,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import (
+    ArrayView,
     CacheArray,
     as_numpy,
     describe,
@@ -31,11 +32,22 @@ from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
-from tikv.stores import files, picture
+from tikv.runtime.interrupts import Held
+from tikv.stores import files, lengths, picture
+from tikv.stores.draft import Draft, Parents
 from tikv.stores.layers import loaded_storage, new_storage
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
-from tikv.stores.layers.counts import Layer, check_step, drawn_states, refuse_missed
+from tikv.stores.layers.counts import (
+    Layer,
+    check_step,
+    drawn_states,
+    ends_of,
+    refuse_missed,
+    refuse_uneven,
+    refuse_uneven_step,
+    refuse_unfinished,
+)
 from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
@@ -165,6 +177,7 @@ class KVCacheStore(runtime.DeepCopied):
         self.scale_dtype = rows.scale_dtype
         self._config, self._storage = config, storage
         self._followed = False  # whether torch's autograd follows tokens that were appended
+        self._draft = Draft()
 
     @classmethod
     def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
@@ -185,12 +198,12 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, minus those that `trim` or `commit` dropped, in the layer that has the most.
+        """Tokens appended to every layer since `reset`, minus those that `trim`, `commit` or `align` dropped.
 
-        So in a step it grows when the first layer appends. `layer_length` and `next_position` return the numbers of one
-        layer, and the repr shows whether layers differ.
+        So in a step it grows when the last layer appends. `layer_length` and `next_position` return the numbers of one
+        layer, and the repr shows whether layers differ. If only one layer has tokens, it is the length of that one.
         """
-        return max(layer.end for layer in self._storage.counts)
+        return lengths.common(ends_of(self._storage.counts))
 
     @property
     @locked
@@ -244,7 +257,7 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
-        """Tokens appended to one layer since `reset`, minus those that `trim` or `commit` dropped."""
+        """Tokens appended to one layer since `reset`, minus those that `trim`, `commit` or `align` dropped."""
         return self._counts(layer, "KVCacheStore.layer_length").end
 
     @locked
@@ -382,6 +395,9 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             CapacityError: a layer without a window would overflow. Nothing is written.
+            PositionError: a step seems to have ended between two layers: layer 0 would be written while layers have
+                different lengths, and more than one has tokens; or the first tokens of a layer are fewer than those of
+                the first layer that has some. `align` is the way out.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or options do not fit the store.
             ArchError: a CUDA graph is being captured, without ``positions``.
 
@@ -393,11 +409,15 @@ class KVCacheStore(runtime.DeepCopied):
         if positions is not None:
             given = view_all((k, v, positions), NAMES, operation)
             with self.lock:
+                if index == 0:
+                    refuse_uneven(operation, self._storage.counts)
                 self._storage.append_at(operation, index, given, layout)
                 self._followed |= given.followed
             return
         rows = view_all((k, v), ROWS, operation)
         with self.lock:
+            if index == 0 or self._storage.counts[index].length == 0:
+                self._check_write(operation, index, rows[0], layout)
             self._storage.append(operation, index, rows, layout)
             if rows.followed:
                 self._followed = True
@@ -421,6 +441,7 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        refuse_uneven_step(operation, self._storage.counts)
         if positions is not None:
             rows = view_all((k, v, positions), NAMES, operation)
             self._storage.append_at(operation, None, rows, layout)
@@ -428,6 +449,11 @@ class KVCacheStore(runtime.DeepCopied):
             rows = view_all((k, v), ROWS, operation)
             self._storage.append_all(operation, rows, layout)
         self._followed |= rows.followed
+
+    def _check_write(self, operation: str, layer: int, rows: ArrayView, layout: str) -> None:
+        """Raise PositionError before new rows are written to a layer, if a step seems to have ended between layers."""
+        tokens = rows.shape[-3 if layout == "token_major" else -2] if rows.ndim > 2 else 0
+        refuse_unfinished(operation, self._storage.counts, layer, tokens)
 
     @locked
     def positions_on_device(self) -> CacheArray:
@@ -438,7 +464,7 @@ class KVCacheStore(runtime.DeepCopied):
         capture.
 
         Raises:
-            PositionError: `length` does not fit int32.
+            PositionError: `length` does not fit int32, or layers have different lengths.
 
         Examples:
             >>> import numpy as np, tikv
@@ -454,6 +480,7 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.positions_on_device"
         runtime.require_alive(self.runtime, operation)
         self._storage.require_positions(operation, "Append without positions.")
+        refuse_uneven(operation, self._storage.counts)
         lens = self._lens(operation, "Append without positions, or reset().")
         return CacheArray(to_device(lens, self.runtime), self.runtime)
 
@@ -463,7 +490,7 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             CapacityError: a layer without a window has no room for them; the appends skipped them.
-            PositionError: the number is negative.
+            PositionError: the number is negative, or layers have different lengths.
 
         Cost: none on the device.
         """
@@ -471,6 +498,7 @@ class KVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         tokens = checks.integer(tokens, "tokens", operation)
         self._storage.require_positions(operation, "Append without positions.")
+        refuse_uneven(operation, self._storage.counts)
         self._storage.advance(operation, tokens)
 
     @locked
@@ -481,7 +509,12 @@ class KVCacheStore(runtime.DeepCopied):
             CapacityError, PositionError: they have no room, or their lengths differ.
         """
         self._storage.require_positions(operation, "Call append() and attend().")
-        return check_step([self._storage.counts[i] for i in layers], tokens, operation)
+        counts = self._storage.counts
+        if len(layers) > 1:
+            refuse_uneven_step(operation, counts)
+        else:
+            refuse_unfinished(operation, counts, layers[0], tokens)
+        return check_step([counts[i] for i in layers], tokens, operation)
 
     @changing
     def count_step(self, layers: Sequence[int], tokens: int) -> None:
@@ -650,7 +683,21 @@ class KVCacheStore(runtime.DeepCopied):
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
-        found = self._storage.extend(operation, self._index(layer, operation), (q, k, v), request)
+        index = self._index(layer, operation)
+        if index == 0 or self._storage.counts[index].length == 0:
+            self._check_write(operation, index, view(k, "k", operation), layout)
+        before, start = self._draft, self._storage.counts[0].end
+        try:
+            if parents is not None and index == 0:
+                given = request.terms.views(operation)["parents"]
+                shape = Parents(operation, given, self.runtime), tuple(range(self.batch_size))
+                self._draft = Draft(before.settled, start, start + given.shape[-1], *shape)
+            found = self._storage.extend(operation, index, (q, k, v), request)
+        except BaseException:
+            with Held():
+                end = self._storage.counts[0].end
+                self._draft = before if end == start else self._draft.cut(end)
+            raise
         self._followed |= is_followed(k, v)
         return refuse_backward(found, q, k, v, followed=self._followed)
 
@@ -735,18 +782,65 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: ``n`` is more than `length`, goes back beyond what a ring holds or a compaction left, or
-                would leave part of a group along tokens. Nothing is changed.
+                would leave part of a group along tokens; or layers have different lengths, so that it is not clear
+                which tokens are meant. Nothing is changed.
 
         Cost: none on the device.
         """
         operation = "KVCacheStore.trim"
         runtime.require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
+        refuse_uneven(operation, self._storage.counts)
         if n > self.length:
             raise PositionError(
                 f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
             )
         self._storage.trim(operation, n)
+        self._draft = self._draft.cut(self._storage.counts[0].end)
+
+    @changing
+    def align(self) -> int:
+        """Bring every layer back to the length of the shortest, after a step that ended between two layers.
+
+        Ctrl-C or an error may end a step of a model after some of its layers have appended. The next append to layer 0
+        is then refused: call this, and make the step again. Every layer counts here, one without any tokens too. If all
+        layers have the same length, nothing changes.
+
+        Returns:
+            The length that every layer has then.
+
+        Raises:
+            PositionError: a layer cannot be as it was before its newest tokens: they overwrote more than the oldest
+                token of its window, older tokens became codes of groups along tokens when they were appended, or
+                `compact` dropped some since. Nothing is changed; `reset` is the way out.
+
+        Cost: none on the device, except for summaries of pages.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="float32")
+            >>> store.append_all(*np.ones((2, 2, 3, 1, 4), np.float32))
+            >>> store.append(0, *np.ones((2, 1, 1, 4), np.float32))  # and the step ends here
+            >>> store.length, store.layer_length(0), store.align(), store.layer_length(0)
+            (3, 4, 3, 3)
+        """
+        operation = "KVCacheStore.align"
+        runtime.require_alive(self.runtime, operation)
+        length = min(ends_of(self._storage.counts))
+        self.align_to(operation, length)
+        return length
+
+    @changing
+    def align_to(self, operation: str, length: int) -> None:
+        """For `align`, and that of all ranks: bring every layer back to a length that none of them is shorter than."""
+        if max(ends_of(self._storage.counts)) > length:
+            self._storage.align(operation, length)
+            self._draft = self._draft.cut(length)
+
+    @locked
+    def refuse_align(self, operation: str, length: int) -> None:
+        """Raise PositionError if `align_to` would."""
+        self._storage.refuse_align(operation, length)
 
     @changing
     def reset(self) -> None:
@@ -754,19 +848,25 @@ class KVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         self._storage.reset()
         self._followed = False
+        self._draft = Draft()
 
     @changing
     def commit(self, path: Any, drafted: int | None = None) -> None:
         """Keep a path through the newest tokens of every layer, the accepted tokens of a tree, and drop the others.
+
+        If `extend` was given the ``parents`` of the tokens in layer 0, the kept tokens must be a path from the root:
+        the first has the parent -1, and each is the parent of the next. Of other tokens any may be kept, since a mask
+        may have said the tree. A second commit needs new tokens.
 
         Args:
             path: (batch, n) ascending indices among the drafted tokens, on the host; or (n,) when batch is 1.
             drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
 
         Raises:
-            PositionError: the indices are not strictly ascending, or one is outside the draft; layers have different
-                lengths, or `compact` left the heads of a layer with different lengths; the drafted tokens have
-                overwritten older ones of a sliding layer, unless all are kept. Nothing is changed.
+            PositionError: the indices are not strictly ascending, or one is outside the draft; kept tokens of a tree
+                are no path from its root; nothing was appended since the last commit, or fewer tokens than ``drafted``;
+                layers have different lengths, or `compact` left the heads of a layer with different lengths; the
+                drafted tokens have overwritten older ones of a sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
 
         Exactness: the same bits as in a store to which only the path was appended.
@@ -785,7 +885,8 @@ class KVCacheStore(runtime.DeepCopied):
         """
         operation = "KVCacheStore.commit"
         runtime.require_alive(self.runtime, operation)
-        self._storage.commit(operation, path, drafted)
+        self._storage.commit(operation, path, drafted, self._draft)
+        self._draft = Draft(settled=self._storage.counts[0].end)
 
     # --- sequences
 
@@ -805,6 +906,7 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.reorder"
         runtime.require_alive(self.runtime, operation)
         self._storage.reorder(operation, index)
+        self._follow(index)
 
     @changing
     def select(self, index: Any) -> None:
@@ -823,6 +925,11 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.select"
         runtime.require_alive(self.runtime, operation)
         self._storage.select(operation, index)
+        self._follow(index)
+
+    def _follow(self, index: Any) -> None:
+        """Let what is known of the newest tokens follow sequences of these numbers, which were checked."""
+        self._draft = self._draft.of_sequences(index.tolist() if hasattr(index, "tolist") else index)
 
     @changing
     def repeat(self, n: int) -> None:
@@ -837,7 +944,9 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.repeat"
         n = checks.integer(n, "n", operation, low=1)
         runtime.require_alive(self.runtime, operation)
-        self._storage.select(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
+        index = np.repeat(np.arange(self.batch_size, dtype=np.int32), n)
+        self._storage.select(operation, index)
+        self._follow(index)
 
     # --- copies and files
 
@@ -849,7 +958,7 @@ class KVCacheStore(runtime.DeepCopied):
         are copied to the host.
         """
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
-        return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
+        return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length, self._draft)
 
     @changing
     def restore(self, snapshot: Snapshot) -> None:
@@ -871,6 +980,7 @@ class KVCacheStore(runtime.DeepCopied):
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
         self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
+        self._draft = snapshot.draft
 
     @locked
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -934,6 +1044,7 @@ class KVCacheStore(runtime.DeepCopied):
             ShapeError: an array does not have this store's form. Nothing is changed.
         """
         self._storage.take_over(operation, counts, arrays)
+        self._draft = Draft()
 
     # --- pictures and words
 
@@ -997,16 +1108,15 @@ class KVCacheStore(runtime.DeepCopied):
         return True
 
     def _tokens_in_words(self) -> str:
-        """How many tokens there are, for a `repr`: by layer, if layers differ."""
+        """How many tokens there are, for a `repr`, and which layers have more, if layers differ."""
         counts = self._storage.counts
-        lengths = sorted({layer.end for layer in counts})
-        found = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+        ends = ends_of(counts)
         if any(layer.history is not None for layer in counts):
             most = max(layer.most_held for layer in counts)
-            words = f"{found} token{'s' * (found != '1')}, up to {most}/{self.capacity} held"
+            words = f"{counted(self.length, 'token')}, up to {most}/{self.capacity} held"
         else:
-            words = tokens_in_words(found, max(layer.most_held for layer in counts), self.capacity)
-        return words + ", by layer" * (len(lengths) > 1)
+            words = tokens_in_words(str(self.length), max(layer.most_held for layer in counts), self.capacity)
+        return words + (f", layers differ: {lengths.in_words(ends)}" if min(ends) < max(ends) else "")
 
     @locked
     def __repr__(self) -> str:

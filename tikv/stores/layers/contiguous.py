@@ -24,6 +24,7 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import Held
 from tikv.stores import files
+from tikv.stores.draft import Draft
 from tikv.stores.files import contiguous as contiguous_files
 from tikv.stores.history import History
 from tikv.stores.layers import drafts
@@ -200,8 +201,8 @@ class ContiguousLayers(LayerStorage):
         compact_layers(operation, self.memory, layers, list(keeps.values()), rope)
         summarize(operation, self.memory, layers)
 
-    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
-        first = drafts.commit(operation, self.memory, path, drafted)
+    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
+        first = drafts.commit(operation, self.memory, path, drafted, draft)
         summarize(operation, self.memory, self.counts, first - 1)  # the previous page, if no drafted token stays
 
     def trim(self, operation: str, n: int) -> None:

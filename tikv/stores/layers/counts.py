@@ -14,6 +14,7 @@ from tikv.ops import checks
 from tikv.ops.fixed_scales import fixed_scale, head_step
 from tikv.ops.layouts import Formats, Scale, reduced_position
 from tikv.ops.staging import KnownOnHost
+from tikv.stores import lengths
 from tikv.stores.history import History
 
 
@@ -202,6 +203,26 @@ class Layer:
                 f"overwritten. Drop at most {length - oldest}, or reset()."
             )
 
+    def refuse_align(self, operation: str, length: int) -> None:
+        """Raise PositionError unless the layer without its tokens from number `length` on is as it was before them.
+
+        Of what they overwrote in a ring, it may lack only the oldest token, which the next query does not see.
+        """
+        drop = self.end - length
+        if drop <= 0:
+            return
+        keep = self.length - drop
+        seen = max(self.sinks, keep + 1 - self.ring)  # the oldest after the sinks that the next query sees
+        trimmed = 0 < self.trimmed_to <= keep  # then none of them overwrote anything
+        wrapped = self.head_lengths is not None and self.ring > 0 and self.length > self.slots
+        if self.history is not None and length < self.history.first_whole:
+            why = f"compact() dropped token {self.history.first_whole - 1}"
+        elif wrapped or (seen < min(keep, self.valid_from) and not trimmed):
+            why = f"its window (window={self.window}, sinks={self.sinks}) has overwritten tokens that it would need"
+        else:
+            return
+        raise cannot_align(operation, self.index, self.end, length, why)
+
     def require_room(self, operation: str, tokens: int) -> None:
         """Raise CapacityError or PositionError if the layer has no room for `tokens` more tokens."""
         if self.ring == 0:
@@ -256,6 +277,42 @@ def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) ->
             )
 
 
+def cannot_align(operation: str, layer: int, end: int, length: int, why: str) -> PositionError:
+    """The error for a layer that cannot go back to a length."""
+    return PositionError(
+        f"{operation}: layer {layer} cannot go back from {end} tokens to {length}: {why}. Call reset() and begin "
+        "again, or append the missing tokens to the other layers."
+    )
+
+
+def ends_of(layers: Sequence[Layer]) -> list[int]:
+    """The `end` of each layer; a property costs a call, and decode loops wait for this."""
+    return [layer.length if layer.history is None else layer.end for layer in layers]
+
+
+def refuse_uneven(operation: str, layers: Sequence[Layer]) -> None:
+    """Raise PositionError before a write to the first layer if `lengths.differ`."""
+    ends = ends_of(layers)
+    if ends.count(ends[0]) < len(ends):
+        lengths.refuse_different(operation, ends, lengths.remedy_of_store(ends))
+
+
+def refuse_unfinished(operation: str, layers: Sequence[Layer], layer: int, tokens: int) -> None:
+    """Raise PositionError before a layer's next tokens are written, if a step seems to have ended between layers."""
+    if layer == 0:
+        refuse_uneven(operation, layers)
+    if layers[layer].length == 0:
+        ends = ends_of(layers)
+        lengths.refuse_fewer(operation, ends, layer, tokens, lengths.remedy_of_store(ends))
+
+
+def refuse_uneven_step(operation: str, layers: Sequence[Layer]) -> None:
+    """Raise PositionError before a write to all layers if any two have different lengths."""
+    ends = ends_of(layers)
+    if min(ends) < max(ends):
+        raise lengths.different(operation, ends, lengths.remedy_of_store(ends))
+
+
 def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
     """Raise PositionError if a layer has no tokens and others have some: an append was forgotten."""
     most = max(layers, key=lambda layer: layer.end)
@@ -267,14 +324,8 @@ def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
 
 
 def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int]:
-    """What each layer was trimmed to; raises if their lengths differ or one has no room for `tokens` more tokens."""
+    """What each layer was trimmed to; raises if one of these layers of one length has no room for `tokens` more."""
     length = layers[0].length
-    for layer in layers:
-        if layer.length != length:
-            raise PositionError(
-                f"{operation}: layer {layer.index} has {layer.length} tokens and layer {layers[0].index} has "
-                f"{length}, but a step of several layers needs equally many. Append to the shorter one first."
-            )
     for layer in layers:
         if layer.ring == 0:
             checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})", checks.STORE_NAMES)

@@ -11,18 +11,20 @@ import numpy as np
 from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import index_array
+from tikv.stores.draft import Draft
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 
 
-def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) -> int:
+def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None, draft: Draft) -> int:
     """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`.
 
     Returns:
         The place of the first drafted token, which is the same in all layers.
     """
-    drafted = _drafted(operation, memory.layers, drafted)
+    drafted = _drafted(operation, memory.layers, drafted, draft)
     chosen = _path(operation, path, memory.batch_size, drafted)
+    draft.check(operation, list(chosen), drafted, memory.layers[0].end)
     for layer in memory.layers:
         left = layer.history
         if left is not None and (layer.head_lengths is not None or layer.length - drafted < left.tokens):
@@ -46,11 +48,11 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
     first = memory.layers[0].length - drafted
     for layer in memory.layers:
         layer.length -= drafted - chosen.shape[1]
-        layer.newest = chosen.shape[1]
+        layer.newest = 0
     return first
 
 
-def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:
+def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None, draft: Draft) -> int:
     """How many of the newest tokens were drafted, which must be the same in all layers; or PositionError."""
     first = layers[0]
     for layer in layers:
@@ -60,13 +62,9 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
                 f"and layer {first.index} has {first.length} ({first.newest} from its last append). Append the draft "
                 "to all layers first."
             )
-    if drafted is None:
-        if first.newest == 0:
-            raise PositionError(
-                f"{operation}: nothing was appended since the last trim. Pass the number of drafted tokens as drafted=."
-            )
-        return first.newest
-    return checks.integer(drafted, "drafted", operation, low=0, high=first.length)
+    if drafted is not None:
+        drafted = checks.integer(drafted, "drafted", operation, low=0, high=first.length)
+    return draft.tokens(operation, first.newest, drafted, first.end)
 
 
 def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any, Any]:

@@ -20,6 +20,7 @@ from tikv.arrays import CacheArray, Views, view_all
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import uninterrupted
+from tikv.stores.draft import Draft
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.residents import Frame, Residents, Transfer, refuse_capture, transfer_of
@@ -212,6 +213,9 @@ class HostLayers(LayerStorage):
 
     # --- dropping and changing tokens
 
+    def refuse_align(self, operation: str, length: int) -> None:
+        self.whole.refuse_align(operation, length)
+
     def trim(self, operation: str, n: int) -> None:
         self.whole.trim(operation, n)
 
@@ -222,9 +226,9 @@ class HostLayers(LayerStorage):
         with self._on_host():
             self.whole.compact(operation, keeps, rope)
 
-    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
         with self._on_host():
-            self.whole.commit(operation, path, drafted)
+            self.whole.commit(operation, path, drafted, draft)
 
     def reorder(self, operation: str, index: Any) -> None:
         with self._on_host():

@@ -20,8 +20,9 @@ from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
+from tikv.stores.draft import Draft
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.counts import Layer, ends_of
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.locking import StoreLock
 from tikv.stores.picture import counted
@@ -217,6 +218,16 @@ class LayerStorage(abc.ABC):
     def trim(self, operation: str, n: int) -> None:
         """Drop the `n` newest tokens, which exist, of every layer or of none; `KVCacheStore.trim`."""
 
+    def refuse_align(self, operation: str, length: int) -> None:
+        """Raise PositionError if a layer that has more tokens cannot go back to this length."""
+        for layer in self.counts:
+            layer.refuse_align(operation, length)
+
+    def align(self, operation: str, length: int) -> None:
+        """Bring every layer back to the length of the shortest, or none of them; `KVCacheStore.align`."""
+        self.refuse_align(operation, length)
+        self.trim(operation, max(ends_of(self.counts)) - length)
+
     @abc.abstractmethod
     def reset(self) -> None:
         """Forget all tokens."""
@@ -269,8 +280,8 @@ class LayerStorage(abc.ABC):
         """Keep some of the tokens of these layers; `KVCacheStore.compact`."""
         self._refuse(operation)
 
-    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
-        """Keep a path of the newest tokens; `KVCacheStore.commit`."""
+    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
+        """Keep a path of the newest tokens, of which `draft` tells; `KVCacheStore.commit`."""
         self._refuse(operation, "Trim the drafted tokens that were not accepted.")
 
     def reorder(self, operation: str, index: Any) -> None:

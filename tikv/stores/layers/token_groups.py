@@ -38,7 +38,7 @@ from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, 
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
-from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
@@ -338,6 +338,21 @@ class TokenGroupLayers(LayerStorage):
                     f"groups, quantised once. Drop at most {most}{'' if lost else f', or {whole} for whole groups'}, "
                     f"or reset()."
                 )
+
+    def refuse_align(self, operation: str, length: int) -> None:
+        """As `LayerStorage.refuse_align`; a group that the dropped tokens let become codes does not come back."""
+        super().refuse_align(operation, length)
+        for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
+            left = _left_of(counts, length)
+            before, now = (self._coded_at(n - ring.sinks, ring.ring) for n in (left, counts.length))
+            older = left - ring.sinks < codes.tokens or before < codes.tokens == now
+            if ring.sinks < left < counts.length and older:
+                why = "older tokens became codes when its newest were appended"
+                raise cannot_align(operation, counts.index, counts.end, length, why)
+
+    def _coded_at(self, tokens: int, slots: int) -> int:
+        """How many of so many tokens after the sinks are codes, if no call dropped any."""
+        return max(0, -(-(tokens - slots) // self.quant.group)) * self.quant.group
 
     def reset(self) -> None:
         self.newest.reset()

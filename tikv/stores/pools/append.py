@@ -91,11 +91,13 @@ class PageAppends:
         return begin_append(self.pages, operation, layer, seqs, cu_seqlens, rows)
 
 
-def begin_append(pages: Pages, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
+def begin_append(
+    pages: Pages, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int, part: bool = False
+) -> AppendStep:
     """Where the `rows` new rows of the sequences that a caller named go; see `Sequences.begin`."""
     ids = pages.ids(seqs, operation)
     bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
-    return pages.sequences.begin(operation, layer, ids, bounds, rows)
+    return pages.sequences.begin(operation, layer, ids, bounds, rows, part)
 
 
 def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:

@@ -14,6 +14,7 @@ from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.runtime.interrupts import Held
+from tikv.stores.draft import Parents
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, with_tokens
 from tikv.stores.pools.append import PageAppends, check_rank
@@ -106,13 +107,18 @@ def extend(
     if sequences.compacted:
         for seq in ids:
             sequences.state(seq, operation).check_queries(operation, layer, 1, request)
-    step = None
+    step, before = None, [sequences.state(seq, operation).draft for seq in ids]
+    parents = Parents(operation, terms["parents"], live) if layer == 0 and "parents" in terms else None
     try:
         with Held():
             step = appends.append(operation, layer, rows, ids, cu_seqlens, request.layout)
+            if parents is not None:
+                sequences.grow_tree(step, parents)
         return call.attend(step.cu_seqlens, *pages.tables.block_tables(layer, sequences, step.ids, step.states))
     except BaseException:
         if step is not None:
             with Held():
                 sequences.revoke(layer, step)
+                for state, draft in zip(step.states, before, strict=True):
+                    state.draft = draft
         raise

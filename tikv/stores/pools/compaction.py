@@ -96,7 +96,10 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
     if drafted is not None:
         drafted = checks.integer(drafted, "drafted", operation)
     counts = [state.drafted(operation, drafted) for state in states]
-    step = sequences.begin_paths(operation, states, counts, _paths(operation, path, counts))
+    paths = _paths(operation, path, counts)
+    for i, (state, count, one) in enumerate(zip(states, counts, paths, strict=True)):
+        state.draft.check(operation, [one], count, state.length, i)
+    step = sequences.begin_paths(operation, states, counts, paths)
     with Changing(pages, step) as change:
         slots = sequences.moved_slots(step)
         launches = _moves(operation, pages, slots)

@@ -254,6 +254,18 @@ class TokenGroupPages(Pages):
         self.sequences.truncate(state, n)
         self.coded[state.number] = [min(pair) for pair in zip(coded, kept, strict=True)]
 
+    def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
+        """As in `Pages`; a group that the dropped tokens let become codes does not come back."""
+        super().refuse_align(operation, state, n)
+        most, group = self.quant.residual + self.quant.group, self.quant.group
+        for layer, (coded, end) in enumerate(zip(self.coded[state.number], state.ends, strict=True)):
+            now = state.lengths[layer]
+            kept = now - (end - n)
+            before, after = (max(0, -(-(tokens - most) // group)) * group for tokens in (kept, now))
+            if 0 < n < end and (kept < coded or before < coded == after):
+                why = "older tokens became codes when its newest were appended"
+                raise state.cannot_align(operation, layer, n, why)
+
     def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
         """As in `Pages`: a group of codes must be kept as a whole."""
         coded = Coded(0, self.coded[state.number][layer], self.quant.group)
@@ -336,13 +348,25 @@ class TokenGroupPages(Pages):
     # --- writes
 
     @uninterrupted
-    def append(self, operation: str, layer: int, given: Sequence[ArrayView], seqs: Any, cu: Any, layout: str) -> None:
-        """As `PageAppends.append`: one launch for tokens that the new pages have room for, and three for each group."""
+    def append(
+        self,
+        operation: str,
+        layer: int,
+        given: Sequence[ArrayView],
+        seqs: Any,
+        cu: Any,
+        layout: str,
+        part: bool = False,
+    ) -> None:
+        """As `PageAppends.append`: one launch for tokens that the new pages have room for, and three for each group.
+
+        `part` is as in `Sequences.begin`.
+        """
         check_rows(operation, self.config, given, layout)
         rows = [rows_first(a, layout) for a in given]
         slots = np.full(rows[0].shape[0], -1, np.int32)
         self._write(operation, layer, rows, slots, prepared_only=True)
-        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])
+        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0], part)
         with Changing(self, step) as change:
             change.copy_shared()
             done = [0] * len(step.states)
@@ -524,8 +548,8 @@ class TokenGroupPages(Pages):
                 while first < end:
                     free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
                     count = min(end - first, free or quant.group, MOST_QUERIES)
-                    part = [a.part(0, first, first + count) for a in rows]
-                    self.append(operation, layer, part, [state.number], [0, count], "token_major")
+                    some_rows = [a.part(0, first, first + count) for a in rows]
+                    self.append(operation, layer, some_rows, [state.number], [0, count], "token_major", part=True)
                     some, found, found_lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
                     self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
                     first += count

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv.arrays import Host
+from tikv.stores.draft import Draft
 from tikv.stores.history import History
 from tikv.stores.pools.blocks import BlockPool, slots_of
 from tikv.stores.pools.rows import Moves
@@ -21,6 +22,10 @@ from tikv.stores.pools.sequences import AppendStep, PathStep, Sequences, Sequenc
 
 class HeadState(SequenceState):
     """What is known of one sequence. `lengths` count appended tokens, whatever heads still hold of them."""
+
+    @property
+    def ends(self) -> list[int]:
+        return self.lengths
 
     def came(self, layer: int) -> int:
         return self.lengths[layer]
@@ -104,7 +109,7 @@ class HeadSequences(Sequences):
             for head in self.of_heads(i, state):
                 layer.truncate(head, head.lengths[0] - dropped)
             state.lengths[i] -= dropped
-        state.newest = [0] * self.num_layers
+        state.newest, state.draft = [0] * self.num_layers, state.draft.cut(n)
         self._changed()
 
     def free(self, seq: int) -> None:
@@ -116,10 +121,20 @@ class HeadSequences(Sequences):
         self._changed()
 
     def begin(
-        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+        self,
+        operation: str,
+        layer: int,
+        ids: tuple[int, ...],
+        cu_seqlens: tuple[int, ...],
+        rows: int,
+        part: bool = False,
     ) -> AppendStep:
         """As `Sequences.begin`; blocks are taken for each head that needs one."""
         states = self.distinct(ids, operation, "Append its tokens in one piece.")
+        if layer == 0:
+            self.refuse_uneven(operation, ids)
+        if any(state.lengths[layer] == 0 for state in states):
+            self.refuse_fewer(operation, layer, states, cu_seqlens)
         heads = self.heads
         of_heads = tuple([seq * heads + h for seq in ids for h in range(heads)])
         counts = [b - a for a, b in itertools.pairwise(cu_seqlens) for _ in range(heads)]
@@ -173,7 +188,7 @@ class HeadSequences(Sequences):
         for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
             less = drafted - len(path)
             state.lengths = [n - less for n in state.lengths]
-            state.newest = [len(path)] * self.num_layers
+            state.newest, state.draft = [0] * self.num_layers, Draft(settled=state.length)
         self._changed()
 
     def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:

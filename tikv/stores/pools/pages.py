@@ -63,6 +63,12 @@ class Pages:
         """Keep the first `n` tokens of a sequence."""
         self.sequences.truncate(state, n)
 
+    def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
+        """Raise PositionError if a layer of a sequence that has more tokens cannot go back to the first `n`."""
+        for layer, (end, left) in enumerate(zip(state.ends, state.left, strict=True)):
+            if left is not None and n < min(end, left.end):
+                raise state.cannot_align(operation, layer, n, f"it was compacted when it had {left.end}")
+
     def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
         """Raise PositionError if tokens of a layer are chosen that cannot be kept without others."""
 

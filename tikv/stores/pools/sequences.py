@@ -20,7 +20,10 @@ from tikv.arrays import Host
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
+from tikv.stores import lengths
+from tikv.stores.draft import Draft, Parents
 from tikv.stores.history import History
+from tikv.stores.picture import counted
 from tikv.stores.pools.blocks import BlockPool, chained_digests, slots_of
 
 DISTANCES = ("window", "alibi_slopes")
@@ -41,6 +44,7 @@ class SequenceState:
     withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
     left: list[History | None] = field(default_factory=list)  # of each layer, by its newest compaction
     newest: list[int] = field(default_factory=list, compare=False)  # of each layer: tokens that the last append brought
+    draft: Draft = field(default=Draft(), compare=False)  # what is known of its newest tokens
     number: int = field(default=-1, compare=False)  # of the sequence
 
     def __post_init__(self) -> None:
@@ -48,9 +52,14 @@ class SequenceState:
         self.newest = self.newest or [0] * len(self.lengths)
 
     @property
+    def ends(self) -> list[int]:
+        """Tokens appended to each layer, less those truncated."""
+        return [held + (left.dropped if left else 0) for held, left in zip(self.lengths, self.left, strict=True)]
+
+    @property
     def length(self) -> int:
-        """Tokens appended to the layer that has the most."""
-        return max(map(self.came, range(len(self.lengths))))
+        """Tokens that were appended to every layer, less those truncated; see `lengths.common`."""
+        return lengths.common(self.ends)
 
     @property
     def held(self) -> int:
@@ -77,6 +86,24 @@ class SequenceState:
         left, came = self.left[layer], self.came(layer)
         since = came - (left.end if left else 0)
         return since, f", {since} of them since it was compacted" if left else ""
+
+    @property
+    def named(self) -> str:
+        """The sequence, for messages about its layers."""
+        return f" of sequence {self.number}"
+
+    @property
+    def remedy(self) -> str:
+        """The way out if a step ended between two layers."""
+        n, seq = counted(min(self.ends), "token"), self.number
+        return f"Call align([{seq}]) to bring every layer of it back to {n}, or free({seq})."
+
+    def cannot_align(self, operation: str, layer: int, n: int, why: str) -> PositionError:
+        """The error for a layer that cannot go back to `n` tokens."""
+        return PositionError(
+            f"{operation}: layer {layer} of sequence {self.number} cannot go back from {self.ends[layer]} tokens to "
+            f"{n}: {why}. Call free({self.number}) and begin again, or append the missing tokens to the other layers."
+        )
 
     def check_truncate(self, operation: str, n: int) -> None:
         """Raise PositionError if tokens after the first `n` were appended before a compaction."""
@@ -122,12 +149,7 @@ class SequenceState:
                     f"append), and layer 0 has {came} ({newest} from its last append). Append the draft to all layers "
                     "first."
                 )
-        if drafted is None and newest == 0:
-            raise PositionError(
-                f"{operation}: nothing was appended to sequence {self.number} since it was truncated or compacted. "
-                "Pass the number of drafted tokens as drafted=."
-            )
-        count = newest if drafted is None else drafted
+        count = self.draft.tokens(operation, newest, drafted, came, f" to sequence {self.number}")
         for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
             if since < count:
                 raise PositionError(
@@ -154,6 +176,7 @@ class AppendStep:
     overwritten: list[int] = field(default_factory=list)  # blocks whose tokens change
     lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
     committed: bool = False  # by one layer, so that tables and counts are true already
+    layers: int = 0  # how many layers have committed it
     of_heads: list[AppendStep] = field(default_factory=list)  # the same of heads that have tables of their own
     layer: int = 0  # where it goes, if heads have tables of their own
 
@@ -282,7 +305,7 @@ class Sequences:
         state.lengths = [
             min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
         ]
-        state.newest = [0] * self.num_layers
+        state.newest, state.draft = [0] * self.num_layers, state.draft.cut(n)
         self._cut(state, n)
         self._changed()
 
@@ -355,7 +378,7 @@ class Sequences:
         for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
             first = min(state.lengths) - drafted + _first_moved(path)
             state.lengths = [held - drafted + len(path) for held in state.lengths]
-            state.newest = [len(path)] * self.num_layers
+            state.newest, state.draft = [0] * self.num_layers, Draft(settled=state.length)
             self._cut(state, first)
         self._changed()
 
@@ -450,14 +473,39 @@ class Sequences:
         self._step = None
         self.version += 1
 
+    def refuse_uneven(self, operation: str, ids: tuple[int, ...]) -> None:
+        """Raise PositionError before a write to the first layer if layers of a sequence have different lengths."""
+        step = self._step
+        # After a step of all layers they are equally long: a decode loop waits for this.
+        if step is None or step.layers < self.num_layers or step.ids != ids or self.compacted:
+            for state in filter(None, map(self.states.get, ids)):
+                lengths.refuse_different(operation, state.ends, state.remedy, state.named)
+
+    def refuse_fewer(
+        self, operation: str, layer: int, states: Sequence[SequenceState], cu_seqlens: Sequence[int]
+    ) -> None:
+        """Raise PositionError if the first tokens of a layer are fewer than those of the first layer with some."""
+        for state, (first, end) in zip(states, itertools.pairwise(cu_seqlens), strict=True):
+            if state.lengths[layer] == 0:
+                lengths.refuse_fewer(operation, state.ends, layer, end - first, state.remedy, state.named)
+
     def begin(
-        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+        self,
+        operation: str,
+        layer: int,
+        ids: tuple[int, ...],
+        cu_seqlens: tuple[int, ...],
+        rows: int,
+        part: bool = False,
     ) -> AppendStep:
         """Find where new tokens of a layer go, and take blocks for them. `commit` or `undo` ends it.
 
-        The store copies `copies` before it writes, unless the step was `committed` by another layer. CapacityError if
-        too few blocks are free, and nothing is changed; PositionError as `distinct`.
+        The store copies `copies` before it writes, unless the step was `committed` by another layer. `part` says that
+        the tokens are some of those of a call that was checked as a whole. CapacityError if too few blocks are free,
+        and nothing is changed; PositionError as `distinct`, `refuse_uneven` and `refuse_fewer`.
         """
+        if layer == 0 and not part and self.num_layers > 1:
+            self.refuse_uneven(operation, ids)
         step = self._step
         if (
             step is not None
@@ -468,6 +516,8 @@ class Sequences:
             return step
         states = self.distinct(ids, operation, "Append its tokens in one piece.")
         starts = [state.lengths[layer] for state in states]
+        if not part and 0 in starts:
+            self.refuse_fewer(operation, layer, states, cu_seqlens)
         shifts = [state.shift(layer) for state in states] if self.compacted else []
         places = _places(starts, cu_seqlens, rows)
         step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32))
@@ -531,14 +581,22 @@ class Sequences:
                 self.version += 1
             step.committed = True
             self._step = step
+        step.layers += 1
         for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
             state.newest[layer] = count = step.cu_seqlens[i + 1] - step.cu_seqlens[i]
             state.lengths[layer] = start + count
             if state.registered < len(state.digests):
                 self.register(state)
 
+    def grow_tree(self, step: AppendStep, parents: Parents) -> None:
+        """Note the parents (B, T) of the tokens of a step, which its first layer has counted."""
+        for row, (state, (first, end)) in enumerate(zip(step.states, itertools.pairwise(step.cu_seqlens), strict=True)):
+            now = state.came(0)
+            state.draft = Draft(state.draft.settled, now - (end - first), now, parents, (row,))
+
     def revoke(self, layer: int, step: AppendStep) -> None:
         """Uncount the tokens of a step in one layer; their blocks stay, for tokens that are appended instead."""
+        step.layers -= 1
         for state, start in zip(step.states, step.starts, strict=True):
             state.lengths[layer], state.newest[layer] = start, 0
 
@@ -554,7 +612,7 @@ class Sequences:
 def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -> None:
     """Raise PositionError if a layer has no tokens of a sequence of which another layer has some."""
     for state in states:
-        came = [state.came(i) for i in range(len(state.lengths))]
+        came = state.ends
         if came[layer] == 0 < max(came):
             most = came.index(max(came))
             raise PositionError(

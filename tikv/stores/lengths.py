@@ -1,0 +1,74 @@
+"""The numbers of tokens that the layers of a store, or of a sequence in a pool, have: equal, except within a step.
+
+A step appends to each layer, the first one first. If it ends between two layers, for example by Ctrl-C, the layers stay
+at different lengths, and tokens that are appended then would be at different positions in each of them. So an append to
+the first layer is refused while lengths differ. One layer may be used alone: as long as all others are empty, lengths
+do not count as different. The first tokens of another layer must then be at least as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tikv.errors import PositionError
+from tikv.stores.picture import counted, ranges
+
+MOST_SHOWN = 4  # different lengths in a message
+
+
+def common(lengths: Sequence[int]) -> int:
+    """How many tokens every layer has, or the only one that has any."""
+    return max(lengths) if _one_alone(lengths) else min(lengths)
+
+
+def differ(lengths: Sequence[int]) -> bool:
+    """Whether layers have different lengths, and more than one has tokens."""
+    return min(lengths) < max(lengths) and not _one_alone(lengths)
+
+
+def _one_alone(lengths: Sequence[int]) -> bool:
+    return lengths.count(0) == len(lengths) - 1
+
+
+def in_words(lengths: Sequence[int]) -> str:
+    """Which layers have how many tokens.
+
+    Examples:
+        >>> in_words([6, 6, 5, 5])
+        '6 in layers 0-1, 5 in layers 2-3'
+    """
+    layers: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        layers.setdefault(length, []).append(i)
+    if len(layers) > MOST_SHOWN:
+        return f"{min(layers)} to {max(layers)}"
+    return ", ".join(f"{n} in layer{'s' * (len(group) > 1)} {ranges(group)}" for n, group in layers.items())
+
+
+def refuse_different(operation: str, lengths: Sequence[int], remedy: str, of: str = "") -> None:
+    """Raise PositionError if lengths `differ`. `of` says of which sequence, and `remedy` what to do."""
+    if differ(lengths):
+        raise different(operation, lengths, remedy, of)
+
+
+def different(operation: str, lengths: Sequence[int], remedy: str, of: str = "") -> PositionError:
+    """The error of `refuse_different`."""
+    return PositionError(
+        f"{operation}: layers hold different numbers of tokens{of} ({in_words(lengths)}), as after a step that ended "
+        f"between two layers. {remedy}"
+    )
+
+
+def refuse_fewer(operation: str, lengths: Sequence[int], layer: int, tokens: int, remedy: str, of: str = "") -> None:
+    """Raise PositionError if the first tokens of a layer are fewer than those of the first layer that has some."""
+    other = next((i for i, length in enumerate(lengths) if length), layer)
+    if lengths[layer] == 0 and 0 < tokens < lengths[other]:
+        raise PositionError(
+            f"{operation}: the first {counted(tokens, 'token')} of layer {layer}{of} would be fewer than the "
+            f"{lengths[other]} of layer {other}, as after a step that ended between two layers. {remedy}"
+        )
+
+
+def remedy_of_store(lengths: Sequence[int]) -> str:
+    """The way out for a `KVCacheStore`."""
+    return f"Call align() to bring every layer back to {counted(min(lengths), 'token')}, or reset()."
