@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tikv import reference, runtime
-from tikv.kernels.attention import hopper_consumer, hopper_terms, hopper_tiles, task, tree, visible
+from tikv.kernels.attention import task, tree, visible
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -20,6 +20,7 @@ from tikv.kernels.attention.parameters import (
     Choices,
     P,
 )
+from tikv.kernels.attention.sm90 import consumer, terms, tiles
 from tikv.runtime import ti
 
 pytestmark = pytest.mark.archs("cpu")
@@ -49,16 +50,16 @@ def make_look(c):
 
     backs[row, key] is how far back a slope takes it for, walked[task] how many tiles a task has.
     """
-    keys = hopper_tiles.KEYS_OF[c.width]
-    decode_task, find_range = task.make_decode_task("cuda", keys, c), hopper_tiles.make_range(c)
-    tile_at, is_whole = hopper_tiles.make_tile_at(c), hopper_tiles.make_is_whole(c)
-    gap_of, index_in_tile = hopper_tiles.make_gap_of(c), hopper_tiles.make_index_in_tile(c)
-    see_in_bounds, see_in_tree = hopper_consumer.make_see_in_bounds(c), hopper_terms.make_see_in_tree(c)
+    keys = tiles.KEYS_OF[c.width]
+    decode_task, find_range = task.make_decode_task("cuda", keys, c), tiles.make_range(c)
+    tile_at, is_whole = tiles.make_tile_at(c), tiles.make_is_whole(c)
+    gap_of, index_in_tile = tiles.make_gap_of(c), tiles.make_index_in_tile(c)
+    see_in_bounds, see_in_tree = consumer.make_see_in_bounds(c), terms.make_see_in_tree(c)
     place_of, query_bounds = tree.make_place_of(c), visible.make_query_bounds()
     start_rows, find_places, add_slopes = (
-        getattr(hopper_terms, f"make_{name}")(c) for name in ("start_rows", "find_places", "add_slopes")
+        getattr(terms, f"make_{name}")(c) for name in ("start_rows", "find_places", "add_slopes")
     )
-    T, R, PART = task.T, hopper_tiles.R, keys // 4
+    T, R, PART = task.T, tiles.R, keys // 4
 
     @ti.kernel
     def look(slopes: FLOATS, words: BITS, seen: ti.types.ndarray(dtype=ti.i32, ndim=2),
@@ -144,7 +145,7 @@ def check(look, c, mask, length, splits, window, sinks):
         assert backs[row, indices].tolist() == [p - own for p in counted]
         assert seen[row].max(initial=0) <= 1
     if not c.tree and splits == 1:
-        keys = hopper_tiles.KEYS_OF[c.width]
+        keys = tiles.KEYS_OF[c.width]
         of_tasks = [int(seen[first : first + 128].any(axis=0).sum()) for first in range(0, rows, 128)]
         assert walked.tolist() == [-(-n // keys) for n in of_tasks], "more tiles than the keys of a task fill"
 
@@ -156,8 +157,8 @@ def test_each_key_is_seen_once(arch, rng, monkeypatch, width, sinks, form):
     """Of short and long windows, of trees and of any masks, by one task and by several."""
     if not runtime.current().engine.has_bitcode:
         pytest.skip(f"{runtime.current().engine.title} cannot link bitcode, which warpgroups need")
-    monkeypatch.setattr(hopper_consumer, "instructions", Instructions)
-    monkeypatch.setattr(hopper_terms, "instructions", Instructions)
+    monkeypatch.setattr(consumer, "instructions", Instructions)
+    monkeypatch.setattr(terms, "instructions", Instructions)
     c = PLAIN._replace(sinks=sinks != (0,), width=width, width_v=width, tree=form == "tree", alibi=True)
     look = make_look(c)
     shapes = ((70, 600, 1), (70, 600, 3), (129, 129, 1), (40, 41, 2), (70, 152, 1))

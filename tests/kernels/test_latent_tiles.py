@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tikv import reference
-from tikv.kernels.attention import latent, task, visible
+from tikv.kernels.attention import task, visible
 from tikv.kernels.attention.parameters import (
     FLOATS,
     MAX_TOKENS,
@@ -17,6 +17,7 @@ from tikv.kernels.attention.parameters import (
     Choices,
     P,
 )
+from tikv.kernels.attention.sm90 import latents
 from tikv.ops.attention.families.tensor_cores import rows_of_tile
 from tikv.runtime import ti
 
@@ -30,9 +31,9 @@ PLAIN = Choices(
 
 def make_look(x, c):
     """look(unused, seen, ...): in how many tiles a row sees a key, as seen[row, key]."""
-    decode_task, find_range = task.make_decode_task("cuda", latent.KEYS, c), latent.make_find_range(x, c)
-    mask, in_bounds, query_bounds = latent.make_mask(x, c), visible.make_in_bounds(c), visible.make_query_bounds()
-    T, R, OWN, MASKED = task.T, latent.R, x.rows // x.consumers, latent.is_masked(x, c)
+    decode_task, find_range = task.make_decode_task("cuda", latents.KEYS, c), latents.make_find_range(x, c)
+    mask, in_bounds, query_bounds = latents.make_mask(x, c), visible.make_in_bounds(c), visible.make_query_bounds()
+    T, R, OWN, MASKED = task.T, latents.R, x.rows // x.consumers, latents.is_masked(x, c)
 
     @ti.kernel
     def look(unused: FLOATS, seen: ti.types.ndarray(dtype=ti.i32, ndim=2), strides: STRIDES, params: PARAMS):
@@ -41,15 +42,15 @@ def make_look(x, c):
             found, own = decode_task(number, unused, strides, params)
             some = find_range(found, own, params)
             last = ti.min(own[T.row] + c.rows, params[P.queries] * c.group)
-            for n, thread in ti.ndrange(latent.tiles_of(some), x.consumers * latent.GROUP):
-                at, lane = some[R.begin] + n * latent.KEYS, thread % 32
+            for n, thread in ti.ndrange(latents.tiles_of(some), x.consumers * latents.GROUP):
+                at, lane = some[R.begin] + n * latents.KEYS, thread % 32
                 s = [ti.f32(0.0) for _ in range(OWN // 2)]
-                whole = at > some[R.low] and at + (latent.KEYS - 1) <= some[R.high]
+                whole = at > some[R.low] and at + (latents.KEYS - 1) <= some[R.high]
                 if ti.static(MASKED) and not whole:
-                    mask(thread, thread // latent.GROUP, at, found, own, params, s)
+                    mask(thread, thread // latents.GROUP, at, found, own, params, s)
                 for i in ti.static(range(OWN // 2)):
-                    row = own[T.row] + thread // latent.GROUP * OWN + i // 4 * 8 + i % 2 + (lane & 3) * 2
-                    key = at + thread % latent.GROUP // 32 * 16 + (lane >> 2) + i // 2 % 2 * 8
+                    row = own[T.row] + thread // latents.GROUP * OWN + i // 4 * 8 + i % 2 + (lane & 3) * 2
+                    key = at + thread % latents.GROUP // 32 * 16 + (lane >> 2) + i // 2 % 2 * 8
                     if row < last and key < some[R.end]:
                         sees = ti.cast(s[i] == ti.f32(0.0), ti.i32)
                         if ti.static(not MASKED):  # what the copying warps leave out
@@ -65,7 +66,7 @@ def make_look(x, c):
 def test_each_key_is_seen_once(arch, group, sinks):
     """By rows of one query, and by those of several; of short and long windows, by one task and by several."""
     for queries, length, splits in ((9, 300, 1), (70, 200, 3), (2, 2, 1)):
-        x = latent.tile_of(group, queries)
+        x = latents.tile_of(group, queries)
         rows = rows_of_tile(x, group, queries)
         c = PLAIN._replace(sinks=sinks != (0,), group=group, rows=rows)
         look, blocks = make_look(x, c), queries * group // rows if x.of_one_query else -(-queries * group // rows)
@@ -84,11 +85,11 @@ def test_each_key_is_seen_once(arch, group, sinks):
             assert seen.max() <= 1
 
 
-@pytest.mark.parametrize("rows", list(latent.CONSUMERS))
+@pytest.mark.parametrize("rows", list(latents.CONSUMERS))
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch, rows):
-    memory = latent.memory_of(rows)
+    memory = latents.memory_of(rows)
     assert memory.nbytes <= 227 << 10
-    assert not any(n % 1024 for n in (memory.tiles, memory.weights, latent.TILE))
+    assert not any(n % 1024 for n in (memory.tiles, memory.weights, latents.TILE))
     assert not any(n % 16 for n in (memory.there, memory.exists, memory.tops))
     assert list(memory) == sorted(memory)
 
@@ -99,6 +100,6 @@ def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch, ro
      (16, 9, 64, False), (1, 4, 16, False)],
 )  # fmt: skip
 def test_a_task_has_rows_of_one_query_where_none_is_left_empty(arch, group, queries, rows, of_one_query):
-    found = latent.tile_of(group, queries)
+    found = latents.tile_of(group, queries)
     assert (found.rows, found.of_one_query) == (rows, of_one_query)
     assert rows_of_tile(found, group, queries) <= rows

@@ -4,7 +4,7 @@ import pytest
 
 import tikv
 from tikv import launch, runtime
-from tikv.kernels.attention import cuda, mass_cuda
+from tikv.kernels.attention.cuda import attend, mass
 from tikv.kernels.attention.parameters import Choices
 
 PLAIN = Choices(
@@ -27,7 +27,7 @@ def test_the_engine_takes_the_source(changes, single):
     live, choices = runtime.current(), PLAIN._replace(**changes)
     if live.engine.title != "Taichi":
         pytest.skip("another engine asks which machine a warp is of")
-    shape = cuda.shape_of(choices.width, choices.unit, choices.rows, cuda.is_long(choices))
-    kernel = launch.kernel(live, mass_cuda.make_mass_lanes, shape, single, False, choices)
+    shape = attend.shape_of(choices.width, choices.unit, choices.rows, attend.is_long(choices))
+    kernel = launch.kernel(live, mass.make_mass_lanes, shape, single, False, choices)
     with live.lock, live.compiling(kernel.fast_math):
         live.engine.traced(kernel.primal, [kernel._placeholder(i) for i in range(len(kernel.words))])

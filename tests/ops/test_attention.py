@@ -245,8 +245,8 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     query = QueryShape(32, 32, 1, 128, (0, 0, 0))
     options = AttentionOptions(None, True, None, None, None, False)
     monkeypatch.setattr("tikv.launch.multiprocessors", lambda live: 132)
-    monkeypatch.setattr("tikv.launch.why_no_tensor_cores", lambda live: "they are not asked for")
-    gpu = SimpleNamespace(is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False)
+    engine = SimpleNamespace(has_bitcode=False, title="an engine without tensor cores")
+    gpu = SimpleNamespace(is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False, engine=engine)
     arrays = {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}
     shares_of = lambda live, lengths, asked=options: family_for(Form(live, arrays, query, cache, asked)).shares(lengths)  # noqa: E731
     even = shares_of(gpu, Lengths(4096)).splits

@@ -15,7 +15,7 @@ import tikv
 from tikv import dtypes, launch, reference
 from tikv.launch.cuda import driver
 from tikv.ops.attention.families import Form, family_for
-from tikv.ops.attention.families.warpgroups import Latents, Warpgroups
+from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.layouts import Scale
 
@@ -384,7 +384,7 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
     query = query._replace(strides=strides)
     cache = cache._replace(k=cache.k._replace(scale=scale), v=cache.v._replace(scale=scale))
     form = Form(CUDA, arrays, query, cache, asked)
-    found = Warpgroups.why_not(form)
+    found = WarpgroupPrompts.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
     assert family_for(form).in_warpgroups != bool(why)
@@ -417,7 +417,7 @@ def test_which_latents_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form,
     arrays, query, cache = given(**{"width": 576, "width_v": 512, **form})
     arrays["q"] = array_of(arrays["q"].dtype, ptr)
     form = Form(CUDA, arrays, query, cache._replace(in_keys=in_keys, heads=heads, **kept), OPTIONS)
-    found = Latents.why_not(form)
+    found = WarpgroupLatents.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
     assert family_for(form).in_warpgroups != bool(why)
@@ -454,20 +454,20 @@ def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, que
 
 @pytest.mark.archs("cpu")
 def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
-    from tikv.kernels.attention import hopper_ir
-    from tikv.kernels.attention.hopper import BITCODE
+    from tikv.kernels.attention.sm90 import ir
+    from tikv.kernels.attention.sm90.attend import BITCODE
 
     assembler = shutil.which("llvm-as-14")
     if assembler is None:
         pytest.skip("needs llvm-as-14, whose bitcode it is")
-    (tmp_path / "hopper.ll").write_text(hopper_ir.text())
+    (tmp_path / "hopper.ll").write_text(ir.text())
     subprocess.run([assembler, "hopper.ll", "-o", "made.bc"], check=True, cwd=tmp_path)
     assert (tmp_path / "made.bc").read_bytes() == BITCODE.read_bytes()
 
 
 @pytest.mark.archs("cpu")
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
-    from tikv.kernels.attention import hopper_tiles as kernels
+    from tikv.kernels.attention.sm90 import tiles as kernels
 
     for width, bits in itertools.product(kernels.KEYS_OF, (0, 4, 8)):
         memory = kernels.memory_of(width, bits)

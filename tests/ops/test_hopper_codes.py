@@ -15,7 +15,7 @@ from ops.test_tensor_cores import check, given
 
 import tikv
 from tikv.ops.attention.families import Form, family_for
-from tikv.ops.attention.families.warpgroups import Warpgroups
+from tikv.ops.attention.families.warpgroups import WarpgroupPrompts
 
 FLOATS = ["float8_e4m3fn", "float8_e5m2"]
 FORMATS = [
@@ -345,7 +345,7 @@ def test_trees_whose_branches_are_longer_than_a_window(arch, rng, warpgroups, mo
 def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):  # noqa: F811
     arrays, query, cache = codes_given(**options)
     form = Form(CUDA, arrays, query._replace(queries=40), cache, OPTIONS)
-    found = Warpgroups.why_not(form)
+    found = WarpgroupPrompts.why_not(form)
     assert why in found
     assert bool(why) == bool(found)
     assert family_for(form).in_warpgroups != bool(why)
@@ -358,7 +358,7 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
 )
 def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):  # noqa: F811
     arrays, query, cache = given("float8_e4m3fn", "bfloat16", queries=40, **form)
-    found = Warpgroups.why_not(Form(CUDA, arrays, query, cache, OPTIONS))
+    found = WarpgroupPrompts.why_not(Form(CUDA, arrays, query, cache, OPTIONS))
     assert why in found
     assert bool(found) == bool(why)
 
@@ -366,9 +366,9 @@ def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):  # noqa: F811
 @pytest.mark.archs("cpu")
 def test_registers_are_those_of_the_launch(arch):
     """A warpgroup would wait forever for more."""
-    from tikv.kernels.attention import hopper_ir
+    from tikv.kernels.attention.sm90 import ir
 
-    for producers, _, first, producer, consumer in hopper_ir.REGISTERS:
+    for producers, _, first, producer, consumer in ir.REGISTERS:
         assert producers * producer + 2 * consumer == (producers + 2) * first
         assert (producers + 2) * first * 128 <= 65536
         assert producer % 8 == consumer % 8 == 0

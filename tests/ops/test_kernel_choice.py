@@ -1,4 +1,4 @@
-"""Which kernels attend to which form of call: a recorded table of some thousand forms, on machines that are not here.
+"""Which kernels attend to which form of call: a recorded table of thousands of forms, on machines that are not here.
 
 A row of the table is a form (machine, dtypes, widths, lengths, pages, masks ...), the names of the kernels that are
 launched for it, and a digest of everything that `choice` says: their compile-time choices, iterations, the entries of

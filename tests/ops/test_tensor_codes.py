@@ -390,7 +390,7 @@ def test_which_tiles_are_copied(arch, ampere, options, generation, launcher, cop
 @pytest.mark.parametrize("name", FLOAT_GROUPS)
 def test_every_code_times_every_scale_of_a_window_is_a_half(arch, name):
     """Neither end of a window can be moved: the next scale would overflow, or round some product."""
-    from tikv.kernels.attention.tensor_floats import FEWER, KINDS, WINDOWS
+    from tikv.kernels.attention.sm80.floats import FEWER, KINDS, WINDOWS
 
     number, scale = KINDS[name]
     kinds = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn}

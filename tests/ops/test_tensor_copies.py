@@ -7,11 +7,10 @@ import pytest
 
 from tikv import arrays
 from tikv.formats import OF_CODE
-from tikv.kernels.attention import tensor_copies, tensor_kinds
 from tikv.kernels.attention.parameters import PARAMS, STRIDES, Choices, P, S
-from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_cores import Tile, tile_of
-from tikv.kernels.attention.tensor_tiles import (
+from tikv.kernels.attention.sm80 import copies, kinds
+from tikv.kernels.attention.sm80.attend import Tile, tile_of
+from tikv.kernels.attention.sm80.tiles import (
     L,
     in_tile,
     make_find_keys,
@@ -20,6 +19,7 @@ from tikv.kernels.attention.tensor_tiles import (
     make_slot_behind,
     make_tile_at,
 )
+from tikv.kernels.attention.task import T
 from tikv.kernels.attention.visible import V
 from tikv.kernels.codec import word_array
 from tikv.runtime import ti
@@ -118,18 +118,18 @@ def test_a_warp_takes_from_shared_memory_what_it_would_read(arch, rng, monkeypat
     """The same registers, and no two lanes wait for the same bank."""
     if not arrays.runtime_of().engine.has_bitcode:
         pytest.skip(f"{arrays.runtime_of().engine.title} cannot link bitcode, which tensor cores need")
-    kind = tensor_kinds.kind_of(name)
-    c, layout = choices(name, width, place, kind), tensor_copies.copied(name, width, width)
+    kind = kinds.kind_of(name)
+    c, layout = choices(name, width, place, kind), copies.copied(name, width, width)
     sizes = [TOKENS * HEADS * n for n in (layout.row, layout.row, layout.numbers, layout.numbers)]
     parts = [rng.integers(0, 256, max(8, n), dtype=np.uint8) for n in sizes]
     bases = np.cumsum([0, *(len(a) for a in parts)])
     memory = Memory(np.concatenate(parts))
-    monkeypatch.setattr(tensor_copies, "instructions", memory.instructions)
+    monkeypatch.setattr(copies, "instructions", memory.instructions)
     f, slot_behind = kind.make_fragments(Tile(1, "keys", 1), in_tile(c)), make_slot_behind(c)
-    copy = tensor_copies.make_copy(slot_behind, layout, in_tile(c))
-    numbers_of_lane = tensor_copies.make_numbers_of_lane(slot_behind, in_tile(c))
-    take_keys = tensor_copies.make_take_keys(layout, c)
-    take_values = tensor_copies.make_take_values(layout, kind.codes_of(name, width), c)
+    copy = copies.make_copy(slot_behind, layout, in_tile(c))
+    numbers_of_lane = copies.make_numbers_of_lane(slot_behind, in_tile(c))
+    take_keys = copies.make_take_keys(layout, c)
+    take_values = copies.make_take_values(layout, kind.codes_of(name, width), c)
     look_up, tile_at, find_keys, find_values = make_look_up(c), make_tile_at(c), make_find_keys(c), make_find_values(c)
     K, V_ = (word_array(bits) for bits in kind.word_bits(name, width, width))
     KS, VS = kind.numbers_arrays(c)
@@ -197,16 +197,16 @@ def words_of_numbers(name, width, size):
     if name == "e4m3":
         return 4, 4
     if name in SCALES:
-        from tikv.kernels.attention.tensor_floats import scales_per_word
+        from tikv.kernels.attention.sm80.floats import scales_per_word
 
         return scales_per_word(name, width, width), 1
     return (size * (getattr(OF_CODE[name], "numbers", 1)),) * 2
 
 
-@pytest.mark.parametrize("name", [name for name in CODES if tensor_copies.blocks_of(name, 128, 128)])
+@pytest.mark.parametrize("name", [name for name in CODES if copies.blocks_of(name, 128, 128)])
 def test_all_blocks_fit_a_multiprocessor(name):
     tile = tile_of(128, 4, name, copied=True)
     merged = 4 * 8 * (128 + 4) * 4  # of four warps with eight rows: columns, three sums, and notes of the block
-    each = tensor_copies.shared_bytes(tile.stages, name, 128, 128) + merged + tensor_copies.RESERVED
-    assert 3 <= tile.stages <= tensor_copies.MOST_STAGES
-    assert tile.resident * each <= tensor_copies.MEMORY
+    each = copies.shared_bytes(tile.stages, name, 128, 128) + merged + copies.RESERVED
+    assert 3 <= tile.stages <= copies.MOST_STAGES
+    assert tile.resident * each <= copies.MEMORY

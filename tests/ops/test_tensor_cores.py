@@ -491,7 +491,7 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert not family_for(form_of(given())).on_tensor_cores
     ampere.setattr(driver, "generation", lambda index: 9)
-    from tikv.kernels.attention import tensor_instructions as kernels
+    from tikv.kernels.attention.sm80 import instructions as kernels
 
     ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
     assert launch.why_no_tensor_cores(CUDA) == "/nowhere.bc is missing"
@@ -569,7 +569,7 @@ def test_a_task_whose_code_would_be_too_long_has_fewer_rows(arch, form, rows):
 
 @pytest.mark.archs("cpu")
 def test_the_bitcode_is_what_its_source_says(arch, tmp_path):
-    from tikv.kernels.attention.tensor_instructions import BITCODE, SOURCE
+    from tikv.kernels.attention.sm80.instructions import BITCODE, SOURCE
 
     assembler = shutil.which("llvm-as-14")
     if assembler is None:

@@ -133,7 +133,7 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
         return str(error)
     if generation < 8:
         return f"the GPU is of compute capability {generation}, and they need at least 8"
-    from tikv.kernels.attention.tensor_instructions import BITCODE
+    from tikv.kernels.attention.sm80.instructions import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"
 
@@ -163,6 +163,6 @@ def why_no_warpgroups(live: runtime.Runtime) -> str:
         return "tikv.init(invariant=True) is set, and they add up the keys of a prompt in an order of their own"
     if reason := why_no_hopper(live):
         return reason
-    from tikv.kernels.attention.hopper import BITCODE
+    from tikv.kernels.attention.sm90.attend import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"

@@ -234,7 +234,7 @@ def test_a_kernel_that_fills_the_device_does_not_start_early(monkeypatch):
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_a_block_of_attention_has_room_for_its_results(rows, long, bits):
     """A block may have 48 KiB of shared memory, and the rows of a task halve down to one among the lanes of a key."""
-    from tikv.kernels.attention import cuda as lanes
+    from tikv.kernels.attention.cuda import attend as lanes
 
     for width in range(8, lanes.MAX_WIDTH + 1, 8):
         shape = lanes.shape_of(width, lanes.WORD_BITS // bits, rows, long)

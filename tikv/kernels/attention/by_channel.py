@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import index_array
-from tikv.kernels.attention.cpu_codes import ENDED
-from tikv.kernels.attention.cpu_loops import before
+from tikv.kernels.attention.cpu.coded import ENDED
+from tikv.kernels.attention.cpu.loops import before
 from tikv.kernels.attention.parameters import FLOATS
 from tikv.kernels.codec import (
     ELEMENT,

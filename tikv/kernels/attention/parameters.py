@@ -153,7 +153,7 @@ class AttentionParams(NamedTuple):
     batch: int = 1
     heads_per_task: int = 1  # KV heads; more than one on CPU only
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
-    prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
+    prefetch: int = 0  # on CPU: `cpu.attend.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
     work_first: int = 0  # of the workers; always 0, but with a constant LLVM would not vectorise a single worker's loop
     least_share: int = 0  # minimum number of keys in a split, if each KV head has its own length

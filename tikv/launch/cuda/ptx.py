@@ -37,7 +37,7 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", r
 _STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
 _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
 _SIZED_BY_LAUNCH = r"^\.extern \.shared \.align \d+ \.b8 \w+\[\];$"
-_COVERED = "//!"  # marks instructions that only sm_90a knows: see `kernels.attention.hopper_ir`
+_COVERED = "//!"  # marks instructions that only sm_90a knows: see `kernels.attention.sm90.ir`
 
 
 def patch(

@@ -21,14 +21,14 @@ queries decides how the warps of a block divide the work, and the bits stay the 
 - A tile has 16 keys from a multiple of 16 positions on. A warp adds the tiles of a split one after another. A product
   of tensor cores computes each query row by itself, whichever of the 8 rows of an instruction it is.
 - If the warps divide the rows, each has all tiles of its own rows. With few rows, they exchange the logits of four
-  tiles and divide the columns of V (`tensor_exchange`), so each column has the same products in the same order. The
+  tiles and divide the columns of V (`sm80.exchange`), so each column has the same products in the same order. The
   logits of a tile are always computed by one warp; in heads wider than 256, always by four, in a fixed order.
 - A row's maximum grows only if its own logits exceed it by enough; if another row of the warp grew, the row is
   multiplied by 2 ** 0, which is exactly 1.
 - A tile in which the row sees no key changes no bit: the masked logits are below every maximum, so the row's maximum
   stays; their weights are 2 to a power below -126, which is exactly 0; and adding zeros leaves sums as they are. So
   it does not matter where the tiles of a task begin and end. Values that are infinite or NaN are taken out of tiles
-  that some row does not see entirely; `tensor_infinities` adds them with the same result for either kind of tile.
+  that some row does not see entirely; `sm80.infinities` adds them with the same result for either kind of tile.
 - The kernel is compiled without fast arithmetic, so no sum is reordered or fused with a product. Only the native
   launcher keeps the two apart, so with another launcher the plain kernel attends: in that one, every row has the same
   instructions. If the native launcher refuses a kernel, attention raises, since the plain kernel's bits differ.
@@ -68,9 +68,9 @@ def fixed_rows(live: runtime.Runtime, group: int, most: int) -> int:
     if not live.invariant:
         return 0
     if live.is_cpu:
-        from tikv.kernels.attention import cpu
+        from tikv.kernels.attention.cpu.attend import NUMBER_ROWS
 
-        return int(cpu.NUMBER_ROWS)
+        return int(NUMBER_ROWS)
     return min(most, FEW_ROWS if group <= FEW_ROWS else MANY_ROWS)
 
 

@@ -18,9 +18,9 @@ def families_of(style: str) -> tuple[type[Family], ...]:
         return (Spirv,)
     from tikv.ops.attention.families.cuda import CudaBlocks, CudaLanes
     from tikv.ops.attention.families.tensor_cores import TensorChannels, TensorCodes, TensorRows
-    from tikv.ops.attention.families.warpgroups import Latents, Warpgroups
+    from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 
-    return Latents, Warpgroups, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
+    return WarpgroupLatents, WarpgroupPrompts, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
 
 
 def family_for(form: Form, native: bool = True) -> Family:

@@ -1,11 +1,11 @@
-"""Attention on a CPU: a task is the work of one of its threads; see `kernels.attention.cpu`."""
+"""Attention on a CPU: a task is the work of one of its threads; see `kernels.attention.cpu.attend`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tikv.kernels.attention import cpu, cpu_loops
-from tikv.kernels.attention.mass_cpu import make_mass_cpu
+from tikv.kernels.attention.cpu import attend, loops
+from tikv.kernels.attention.cpu.mass import make_mass_cpu
 from tikv.ops.attention.families.family import Family, HeadPass, MassKernel
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.splits import WAKING_PRODUCTS, Shares
@@ -24,14 +24,14 @@ class Cpu(Family):
     def most_rows_of(self, form: Form) -> int:
         """As in `Family`: more for a prompt."""
         prompt = form.query.queries > 1 and not form.selects
-        return int(cpu.NUMBER_ROWS) if prompt else super().most_rows_of(form)
+        return int(attend.NUMBER_ROWS) if prompt else super().most_rows_of(form)
 
     def shares_of_heads(self, mean: int, longest: int) -> Shares:
         """As in `Family`: each worker has its share of every head."""
         splits, workers = self.splits_of(longest), self.workers(mean)
         if workers > 1:
             even = -(-splits // workers) * workers if splits > 1 else 1
-            splits = max(even, min(workers, mean // cpu_loops.CHUNK))
+            splits = max(even, min(workers, mean // loops.CHUNK))
         return Shares(splits, workers)
 
     def splits_of(self, keys: int) -> int:
@@ -45,21 +45,21 @@ class Cpu(Family):
         return threads if products * (threads - 1) >= WAKING_PRODUCTS * threads else 1
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        return cpu.make_attend_cpu, (workers,)
+        return attend.make_attend_cpu, (workers,)
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
         return MassKernel(make_mass_cpu, (workers, by_slot))
 
     def head_pass(self, shares: Shares, by_head: bool) -> HeadPass:
         heads, keys, prefetch = self._heads_of_task(self.rows, shares, by_head)
-        numbers = self.rows >= cpu.NUMBER_ROWS or not self.cache.alike
+        numbers = self.rows >= attend.NUMBER_ROWS or not self.cache.alike
         return HeadPass(heads, keys, prefetch, self._work_floats(self.rows, heads, numbers))
 
     def _work_floats(self, rows: int, heads: int, numbers: bool) -> int:
         """The memory of a worker; `numbers`: the keys of each head are first converted to numbers."""
         cache, widths = self.cache, (self.cache.width, self.cache.width_v)
         codes = cache.k.format is not None or cache.v.format is not None
-        return int(cpu.work_floats(rows, *widths, heads, codes) + (cpu.number_floats(*widths) if numbers else 0))
+        return int(attend.work_floats(rows, *widths, heads, codes) + (attend.number_floats(*widths) if numbers else 0))
 
     def _heads_of_task(self, rows: int, shares: Shares, by_head: bool) -> tuple[int, int, int]:
         """The first fields of a `HeadPass`, for tasks of so many query rows.
@@ -68,25 +68,25 @@ class Cpu(Family):
         memory. With few sequences, tasks have fewer heads, so that each worker has one.
         """
         cache = self.cache
-        near, side = cpu_loops.CHUNK, 0
+        near, side = loops.CHUNK, 0
         in_pieces = cache.k.inner[0] or cache.v.inner[0]
         if self.selects and not (in_pieces or cache.k.format):
-            side = cpu.PREFETCH_PAGES  # selected rows do not follow each other
-        if rows >= cpu.NUMBER_ROWS or not cache.alike:
+            side = attend.PREFETCH_PAGES  # selected rows do not follow each other
+        if rows >= attend.NUMBER_ROWS or not cache.alike:
             return 1, near, side
         if by_head or cache.k.format is not None:  # heads of a task share one list of keys; codes need unpacking
             if cache.place == "table" and not (cache.k.head or in_pieces):
-                near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # a page has one head
+                near, side = min(cache.page + cache.page % 2, near), attend.PREFETCH_PAGES  # a page has one head
             return 1, near, side
         if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
-            side = cpu.PREFETCH_TOKENS
+            side = attend.PREFETCH_TOKENS
         elif cache.place == "table" and cache.k.head < cache.k.block:
-            near, side = min(cache.page + cache.page % 2, cpu_loops.CHUNK), cpu.PREFETCH_PAGES
+            near, side = min(cache.page + cache.page % 2, loops.CHUNK), attend.PREFETCH_PAGES
         else:
             return 1, near, side
         if in_pieces:
             side = 0  # rows in pieces are not prefetched
-        most = cpu.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
+        most = attend.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
         blocks = -(-shares.workers // (self.query.batch * shares.splits))
         return min(most, -(-cache.heads // blocks)), near, side
 
@@ -100,5 +100,5 @@ class CpuInOrder(Cpu):
 
     def head_pass(self, shares: Shares, by_head: bool) -> HeadPass:
         heads, keys, prefetch = self._heads_of_task(self.query.queries * self.group, shares, by_head)
-        rows = -(-self.rows // cpu_loops.BAND) * cpu_loops.BAND
+        rows = -(-self.rows // loops.BAND) * loops.BAND
         return HeadPass(heads, keys, prefetch, self._work_floats(rows, heads, numbers=True))

@@ -6,7 +6,8 @@ from typing import Any
 
 from tikv import launch
 from tikv.kernels import lanes
-from tikv.kernels.attention import cuda, mass_cuda, subgroup
+from tikv.kernels.attention.cuda import attend, mass
+from tikv.kernels.attention.spirv import attend as blocks
 from tikv.kernels.codec import FLOAT8
 from tikv.kernels.groups import UNIT
 from tikv.ops.attention.families.family import Family, MassKernel, most_splits
@@ -31,13 +32,13 @@ class Cuda(Family):
         return whole_waves(self.tasks, least, most_splits(keys), launch.multiprocessors(self.live))
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
-        if choices.bits != cuda.WORD_BITS or choices.chosen:
+        if choices.bits != attend.WORD_BITS or choices.chosen:
             return super().mass_kernel(choices, workers, by_slot)
         # V's words are not held, which leaves registers for one more block.
-        shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, cuda.is_long(choices))
+        shape = attend.shape_of(self.cache.width, choices.unit, choices.rows, attend.is_long(choices))
         shape = shape._replace(resident=4)
         single = self.query.queries * self.group <= choices.rows
-        return MassKernel(mass_cuda.make_mass_lanes, (shape, single, by_slot), selects=False)
+        return MassKernel(mass.make_mass_lanes, (shape, single, by_slot), selects=False)
 
     @property
     def merge_threads(self) -> int:
@@ -46,7 +47,7 @@ class Cuda(Family):
 
 
 class CudaLanes(Cuda):
-    """Kernels whose threads read words of 64 bits; lanes share a key: see `kernels.attention.cuda`."""
+    """Kernels whose threads read words of 64 bits; lanes share a key: see `kernels.attention.cuda.attend`."""
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -55,22 +56,22 @@ class CudaLanes(Cuda):
         cache = form.cache
         if cache.k.format is not None or not cache.alike:
             return f"K and V are {form.stored} and {cache.v.format or cache.v.array.dtype.name}"
-        if max(cache.width, cache.width_v) > cuda.MAX_WIDTH:
+        if max(cache.width, cache.width_v) > attend.MAX_WIDTH:
             return form.widths
         if cache.v.inner[0]:
             return "rows of V are stored in several pieces"
-        return form.why_not_begin_at(cuda.WORD_BITS // 8)
+        return form.why_not_begin_at(attend.WORD_BITS // 8)
 
     def words_of(self, form: Form) -> tuple[int, int]:
-        return cuda.WORD_BITS, cuda.WORD_BITS
+        return attend.WORD_BITS, attend.WORD_BITS
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         width = max(self.cache.width, self.cache.width_v)
-        return cuda.make_attend_lanes, (cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices)),)
+        return attend.make_attend_lanes, (attend.shape_of(width, choices.unit, choices.rows, attend.is_long(choices)),)
 
 
 class CudaBlocks(Cuda):
-    """Kernels of blocks whose warps share the keys: they serve every form but keys by channel, see `subgroup`."""
+    """Kernels of blocks whose warps share the keys, which serve all but keys by channel: see `spirv.attend`."""
 
     def most_rows_of(self, form: Form) -> int:
         """As in `Family`: fewer if the code would become too long."""
@@ -89,8 +90,8 @@ class CudaBlocks(Cuda):
             parts.add("tree")
         if form.options.softcap is not None:
             parts.add("softcap")
-        return int(subgroup.most_rows(unit, parts))
+        return int(blocks.most_rows(unit, parts))
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        make = subgroup.make_attend_block_in_order if self.live.invariant else subgroup.make_attend_block
+        make = blocks.make_attend_block_in_order if self.live.invariant else blocks.make_attend_block
         return make, (self.live.kernel_style, lanes.WARP)

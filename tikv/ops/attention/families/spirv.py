@@ -1,4 +1,4 @@
-"""Attention on Vulkan and Metal: the threads of a block share the keys of a task, see `kernels.attention.subgroup`."""
+"""Attention on Vulkan and Metal: the threads of a block share a task's keys, see `kernels.attention.spirv`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from tikv import launch
 from tikv.kernels import lanes
-from tikv.kernels.attention.subgroup import make_attend_block, make_attend_block_in_order
+from tikv.kernels.attention.spirv.attend import make_attend_block, make_attend_block_in_order
 from tikv.ops.attention.families.family import Family
 
 

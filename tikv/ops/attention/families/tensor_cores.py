@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import launch
-from tikv.kernels.attention import (
-    tensor_channels,
-    tensor_codes,
-    tensor_copies,
-    tensor_cores,
-    tensor_floats,
-    tensor_halves,
-)
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.tensor_instructions import HALVES
-from tikv.kernels.attention.tensor_kinds import kind_of
+from tikv.kernels.attention.sm80 import attend, channels, coded, copies, floats, halves
+from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm80.kinds import kind_of
+from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.ops.attention.families.cuda import Cuda
 from tikv.ops.attention.families.family import most_splits, rows_evenly, rows_of_one_query
 from tikv.ops.attention.families.form import Form
@@ -62,7 +55,7 @@ def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> 
 class TensorRows(Tiles):
     """q, K and V of one type, float16 or bfloat16."""
 
-    factory = staticmethod(tensor_cores.make_attend_tensor)
+    factory = staticmethod(attend.make_attend_tensor)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -81,30 +74,30 @@ class TensorRows(Tiles):
             return f"K and V are {form.stored}"
         if v is not k or q is not k:
             return f"q is {q.name}, K {k.name}, V {v.name}"
-        if not tensor_cores.serves_widths(cache.width, cache.width_v):
+        if not attend.serves_widths(cache.width, cache.width_v):
             return form.widths
-        return form.why_not_pieces or form.why_not_begin_at(tensor_cores.ROW_BYTES)
+        return form.why_not_pieces or form.why_not_begin_at(attend.ROW_BYTES)
 
     def words_of(self, form: Form) -> tuple[int, int]:
-        return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+        return halves.WORD_BITS, halves.WORD_BITS
 
     def tile_of(self, form: Form) -> Any:
         cache = form.cache
         long = form.options.softcap is not None or cache.sinks > 0
         if form.live.invariant:
             long = long or form.selects or cache.place == "ring" or cache.page % KEYS != 0
-            return tensor_cores.invariant_tile_of(cache.width, cache.width_v, form.rows, long)
-        return tensor_cores.tile_of(max(cache.width, cache.width_v), form.rows, long=_is_long(form, long))
+            return attend.invariant_tile_of(cache.width, cache.width_v, form.rows, long)
+        return attend.tile_of(max(cache.width, cache.width_v), form.rows, long=_is_long(form, long))
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        factory = tensor_cores.make_attend_tensor_in_order if self.live.invariant else self.factory
+        factory = attend.make_attend_tensor_in_order if self.live.invariant else self.factory
         return factory, (self.tile,)
 
 
 class TensorCodes(Tiles):
     """int8, 8-bit floats and groups of codes, which warps convert to float16."""
 
-    factory = staticmethod(tensor_cores.make_attend_tensor)
+    factory = staticmethod(attend.make_attend_tensor)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -116,20 +109,20 @@ class TensorCodes(Tiles):
             return SUM_ORDER
         if cls.needs_native(form) and (reason := launch.why_no_hopper(form.live)):
             return f"K and V are {form.stored}, and {reason}"
-        if storage in HALVES or tensor_codes.codes_of(storage, cache.width) is None or not cache.alike:
+        if storage in HALVES or coded.codes_of(storage, cache.width) is None or not cache.alike:
             return f"K and V are {form.stored}"
-        if q.short not in tensor_codes.QUERIES:
+        if q.short not in coded.QUERIES:
             return f"q is {q.name}, over codes"
-        if not {*widths} <= {*tensor_codes.WIDTHS}:
+        if not {*widths} <= {*coded.WIDTHS}:
             return form.widths
         if 0 in kind_of(storage).word_bits(storage, *widths):
             return f"{form.widths}, and threads cannot share whole words of {storage}"
-        why_not_rows = form.why_not_pieces or form.why_not_begin_at(tensor_cores.ROW_BYTES)
+        why_not_rows = form.why_not_pieces or form.why_not_begin_at(attend.ROW_BYTES)
         return _why_not_scales(form) or why_not_rows or form.why_not_terms
 
     @classmethod
     def needs_native(cls, form: Form) -> bool:
-        return form.cache.k.storage in tensor_floats.NEEDS_NATIVE
+        return form.cache.k.storage in floats.NEEDS_NATIVE
 
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
@@ -138,13 +131,13 @@ class TensorCodes(Tiles):
     def tile_of(self, form: Form) -> Any:
         cache, long = form.cache, form.options.softcap is not None or form.cache.sinks > 0
         width = max(cache.width, cache.width_v)
-        return tensor_cores.tile_of(width, form.rows, cache.k.storage, _is_long(form, long), _copies_tiles(form))
+        return attend.tile_of(width, form.rows, cache.k.storage, _is_long(form, long), _copies_tiles(form))
 
 
 class TensorChannels(Tiles):
     """Keys that are codes by channel, see `CacheLayout.by_channel`."""
 
-    factory = staticmethod(tensor_channels.make_attend_channels)
+    factory = staticmethod(channels.make_attend_channels)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -155,36 +148,36 @@ class TensorChannels(Tiles):
             return SUM_ORDER
         if reason := launch.why_no_tensor_cores(form.live):
             return reason
-        storage, group = cache.v.storage, tensor_channels.GROUP
-        codes, of_values = tensor_codes.codes_of(cache.k.storage, group), tensor_codes.codes_of(storage, cache.width_v)
+        storage, group = cache.v.storage, channels.GROUP
+        codes, of_values = coded.codes_of(cache.k.storage, group), coded.codes_of(storage, cache.width_v)
         if codes is None or (codes.group, codes.numbers) != (group, 2):
             return f"K is {cache.k.format} by channel"
-        if q.short not in tensor_codes.QUERIES:
+        if q.short not in coded.QUERIES:
             return f"q is {q.name}, over codes by channel"
-        if cache.width != cache.width_v or cache.width not in tensor_codes.WIDTHS:
+        if cache.width != cache.width_v or cache.width not in coded.WIDTHS:
             return form.widths
-        if storage not in HALVES and (of_values is None or kind_of(storage) is not tensor_codes):
+        if storage not in HALVES and (of_values is None or kind_of(storage) is not coded):
             return f"V is {cache.v.format or cache.v.array.dtype.name}"
-        if 0 in tensor_channels.word_bits(cache.k.storage, storage, cache.width_v):
+        if 0 in channels.word_bits(cache.k.storage, storage, cache.width_v):
             return f"threads cannot share whole words of {storage} in heads {cache.width_v} wide"
         for scale in cache.scales:
             if scale.array.dtype.short != "f16":
                 return f"scales are {scale.array.dtype.name}"
-        if reason := form.why_not_begin_at(tensor_cores.ROW_BYTES):
+        if reason := form.why_not_begin_at(attend.ROW_BYTES):
             return reason
-        nbytes = tensor_channels.NUMBER_BYTES
+        nbytes = channels.NUMBER_BYTES
         begin = not any((a.array.ptr or 0) % nbytes or a.array.offset % nbytes for a in cache.scales)
         return "" if begin else f"scales do not begin at a multiple of {nbytes} bytes"
 
     def words_of(self, form: Form) -> Any:
-        return tensor_channels.word_bits(form.cache.k.storage, form.cache.v.storage, form.cache.width_v)
+        return channels.word_bits(form.cache.k.storage, form.cache.v.storage, form.cache.width_v)
 
     def tile_of(self, form: Form) -> Any:
-        return tensor_channels.tile_of(form.cache.k.storage, form.cache.v.storage)
+        return channels.tile_of(form.cache.k.storage, form.cache.v.storage)
 
 
 def _is_long(form: Form, long: bool) -> bool:
-    """Whether the code of a kernel is long, see `tensor_cores.tile_of`."""
+    """Whether the code of a kernel is long, see `attend.tile_of`."""
     return long if form.selects else form.query.queries > 1 and (long or form.cache.place == "table")
 
 
@@ -193,8 +186,8 @@ def _why_not_scales(form: Form) -> str:
     cache, storage = form.cache, form.cache.k.storage
     scales = [scale.array for scale in cache.scales]
     together = 2 if cache.k.format and cache.k.format.numbers == 2 else 1
-    if storage in tensor_floats.KINDS:
-        together = tensor_floats.scales_per_word(storage, cache.width, cache.width_v)
+    if storage in floats.KINDS:
+        together = floats.scales_per_word(storage, cache.width, cache.width_v)
     elif [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"
     nbytes = together * scales[0].dtype.itemsize if together > 1 else 1
@@ -203,10 +196,10 @@ def _why_not_scales(form: Form) -> str:
 
 
 def _copies_tiles(form: Form) -> bool:
-    """Whether warps copy tiles of a cache into shared memory: see `kernels.attention.tensor_copies`."""
+    """Whether warps copy tiles of a cache into shared memory: see `kernels.attention.sm80.copies`."""
     cache = form.cache
     storage, widths = cache.k.storage, (cache.width, cache.width_v)
-    if cache.place != "linear" or form.selects or not tensor_copies.blocks_of(storage, *widths):
+    if cache.place != "linear" or form.selects or not copies.blocks_of(storage, *widths):
         return False
-    numbers = tensor_copies.copied(storage, *widths).numbers
-    return not launch.why_no_hopper(form.live) and form.scales_begin_at(min(tensor_copies.WORD, numbers))
+    numbers = copies.copied(storage, *widths).numbers
+    return not launch.why_no_hopper(form.live) and form.scales_begin_at(min(copies.WORD, numbers))

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from tikv import launch
-from tikv.kernels.attention import hopper, hopper_codes, latent, tensor_halves
-from tikv.kernels.attention.tensor_instructions import HALVES
+from tikv.kernels.attention.sm80 import halves
+from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm90 import attend, coded, latents
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
@@ -31,7 +32,7 @@ class InWarpgroups(Tiles):
         return int(self.tile.threads)
 
 
-class Warpgroups(InWarpgroups):
+class WarpgroupPrompts(InWarpgroups):
     """Prompts."""
 
     @classmethod
@@ -43,7 +44,7 @@ class Warpgroups(InWarpgroups):
             return reason
         if form.selects:
             return "each query chooses its own tokens"
-        if cache.width != cache.width_v or cache.width not in hopper.KEYS_OF:
+        if cache.width != cache.width_v or cache.width not in attend.KEYS_OF:
             return form.widths
         if query.queries == 1 or query.queries * form.group < LEAST_ROWS:
             return f"a KV head has {query.queries * form.group} query rows"
@@ -59,20 +60,20 @@ class Warpgroups(InWarpgroups):
 
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
-        bits = tensor_halves.WORD_BITS if storage in HALVES else hopper_codes.word_bits(storage)
+        bits = halves.WORD_BITS if storage in HALVES else coded.word_bits(storage)
         return bits, bits
 
     def tile_of(self, form: Form) -> Any:
-        return hopper.Warpgroups(producers=hopper.producers_of(form.cache.k.storage not in HALVES, form.cache.width))
+        return attend.Warpgroups(producers=attend.producers_of(form.cache.k.storage not in HALVES, form.cache.width))
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        return hopper.make_attend_hopper, (self.tile._replace(paired=paired),)
+        return attend.make_attend_hopper, (self.tile._replace(paired=paired),)
 
 
-class Latents(InWarpgroups):
+class WarpgroupLatents(InWarpgroups):
     """Values that are the first columns of wide keys."""
 
-    factory = staticmethod(latent.make_attend_latents)
+    factory = staticmethod(latents.make_attend_latents)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -82,30 +83,30 @@ class Latents(InWarpgroups):
             return "the values are an array of their own"
         if reason := TensorRows.why_not(form):
             return reason
-        if (form.cache.width, form.cache.width_v) != (latent.WIDTH, latent.WIDTH_V):
+        if (form.cache.width, form.cache.width_v) != (latents.WIDTH, latents.WIDTH_V):
             return form.widths
         return _why_not_rows_of_queries(form)
 
     def words_of(self, form: Form) -> tuple[int, int]:
-        return tensor_halves.WORD_BITS, tensor_halves.WORD_BITS
+        return halves.WORD_BITS, halves.WORD_BITS
 
     def tile_of(self, form: Form) -> Any:
-        return latent.tile_of(form.group, 1 if form.selects else form.query.queries)
+        return latents.tile_of(form.group, 1 if form.selects else form.query.queries)
 
 
 def _why_not_codes(form: Form) -> str:
     """Why warpgroups cannot read K and V of other types than float16 and bfloat16; empty if they can."""
     q, storage = form.arrays["q"].dtype, form.cache.k.storage
-    if not form.cache.alike or hopper_codes.codes_of(storage, form.cache.width, True) is None:
+    if not form.cache.alike or coded.codes_of(storage, form.cache.width, True) is None:
         return f"K and V are {form.stored}"
     if q.short not in HALVES:
         return f"q is {q.name}, over codes"
-    return form.why_not_pieces or form.why_not_begin_at(hopper_codes.piece_bytes(storage, form.cache.width))
+    return form.why_not_pieces or form.why_not_begin_at(coded.piece_bytes(storage, form.cache.width))
 
 
 def _why_not_rows_of_queries(form: Form) -> str:
     """Why rows of queries cannot be copied in pieces; empty if they can."""
     q = form.arrays["q"]
-    if any(n % hopper.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in form.query.strides))):
-        return f"not every row of q begins at a multiple of {hopper.PIECE} bytes"
+    if any(n % attend.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in form.query.strides))):
+        return f"not every row of q begins at a multiple of {attend.PIECE} bytes"
     return ""

@@ -16,7 +16,6 @@ NaN whatever the weight: it is stored at the end.
 
 from typing import NamedTuple
 
-from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.addresses import (
     make_find_key,
     make_locate,
@@ -24,19 +23,20 @@ from tikv.kernels.attention.addresses import (
     make_query_row,
     make_slot_offsets,
 )
-from tikv.kernels.attention.hopper_producer import make_copy_rows
-from tikv.kernels.attention.hopper_tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, place_of
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X, make_attend_kernel
+from tikv.kernels.attention.sm80.instructions import INFINITE
+from tikv.kernels.attention.sm90 import ir
+from tikv.kernels.attention.sm90.producer import make_copy_rows
+from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, place_of
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_instructions import INFINITE
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD
 from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
-WIDTH, WIDTH_V, KEYS = hopper_ir.LATENT
-CONSUMERS = dict(hopper_ir.LATENT_ROWS)  # warpgroups that consume, by query rows of a task
+WIDTH, WIDTH_V, KEYS = ir.LATENT
+CONSUMERS = dict(ir.LATENT_ROWS)  # warpgroups that consume, by query rows of a task
 STAGES = 2  # tiles that lie in shared memory
 WARP_KEYS = KEYS // 4
 TILE = panels(WIDTH) * KEYS * PANEL_ROW  # bytes
@@ -107,7 +107,7 @@ def make_attend_latents(tile, parts, c):
 
     K in words of 64 bits, of one of `HALVES`, and q of the same; v is not read. Rows in one piece that begin at
     multiples of `PIECE` bytes, those of q too. The extent of q is tasks * `tile.threads`. Choices and terms as in
-    `hopper.make_attend_hopper`; a term that changes logits has no effect.
+    `sm90.attend.make_attend_hopper`; a term that changes logits has no effect.
     """
     attend_task, THREADS = make_attend_task(tile, parts, c), tile.threads
 
@@ -132,7 +132,7 @@ def make_attend_task(x, parts, c):
     decode_task, find_range = make_decode_task("cuda", KEYS, c), make_find_range(x, c)
     produce, consume = make_produce(x, c), make_consume(x, parts, c)
     MOVES = x.consumers > 1  # registers, from the warpgroup that copies to those that consume
-    first, producer, consumer = next(row[2:] for row in hopper_ir.REGISTERS if row[0] == 1)
+    first, producer, consumer = next(row[2:] for row in ir.REGISTERS if row[0] == 1)
     give_away, get_back, give_back = (
         getattr(ext, f"registers_{way}_{n}") for way, n in (("dec", producer), ("inc", first), ("dec", first))
     )

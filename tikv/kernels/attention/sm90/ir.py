@@ -1,7 +1,7 @@
 """Writes `hopper.ll`: what compute capability 9.0 does for kernels of attention, as functions that LLVM inlines.
 
-    python -m tikv.kernels.attention.hopper_ir > hopper.ll
-    llvm-as-14 hopper.ll -o tikv/kernels/attention/hopper.bc
+    python -m tikv.kernels.attention.sm90.ir > hopper.ll
+    llvm-as-14 hopper.ll -o tikv/kernels/attention/sm90/hopper.bc
 
 Arguments are pointers to local variables of a kernel, the only ones that Taichi hands out. Instructions that only
 sm_90a has stand behind `UNCOVERED`, as comments: Taichi gives its text to the driver for an older target, and
@@ -29,7 +29,7 @@ LATENT = (576, 512, 64)  # columns of a latent, the first of which are its value
 LATENT_ROWS = ((16, 1), (64, 2))  # query rows of a block, and the warpgroups that consume
 LETTER = {"float": "f", "i32": "r", "i64": "l"}  # of a register, in the constraints of inline assembly
 
-HEAD = """; Written by hopper_ir.py, which says what it is.
+HEAD = """; Written by ir.py, which says what it is.
 
 target triple = "nvptx64-nvidia-cuda"
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from tikv.kernels.attention.addresses import make_find_key, make_locate
 from tikv.kernels.attention.parameters import P, S
-from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.attention.visible import V, first_position, make_query_bounds
 from tikv.kernels.codec import WORD
 from tikv.kernels.lanes import ALL

@@ -1,10 +1,12 @@
-"""A consumer of `hopper`: the products of 64 query rows, and the weights between them."""
+"""A consumer of `sm90.attend`: the products of 64 query rows, and the weights between them."""
 
-from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row
-from tikv.kernels.attention.hopper_codes import make_half_at
-from tikv.kernels.attention.hopper_terms import make_add_slopes, make_see_in_tree, make_start_rows
-from tikv.kernels.attention.hopper_tiles import (
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X
+from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
+from tikv.kernels.attention.sm90 import ir
+from tikv.kernels.attention.sm90.coded import make_half_at
+from tikv.kernels.attention.sm90.terms import make_add_slopes, make_see_in_tree, make_start_rows
+from tikv.kernels.attention.sm90.tiles import (
     GROUP,
     KEYS_OF,
     PANEL_ROW,
@@ -20,10 +22,8 @@ from tikv.kernels.attention.hopper_tiles import (
     memory_for,
     place_of,
 )
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import HALVES, INFINITE
 from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD
@@ -52,10 +52,10 @@ def make_consume(x, parts, c):
                 strides, params, scalars):  # fmt: skip
         v, table, v_scale, out, lse = ti.static((arrays[2], arrays[4], arrays[6], arrays[7], arrays[8]))
         lane = thread % 32
-        row = task[T.row] + half * hopper_ir.ROWS  # first of the warpgroup
+        row = task[T.row] + half * ir.ROWS  # first of the warpgroup
         load_queries(thread % GROUP, half, row, shared, task, strides, params)
         own = row + thread % GROUP // 32 * 16 + lane // 4  # the first of the thread's rows; the other is 8 further on
-        qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (hopper_ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
+        qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
         kd = ti.u32(OF_KEYS) + ((shared + ti.u32(memory.k)) >> 4)
         vd = ti.u32(OF_VALUES) + ((shared + ti.u32(memory.v)) >> 4)
         m = [ti.f32(LOWEST) for _ in range(2)]
@@ -136,11 +136,11 @@ def make_load_queries(c):
     def load_queries(thread, half, row, shared, task, strides, params):
         q, threads = ti.u64(0), ti.u32(GROUP)
         ext.address_q(q)
-        for j in range(hopper_ir.ROWS * pieces // GROUP):
+        for j in range(ir.ROWS * pieces // GROUP):
             number = j * GROUP + thread
             behind, piece = number // pieces, number % pieces
             r, rows = row + behind, params[P.queries] * c.group
-            at = shared + place_of(half * hopper_ir.ROWS, behind, piece, ROWS)
+            at = shared + place_of(half * ir.ROWS, behind, piece, ROWS)
             first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
             address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
             size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))

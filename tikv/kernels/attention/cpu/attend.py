@@ -1,7 +1,7 @@
 """Decode attention on CPU: each worker thread walks over its tasks, `CHUNK` keys at a time, with its own memory.
 
 Taichi gives a CPU thread at least 512 iterations, so the loop has that many for each worker, and one of them does the
-work. `cpu_loops` has the loops over keys and widths. A worker first lists the addresses of a chunk's keys, so the same
+work. `cpu.loops` has the loops over keys and widths. A worker first lists the addresses of a chunk's keys, so the same
 loops read pages, rings and contiguous keys.
 """
 
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import cpu_codes
 from tikv.kernels.attention.addresses import (
     make_find_key,
     make_output_offsets,
@@ -18,8 +17,9 @@ from tikv.kernels.attention.addresses import (
     make_score_offset,
     make_slot_offsets,
 )
-from tikv.kernels.attention.cpu_invariant import RowFunctions, make_attend_invariant
-from tikv.kernels.attention.cpu_loops import (
+from tikv.kernels.attention.cpu import coded
+from tikv.kernels.attention.cpu.in_order import RowFunctions, make_attend_invariant
+from tikv.kernels.attention.cpu.loops import (
     CHUNK,
     LINE_BYTES,
     ROW,
@@ -32,7 +32,7 @@ from tikv.kernels.attention.cpu_loops import (
     make_row_loops,
     rows_per_band,
 )
-from tikv.kernels.attention.cpu_numbers import make_numbers
+from tikv.kernels.attention.cpu.numbers import make_numbers
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -76,7 +76,7 @@ def work_floats(rows, width, width_v, heads, codes=False):
     """Floats of a worker's memory, in whole cache lines; `codes` adds room for a chunk of a head's codes."""
     floats = heads * head_floats(rows, width, width_v)
     if codes:
-        floats += sum(cpu_codes.work_floats(padded_rows(rows), width, width_v))
+        floats += sum(coded.work_floats(padded_rows(rows), width, width_v))
     return -(-floats // LINE) * LINE + LISTS * ROW
 
 
@@ -116,7 +116,7 @@ M = WorkerMemory()
 
 def make_worker_memory(rows, c):
     """worker_memory(worker, params) -> the vector `WorkerMemory`."""
-    of_codes = cpu_codes.work_floats(rows, c.width, c.width_v)
+    of_codes = coded.work_floats(rows, c.width, c.width_v)
 
     @ti.func
     def worker_memory(worker, params):
@@ -145,7 +145,7 @@ def make_attend_cpu(workers, parts, c):
         parts: whether out and lse receive the parts of splits, row by row and split by split, or the result.
         c: the other `Choices`.
 
-    `work` holds `work_floats` floats for each worker. Terms are as in `subgroup.make_attend_block`.
+    `work` holds `work_floats` floats for each worker. Terms are as in `spirv.attend.make_attend_block`.
     """
     Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
@@ -248,9 +248,9 @@ def make_attend_task(rows, uid, parts, c):
 
 def make_attend_codes(rows, uid, parts, c):
     """`make_attend_task` for values in a format with groups, and keys in such a format or as plain elements."""
-    values, row_loops, bands = cpu_codes.make_value_loops(c.of_values), make_row_loops(c), rows // rows_per_band(c.rows)
+    values, row_loops, bands = coded.make_value_loops(c.of_values), make_row_loops(c), rows // rows_per_band(c.rows)
     keys, row_loops = make_key_loops(c) if c.values else None, row_loops._replace(store=values.store)
-    codes = None if c.values else cpu_codes.make_key_loops(c)
+    codes = None if c.values else coded.make_key_loops(c)
     if codes is not None:
         row_loops = row_loops._replace(load_query=codes.load_query)
     decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c.of_values)

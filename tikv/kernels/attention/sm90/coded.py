@@ -1,7 +1,7 @@
-"""The producers of `hopper` where K and V are codes: they make halves of them, the numbers that they stand for.
+"""The producers of `sm90.attend` where K and V are codes: they make halves of them, the numbers that they stand for.
 
 A lane copies the codes of its rows to shared memory, one or two tiles ahead, and reads there what it has copied itself:
-so it waits neither for memory nor for other lanes. It writes the numbers to where `hopper_producer` would copy them,
+so it waits neither for memory nor for other lanes. It writes the numbers to where `sm90.producer` would copy them,
 and the codes of a later tile take the place of those that it has read.
 
 Codes become halves of float16 by their bits, without rounding. These are multiplied by their scales as halves, where
@@ -14,8 +14,10 @@ import numpy as np
 
 from tikv.formats import OF_CODE, GroupFormat
 from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
-from tikv.kernels.attention.hopper_producer import make_clean
-from tikv.kernels.attention.hopper_tiles import (
+from tikv.kernels.attention.parameters import S
+from tikv.kernels.attention.sm80.instructions import lane_bits
+from tikv.kernels.attention.sm90.producer import make_clean
+from tikv.kernels.attention.sm90.tiles import (
     KEYS_OF,
     PANEL_ROW,
     PIECE,
@@ -29,9 +31,7 @@ from tikv.kernels.attention.hopper_tiles import (
     panels,
     place_of,
 )
-from tikv.kernels.attention.parameters import S
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import lane_bits
 from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_f32_to_bits
 from tikv.kernels.groups import has_halves, make_place
 from tikv.kernels.lanes import ALL
@@ -85,7 +85,7 @@ def both_halves(x: float) -> int:
 def make_produce_codes(warps, c):
     """produce(thread, shared, barriers, seen, ...): write the tiles of a task, by all threads of what produces.
 
-    So many warps write K, and as many V. A lane of a warp looks up the row of one key, as in `hopper_producer`.
+    So many warps write K, and as many V. A lane of a warp looks up the row of one key, as in `sm90.producer`.
     """
     ext = instructions()
     codes = codes_of(c.cache, c.width, c.scale != "")

@@ -1,7 +1,8 @@
-"""The producer of `hopper`: K and V of a task, tile by tile, into shared memory."""
+"""The producer of `sm90.attend`: K and V of a task, tile by tile, into shared memory."""
 
 from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
-from tikv.kernels.attention.hopper_tiles import (
+from tikv.kernels.attention.sm80.instructions import INFINITE
+from tikv.kernels.attention.sm90.tiles import (
     FAR,
     KEYS_OF,
     PANEL_ROW,
@@ -17,7 +18,6 @@ from tikv.kernels.attention.hopper_tiles import (
     place_of,
 )
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import INFINITE
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 

@@ -97,7 +97,7 @@ def make_attend_block(style, kind, parts, c):
 
     On CUDA the extent of q is tasks * `BLOCK`. With terms, the arguments sink_logits, slopes and the words of a tree
     come before the vectors, and their numbers last. `kind` is how neighbouring threads exchange numbers, as in
-    `lanes.make_group_operations`; the other choices are as in `cpu.make_attend_cpu`.
+    `lanes.make_group_operations`; the other choices are as in `cpu.attend.make_attend_cpu`.
     """
     group_position = make_group_operations(kind).position
     attend_task = make_attend_task(style, kind, parts, c)

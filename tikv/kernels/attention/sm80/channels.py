@@ -1,7 +1,7 @@
 """Attention on the tensor cores of CUDA over keys that are quantised by channel: all 64 tokens of a group at a time.
 
 The codes of a channel lie along the group's tokens, so a lane has the same eight tokens of every channel that it reads,
-and takes the same code out of the words of two channels, as `tensor_codes` does with two rows of V. Codes meet the
+and takes the same code out of the words of two channels, as `sm80.coded` does with two rows of V. Codes meet the
 queries as the lowest bits of halves.
 
 The scale belongs to the channel: for each group, queries are multiplied by the scales of its channels. The product of
@@ -9,16 +9,14 @@ two halves is the sum of two halves, a high and a low one, and both meet the cod
 of queries is made less than 1, so no product with a scale leaves float16's range. A sum lacks at most 2 ** -25, where
 the last bits of the product are below the least half. Products with the biases are one number for each row and group.
 
-The fragments of V are those of `tensor_kinds`.
+The fragments of V are those of `sm80.kinds`.
 """
 
 import math
 
 from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, S, X, array_types
-from tikv.kernels.attention.softmax import make_logit
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_codes import (
+from tikv.kernels.attention.sm80.attend import KEY_DISTANCES, LAG, Tile, make_merge_warps, make_rescale
+from tikv.kernels.attention.sm80.coded import (
     Pieces,
     codes_of,
     make_load_halves,
@@ -26,9 +24,11 @@ from tikv.kernels.attention.tensor_codes import (
     pairs_of,
     times_of,
 )
-from tikv.kernels.attention.tensor_cores import KEY_DISTANCES, LAG, Tile, make_merge_warps, make_rescale
-from tikv.kernels.attention.tensor_instructions import HALVES, WARPS, instructions, lane_bits
-from tikv.kernels.attention.tensor_kinds import kind_of
+from tikv.kernels.attention.sm80.instructions import HALVES, WARPS, instructions, lane_bits
+from tikv.kernels.attention.sm80.kinds import kind_of
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.softmax import make_logit
+from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import V
 from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_sum
@@ -58,7 +58,7 @@ def word_bits(cache: str, values: str, width_v: int) -> tuple[int, int]:
 
 
 def make_attend_channels(tile, parts, c):
-    """attend(...) on CUDA, with the arguments of `tensor_cores.make_attend_tensor`.
+    """attend(...) on CUDA, with the arguments of `sm80.attend.make_attend_tensor`.
 
     `k` has the codes of a group of tokens, channel by channel, in words of those of a lane, `k_token` from one group to
     the next; `k_scale` has the scales and biases of two channels in a word of 64 bits. The other strides of scales are

@@ -1,11 +1,11 @@
-"""The attention mass of keys on CPU, with the workers, tasks and loops of `cpu`; a task has one KV head."""
+"""The attention mass of keys on CPU, with the workers, tasks and loops of `cpu.attend`; a task has one KV head."""
 
 import zlib
 
 from tikv.kernels.address import index_array
 from tikv.kernels.attention.addresses import make_find_key, make_query_row, make_slot_offsets
-from tikv.kernels.attention.cpu import M, make_worker_memory
-from tikv.kernels.attention.cpu_loops import CHUNK, ROW, make_key_loops, make_note_key, make_row_loops, rows_per_band
+from tikv.kernels.attention.cpu.attend import M, make_worker_memory
+from tikv.kernels.attention.cpu.loops import CHUNK, ROW, make_key_loops, make_note_key, make_row_loops, rows_per_band
 from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, S, X, array_types
 from tikv.kernels.attention.softmax import is_masked
@@ -19,7 +19,7 @@ def make_mass_cpu(workers, by_slot, c):
     """mass(q, k, lens, table, chosen, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
 
     The function is not cached, since its real functions belong to one Taichi program. `work` is as in
-    `cpu.make_attend_cpu`.
+    `cpu.attend.make_attend_cpu`.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
     CHOSEN = index_array(c.chosen)
@@ -97,7 +97,7 @@ def make_mass_task(rows, uid, by_slot, c):
 
 
 def make_list_chunk(keys, uid, by_slot, c):
-    """list_chunk(t, begin, ...) -> (keys listed, the index after the last): as in `cpu`, with places in `mass`."""
+    """list_chunk(t, begin, ...) -> (keys listed, the index after the last): `cpu.attend`'s, with places in `mass`."""
     find_key, (k_offset, _, scale_offset) = make_find_key(c), make_slot_offsets(c)
     mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.chosen else keys.list_keys
 

@@ -2,10 +2,10 @@
 
 from tikv.kernels.attention.addresses import make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import P, X
+from tikv.kernels.attention.sm80.instructions import INFINITE, ROWS, Fragments, instructions, make_clear, make_weigh
+from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.softmax import make_logit
-from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import INFINITE, ROWS, Fragments, instructions, make_clear, make_weigh
 from tikv.kernels.codec import make_bits_to_f32
 from tikv.runtime import ti
 
@@ -13,7 +13,7 @@ WORD_BITS = 64
 
 
 def make_fragments(x, c):
-    """The `Fragments` of a tile for choices whose K, V and queries are of one of `tensor_instructions.HALVES`."""
+    """The `Fragments` of a tile for choices whose K, V and queries are of one of `sm80.instructions.HALVES`."""
     NK, NV = c.width // KEYS, c.width_v // KEYS
     return Fragments(
         keys=4 * NK,

@@ -6,11 +6,11 @@ the logits of all four tiles and adds the tiles in order, each to its share of t
 shared memory meanwhile: four unrolled copies of what follows would be too long for LLVM to make one function of them.
 """
 
-from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.sm80.halves import WORD_BITS
+from tikv.kernels.attention.sm80.instructions import WARPS
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.sm80.tiles import L, make_find_keys, make_find_value_slots, make_find_values, make_look_up
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_halves import WORD_BITS
-from tikv.kernels.attention.tensor_instructions import WARPS
-from tikv.kernels.attention.tensor_tiles import L, make_find_keys, make_find_value_slots, make_find_values, make_look_up
 from tikv.runtime import ti
 
 COLUMNS = KEYS * WARPS  # those of V are a multiple of this
@@ -27,7 +27,7 @@ def block_of(blocks: ti.template(), tile):
 
 
 def make_attend_exchange(x, f, add_tile, c):
-    """attend_exchange(thread, row, seen, ...): the loop over the keys; `add_tile` is `tensor_cores.make_add_tile`'s.
+    """attend_exchange(thread, row, seen, ...): the loop over the keys; `add_tile` is `sm80.attend.make_add_tile`'s.
 
     Logits of every second step lie in the same place, so a warp that is ahead overwrites none that another still reads.
     """

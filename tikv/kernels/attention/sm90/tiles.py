@@ -1,26 +1,26 @@
-"""What producer and consumers of `hopper` share: the tiles of a task, and where they lie in shared memory."""
+"""What producer and consumers of `sm90.attend` share: the tiles of a task, and where they lie in shared memory."""
 
 import functools
 import pathlib
 from typing import NamedTuple
 
 from tikv.formats import OF_CODE
-from tikv.kernels.attention import hopper_ir
 from tikv.kernels.attention.parameters import P
+from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.attention.tree import first_new
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.runtime import engine_in_use, ti
 
-BITCODE = pathlib.Path(__file__).with_name("hopper.bc")  # see `hopper_ir`
+BITCODE = pathlib.Path(__file__).with_name("hopper.bc")  # see `sm90.ir`
 GROUP = 128  # threads of a warpgroup
-ROWS = hopper_ir.QUERY_ROWS  # query rows of a task
-KEYS_OF = dict(hopper_ir.SHAPES)  # of a tile, by the width of the heads
+ROWS = ir.QUERY_ROWS  # query rows of a task
+KEYS_OF = dict(ir.SHAPES)  # of a tile, by the width of the heads
 STAGES_OF = {64: 3, 96: 3, 128: 3, 256: 2}  # tiles of K, and of V, that lie in shared memory at most
 SHARED_BYTES = 227 << 10  # that a block has
 PIECE = 16  # bytes that are copied at a time, at a multiple of which every row begins
-PANEL_ROW = hopper_ir.PANEL
+PANEL_ROW = ir.PANEL
 FAR = 1 << 30  # beyond every index of a key
 MOST_STAGES = max(STAGES_OF.values())
 
@@ -76,12 +76,12 @@ class Registers(NamedTuple):
 
 def registers_of(producers: int, width: int) -> Registers:
     """The `Registers` of a block with so many warpgroups that produce."""
-    return Registers(*next(row for row in hopper_ir.REGISTERS if row[0] == producers and width <= row[1])[2:])
+    return Registers(*next(row for row in ir.REGISTERS if row[0] == producers and width <= row[1])[2:])
 
 
 @functools.cache
 def instructions():
-    """The functions of `hopper_ir`, to be called in kernels."""
+    """The functions of `sm90.ir`, to be called in kernels."""
     return engine_in_use().bitcode(str(BITCODE))
 
 

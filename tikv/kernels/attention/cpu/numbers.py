@@ -5,7 +5,7 @@ The converted rows, `CHUNK` keys of a head, stay in the worker's first-level cac
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.cpu_loops import before
+from tikv.kernels.attention.cpu.loops import before
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.codec import make_element_to_f32
 from tikv.kernels.groups import make_column, make_value_of_code, unit_of

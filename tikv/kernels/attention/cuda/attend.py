@@ -107,7 +107,7 @@ def make_attend_lanes(shape, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
     K and V are in words of 64 bits, and rows of V in one piece. The extent of q is tasks * `BLOCK`. Choices are as in
-    `cpu.make_attend_cpu`, terms as in `subgroup.make_attend_block`.
+    `cpu.attend.make_attend_cpu`, terms as in `spirv.attend.make_attend_block`.
     """
     attend_task = make_attend_task(Exchange(shape, c), parts, c)
 

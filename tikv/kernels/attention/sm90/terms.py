@@ -1,7 +1,7 @@
-"""Terms in a consumer of `hopper`: sink logits before the first tile, slopes on scores, trees in the masks of tiles."""
+"""Terms in a consumer of `sm90.attend`: sink logits before the first tile, slopes on scores, trees in tiles' masks."""
 
-from tikv.kernels.attention.hopper_tiles import KEYS_OF, instructions
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, N, P
+from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import first_new, make_place_of

@@ -9,8 +9,8 @@ has the same number of rows whatever the number of queries.
 from typing import Any, NamedTuple
 
 from tikv.kernels.attention.addresses import make_find_key, make_score_offset, make_slot_offsets
-from tikv.kernels.attention.cpu_loops import CHUNK, ROW, band_of, before, make_key_loops, make_note_key
-from tikv.kernels.attention.cpu_numbers import make_numbers
+from tikv.kernels.attention.cpu.loops import CHUNK, ROW, band_of, before, make_key_loops, make_note_key
+from tikv.kernels.attention.cpu.numbers import make_numbers
 from tikv.kernels.attention.parameters import FLOATS, HIDDEN, P, S
 from tikv.kernels.attention.softmax import is_finite, is_masked
 from tikv.kernels.attention.task import T
@@ -18,7 +18,7 @@ from tikv.runtime import ti
 
 
 class RowFunctions(NamedTuple):
-    """Functions that `cpu` makes: they decode a task, start and store its rows, compute weights and prefetch."""
+    """Functions that `cpu.attend` makes: they decode a task, start and store its rows, compute weights and prefetch."""
 
     decode_task: Any
     start_rows: Any
@@ -30,7 +30,7 @@ class RowFunctions(NamedTuple):
 
 
 def make_attend_invariant(uid, floats, functions, memory_of, c):
-    """`cpu.make_attend_task` under `Choices.invariant`.
+    """`cpu.attend.make_attend_task` under `Choices.invariant`.
 
     `floats` counts a chunk's converted numbers, which lie at the end of a worker's memory; `memory_of` names the other
     places in it. If heads lie side by side, a task has several; their rows are loaded together and computed one by one.

@@ -176,7 +176,7 @@ define void @halves_4(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %px, i32* %pf
 }
 
 ; Floats of 8 bits, two halves of a register each, all exact. What only compute capability 9.0 knows stands behind `//!`,
-; as in `hopper_ir.py`
+; as in `sm90/ir.py`
 define void @halves_e4m3(i32* %p0, i32* %p1, i32* %px) alwaysinline {
   %x = load i32, i32* %px
   %y = call { i32, i32 } asm "//!{\0A\09//!.reg .b16 low, high;\0A\09//!mov.b32 {low, high}, $2;\0A\09//!cvt.rn.f16x2.e4m3x2 $0, low;\0A\09//!cvt.rn.f16x2.e4m3x2 $1, high;\0A\09//!}", "=&r,=r,r"(i32 %x)

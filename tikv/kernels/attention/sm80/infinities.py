@@ -10,12 +10,12 @@ infinite or NaN is noted with all its tiles, and becomes the sum of the infiniti
 
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import NAN, P
+from tikv.kernels.attention.sm80.instructions import ROWS, WARPS
+from tikv.kernels.attention.sm80.kinds import kind_of
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.sm80.tiles import has_bounds, make_find_slot, make_first_of, make_tile_bounds
 from tikv.kernels.attention.softmax import is_finite
-from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import ROWS, WARPS
-from tikv.kernels.attention.tensor_kinds import kind_of
-from tikv.kernels.attention.tensor_tiles import has_bounds, make_find_slot, make_first_of, make_tile_bounds
 from tikv.kernels.attention.visible import V, make_in_bounds
 from tikv.kernels.codec import SIZE, make_load, make_store
 from tikv.kernels.lanes import BLOCK

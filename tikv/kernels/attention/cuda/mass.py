@@ -1,4 +1,4 @@
-"""The attention mass of keys on CUDA, with the lanes of `cuda`: K is read once for all query rows of a KV head.
+"""The attention mass of keys on CUDA, with the lanes of `cuda.attend`: K is read once for all query rows of a KV head.
 
 As in attention, a lane has the scores of one row and a few of the keys in flight. The row's log-sum-exp turns them into
 weights directly. Then the weights of a key are summed over the lanes that have its other rows.
@@ -6,7 +6,7 @@ weights directly. Then the weights of a key are summed over the lanes that have 
 
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_slot_offsets
-from tikv.kernels.attention.cuda import LN2, Exchange, make_dots, make_load_queries, make_logits, make_slot_of
+from tikv.kernels.attention.cuda.attend import LN2, Exchange, make_dots, make_load_queries, make_logits, make_slot_of
 from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, array_types
 from tikv.kernels.attention.softmax import not_above_zero

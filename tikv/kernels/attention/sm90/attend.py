@@ -5,24 +5,24 @@ and V into shared memory, some of each ahead, and say by a barrier that one is t
 with one. A consumer has 64 query rows. It starts the product that makes a tile's scores and the one that adds the
 values of the tile before, and makes weights of the scores while the values are added; the two consumers take turns at
 starting theirs, so that one computes weights while the other multiplies. Weights stay in registers: the sums of the
-first product lie in the order in which the second takes its operand. As in `tensor_cores`, results are rescaled only
+first product lie in the order in which the second takes its operand. As in `sm80.attend`, results are rescaled only
 when a maximum grows.
 
-Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `hopper_ir`
+Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `sm90.ir`
 says; what no row of the task sees is zero there.
 """
 
-from tikv.kernels.attention.hopper_codes import make_produce_codes
-from tikv.kernels.attention.hopper_consumer import make_consume
-from tikv.kernels.attention.hopper_producer import make_produce
-from tikv.kernels.attention.hopper_tiles import BITCODE as BITCODE
-from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
-from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
-from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
-from tikv.kernels.attention.hopper_tiles import producers_of as producers_of
 from tikv.kernels.attention.parameters import P, make_attend_kernel
+from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm90.coded import make_produce_codes
+from tikv.kernels.attention.sm90.consumer import make_consume
+from tikv.kernels.attention.sm90.producer import make_produce
+from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
+from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
+from tikv.kernels.attention.sm90.tiles import PIECE as PIECE
+from tikv.kernels.attention.sm90.tiles import Warpgroups as Warpgroups
+from tikv.kernels.attention.sm90.tiles import producers_of as producers_of
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_instructions import HALVES
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
@@ -31,9 +31,9 @@ def make_attend_hopper(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on compute capability 9.0.
 
     K and V in words of 64 bits, of one of `HALVES`, and q of the same; rows in one piece that begin at multiples of
-    `PIECE` bytes, those of q too. Or K and V are codes, as `hopper_codes` takes them, and q is of one of `HALVES`. The
-    extent of q is tasks * `tile.threads`. Choices as in `cpu.make_attend_cpu`, terms as in
-    `subgroup.make_attend_block`.
+    `PIECE` bytes, those of q too. Or K and V are codes, as `sm90.coded` takes them, and q is of one of `HALVES`. The
+    extent of q is tasks * `tile.threads`. Choices as in `cpu.attend.make_attend_cpu`, terms as in
+    `spirv.attend.make_attend_block`.
     """
     attend_task, THREADS = make_attend_task(tile, parts, c), tile.threads
 

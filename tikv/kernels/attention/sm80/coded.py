@@ -17,10 +17,7 @@ import numpy as np
 from tikv.formats import FLOAT_RULES, OF_CODE, GroupFormat
 from tikv.kernels.attention.addresses import make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import P, S, X
-from tikv.kernels.attention.softmax import make_logit
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import (
+from tikv.kernels.attention.sm80.instructions import (
     INFINITE,
     ROWS,
     Fragments,
@@ -29,6 +26,9 @@ from tikv.kernels.attention.tensor_instructions import (
     make_clear,
     make_weigh,
 )
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.softmax import make_logit
+from tikv.kernels.attention.task import T
 from tikv.kernels.codec import WORD, make_bits_to_f32, scale_array, word_array
 from tikv.kernels.groups import has_halves, make_column, make_place
 from tikv.kernels.lanes import ALL, make_row_max

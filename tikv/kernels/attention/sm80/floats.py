@@ -8,7 +8,7 @@ into the results. Groups have two kinds of scales:
   float32. For V, every code is exact in half precision if its scale lies in the format's `Window`. If some scales of a
   tile lie outside, the tile is added in several passes, each with a window of its own: see `make_add_apart`.
 
-Queries become halves as in `tensor_codes`, and lanes read the same pieces.
+Queries become halves as in `sm80.coded`, and lanes read the same pieces.
 """
 
 import math
@@ -17,10 +17,7 @@ from typing import NamedTuple
 from tikv.formats import OF_CODE
 from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.parameters import NAN, S, X
-from tikv.kernels.attention.softmax import make_logit
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_codes import (
+from tikv.kernels.attention.sm80.coded import (
     Codes,
     Pieces,
     codes_of,
@@ -30,7 +27,10 @@ from tikv.kernels.attention.tensor_codes import (
     make_load_values,
     pieces_of,
 )
-from tikv.kernels.attention.tensor_instructions import Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.attention.sm80.instructions import Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.softmax import make_logit
+from tikv.kernels.attention.task import T
 from tikv.kernels.codec import WORD, make_bits_to_f32, scale_array, word_array
 from tikv.kernels.groups import make_code_to_f32
 from tikv.kernels.lanes import ALL, make_row_max
@@ -308,7 +308,7 @@ def make_scale_of_sums(found, c):
 
 
 def make_clear(found, c):
-    """clear(counts, vf) -> not 0 if rows may miss something: `tensor_instructions.make_clear`, of these codes."""
+    """clear(counts, vf) -> not 0 if rows may miss something: `sm80.instructions.make_clear`, of these codes."""
     WORDS, PIECES = found.of_v.count * found.of_v.words, found.of_v.count * (found.scale != "")
     ROW_OF = [n // WORDS for n in range(4 * WORDS)] + [n // max(1, PIECES) for n in range(4 * PIECES)]
     CODES = 4 * WORDS if found.number in CARRY else 0  # registers of codes that may be infinite or NaN

@@ -14,12 +14,11 @@ from typing import NamedTuple
 from tikv.formats import OF_CODE
 from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.parameters import S
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_codes import Pieces, codes_of, pieces
-from tikv.kernels.attention.tensor_floats import KINDS, layout_of, scales_per_word
-from tikv.kernels.attention.tensor_instructions import ROWS, WARPS, instructions
-from tikv.kernels.attention.tensor_tiles import (
+from tikv.kernels.attention.sm80.coded import Pieces, codes_of, pieces
+from tikv.kernels.attention.sm80.floats import KINDS, layout_of, scales_per_word
+from tikv.kernels.attention.sm80.instructions import ROWS, WARPS, instructions
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.sm80.tiles import (
     L,
     counts_in_page,
     in_tile,
@@ -29,6 +28,7 @@ from tikv.kernels.attention.tensor_tiles import (
     make_slot_behind,
     make_tile_at,
 )
+from tikv.kernels.attention.task import T
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 

@@ -10,7 +10,7 @@ the sums over keys stay in registers.
 from typing import Any, NamedTuple
 
 from tikv.formats import GROUP_FORMATS
-from tikv.kernels.attention.cpu_loops import CHUNK, ROW, before, rows_per_band
+from tikv.kernels.attention.cpu.loops import CHUNK, ROW, before, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.attention.softmax import is_masked
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store

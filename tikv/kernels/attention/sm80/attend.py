@@ -3,29 +3,21 @@
 A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync.m16n8k16`. Both products allow any
 order of a head's columns, so each lane takes whole words. The scores come out transposed, nearly in the form that the
 second product needs: their exponentials are rounded to halves, and two shuffles transpose 8 x 8 of them at a time. As
-in `cuda`, results are rescaled only when a maximum grows.
+in `cuda.attend`, results are rescaled only when a maximum grows.
 
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
-the rows, and read the same keys from shared memory (`staged`) or from the cache of their multiprocessor. For wide
-heads, they divide the columns, and each adds its part of the logits. `tensor_tiles` finds the keys of a tile. Where
-the GPU can, `tensor_copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` one warp adds all
+the rows, and read the same keys from shared memory (`sm80.staged`) or from the cache of their multiprocessor. For wide
+heads, they divide the columns, and each adds its part of the logits. `sm80.tiles` finds the keys of a tile. Where
+the GPU can, `sm80.copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` one warp adds all
 tiles of a row in order: see `ops.attention.invariance`.
-`tensor_halves` turns K and V into fragments; `tensor_codes` does so for codes that are integers, and `tensor_floats`
-for codes that are floats. `tensor_infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
+`sm80.halves` turns K and V into fragments; `sm80.coded` does so for codes that are integers, and `sm80.floats`
+for codes that are floats. `sm80.infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
 has the instructions that Taichi does not know.
 """
 
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention import (
-    staged,
-    tensor_copies,
-    tensor_exchange,
-    tensor_floats,
-    tensor_halves,
-    tensor_infinities,
-)
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
@@ -40,13 +32,12 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.softmax import inverse_of, make_logit, make_store_lse
-from tikv.kernels.attention.staged import KEYS
-from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_infinities import note
-from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS, instructions
-from tikv.kernels.attention.tensor_kinds import kind_of
-from tikv.kernels.attention.tensor_tiles import (
+from tikv.kernels.attention.sm80 import copies, exchange, floats, halves, infinities, staged
+from tikv.kernels.attention.sm80.infinities import note
+from tikv.kernels.attention.sm80.instructions import HALVES, ROWS, WARPS, instructions
+from tikv.kernels.attention.sm80.kinds import kind_of
+from tikv.kernels.attention.sm80.staged import KEYS
+from tikv.kernels.attention.sm80.tiles import (
     L,
     has_bounds,
     has_whole_tiles,
@@ -59,6 +50,8 @@ from tikv.kernels.attention.tensor_tiles import (
     make_tile_at,
     make_tile_bounds,
 )
+from tikv.kernels.attention.softmax import inverse_of, make_logit, make_store_lse
+from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import make_in_bounds
 from tikv.kernels.codec import SIZE, make_store, word_array
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
@@ -81,7 +74,7 @@ class Tile(NamedTuple):
     filling: int = 2  # blocks that are enough to keep the memory busy
     ahead: bool = False  # whether the next tile's K and V are read while this one's are used
     of_one_query: bool = False  # whether the rows of a task always belong to one query
-    stages: int = 0  # tiles that a warp has in shared memory, if it copies them there: see `tensor_copies`
+    stages: int = 0  # tiles that a warp has in shared memory, if it copies them there: see `sm80.copies`
 
     @property
     def rows(self) -> int:
@@ -98,8 +91,8 @@ def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: 
     has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
     if copied and rows <= 2 * ROWS:
-        resident = tensor_copies.blocks_of(codes, width, width)
-        return Tile(1, "keys", resident, resident, stages=tensor_copies.stages_of(resident, codes, width))
+        resident = copies.blocks_of(codes, width, width)
+        return Tile(1, "keys", resident, resident, stages=copies.stages_of(resident, codes, width))
     if codes in FEW_REGISTERS and rows <= 2 * ROWS:
         return Tile(1, "keys", 4, 4)
     if codes:
@@ -123,7 +116,7 @@ def invariant_tile_of(width: int, width_v: int, rows: int, long: bool) -> Tile:
     if widest > WIDTHS[-1]:
         return Tile(1, "columns", 2)
     row_tiles = 1 if widest > 128 or long else 2
-    if rows > 4 * ROWS or width_v % tensor_exchange.COLUMNS or (long and widest > 128):
+    if rows > 4 * ROWS or width_v % exchange.COLUMNS or (long and widest > 128):
         return Tile(row_tiles, "rows", 2)
     if rows <= ROWS and widest <= 128:
         return Tile(1, "exchange", 3)
@@ -150,9 +143,9 @@ def divides_columns(x) -> bool:
 def make_attend_tensor(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
-    K and V are in words of 64 bits: four halves, of the same of `HALVES` as q, or codes of a kind in `tensor_kinds`.
+    K and V are in words of 64 bits: four halves, of the same of `HALVES` as q, or codes of a kind in `sm80.kinds`.
     Rows are in one piece and begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices are as in
-    `cpu.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
+    `cpu.attend.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     CHOSEN = index_array(c.chosen)
@@ -186,9 +179,9 @@ def make_attend_tensor(tile, parts, c):
 make_attend_tensor.fast_math = True
 make_attend_tensor.resident = lambda tile, parts, c: tile.resident
 make_attend_tensor.shared_bytes = lambda tile, parts, c: (
-    tensor_copies.shared_bytes(tile.stages, c.cache, c.width, c.width_v) if tile.stages else 0
+    copies.shared_bytes(tile.stages, c.cache, c.width, c.width_v) if tile.stages else 0
 )
-make_attend_tensor.needs_native = lambda tile, parts, c: c.cache in tensor_floats.NEEDS_NATIVE
+make_attend_tensor.needs_native = lambda tile, parts, c: c.cache in floats.NEEDS_NATIVE
 make_attend_tensor.pairs = True  # neighbouring words of K and V may be read as one: see `launch.cuda.peepholes`
 
 
@@ -214,11 +207,11 @@ def make_attend_task(x, parts, c):
     STAGED, COLUMNS, EXCHANGE = is_staged(x, c), x.shared_out == "columns", x.shared_out == "exchange"
     attend_staged = make_attend_staged(x, f, c) if STAGED else None
     attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
-    attend_exchange = tensor_exchange.make_attend_exchange(x, f, add_tile, c) if EXCHANGE else None
+    attend_exchange = exchange.make_attend_exchange(x, f, add_tile, c) if EXCHANGE else None
     attend_ahead = make_attend_ahead(x, f, c) if x.ahead else None
-    attend_copied = tensor_copies.make_attend_copied(x, f, add_tile, step_of(x), c) if x.stages else None
+    attend_copied = copies.make_attend_copied(x, f, add_tile, step_of(x), c) if x.stages else None
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
-    restore = tensor_infinities.make_restore(x, parts, c) if c.masked else None
+    restore = infinities.make_restore(x, parts, c) if c.masked else None
     G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
     EARLY = max(c.width, c.width_v) <= 128  # if there are registers for it
 
@@ -239,9 +232,9 @@ def make_attend_task(x, parts, c):
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(f.results)]
         sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, which divide the result
-        notes = ti.simt.block.SharedArray((tensor_infinities.NOTES if c.masked else 1,), ti.i32)
+        notes = ti.simt.block.SharedArray((infinities.NOTES if c.masked else 1,), ti.i32)
         if ti.static(c.masked):
-            tensor_infinities.begin_notes(thread, visible, task, notes)
+            infinities.begin_notes(thread, visible, task, notes)
         if ti.static(STAGED):
             attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
                           scalars)  # fmt: skip
@@ -289,7 +282,7 @@ def make_attend_task(x, parts, c):
                 at = at + STEP
         f.settle(acc, task, v_scale, strides, scalars)
         if ti.static(c.invariant):
-            tensor_infinities.note_results(task, warp, acc, notes)
+            infinities.note_results(task, warp, acc, notes)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
@@ -448,10 +441,10 @@ def make_attend_columns(x, f, c):
     """
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     share = share_of(x, c)
-    products, logit_of = tensor_halves.make_products(x, share), make_logit(c)
+    products, logit_of = halves.make_products(x, share), make_logit(c)
     add_tile = make_add_tile(x, f, c)
     COUNT, SIZE_OF_PART = 4 * x.row_tiles, 32 * 4 * x.row_tiles
-    K_WORDS, V_WORDS = (width * 16 // tensor_halves.WORD_BITS for width in (share.width, share.width_v))
+    K_WORDS, V_WORDS = (width * 16 // halves.WORD_BITS for width in (share.width, share.width_v))
 
     @ti.func
     def attend_columns(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
@@ -499,7 +492,7 @@ def make_attend_columns(x, f, c):
 def make_add_tile(x, f, c):
     """add_tile(at, row, thread, whole, counts, p, vf, m, ...): adds a tile's V, weighted by its logits, to the results.
 
-    It notes the tile if it leaves values out: see `tensor_infinities`.
+    It notes the tile if it leaves values out: see `sm80.infinities`.
     """
     exp2 = instructions().exp2
     mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))

@@ -1,0 +1,1 @@
+"""Attention on the tensor cores of compute capability 8.0 and later: `attend`, and `channels` for keys by channel."""
