@@ -124,7 +124,7 @@ def test_a_layer_keeps_what_it_is_told(arch, rng, dtype, layout):
     model.check(a, b)
     model.append(a, 3)
     model.compact(a, 0, [0, 1, 4, 7, 8, 9])
-    model.append(a, 1, [1])
+    model.append(a, 1)
     model.check(a, b)
     q = model.queries(2)
     for layer in range(LAYERS):

@@ -55,6 +55,9 @@ from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import Divisor
 from tikv.stores.snapshot import Snapshot
 
+# What is known about the lengths of layers: all have tokens; nothing; all are equal; only the first may have tokens.
+FILLED, UNKNOWN, EVEN, ALONE = range(4)
+
 
 class KVCacheStore(runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
@@ -178,6 +181,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._config, self._storage = config, storage
         self._followed = False  # whether torch's autograd follows tokens that were appended
         self._draft = Draft()
+        self._known = UNKNOWN  # about the lengths of layers: a decode loop need not look at all of them again
 
     @classmethod
     def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
@@ -416,7 +420,7 @@ class KVCacheStore(runtime.DeepCopied):
             return
         rows = view_all((k, v), ROWS, operation)
         with self.lock:
-            if index == 0 or self._storage.counts[index].length == 0:
+            if (self._known or index == 0) and (index or self._known != ALONE):  # as in `extend`, at less cost
                 self._check_write(operation, index, rows[0], layout)
             self._storage.append(operation, index, rows, layout)
             if rows.followed:
@@ -441,19 +445,29 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
-        refuse_uneven_step(operation, self._storage.counts)
+        if self._known != EVEN:
+            refuse_uneven_step(operation, self._storage.counts)
         if positions is not None:
             rows = view_all((k, v, positions), NAMES, operation)
             self._storage.append_at(operation, None, rows, layout)
         else:
             rows = view_all((k, v), ROWS, operation)
+            self._known = UNKNOWN
             self._storage.append_all(operation, rows, layout)
+            self._known = EVEN
         self._followed |= rows.followed
 
     def _check_write(self, operation: str, layer: int, rows: ArrayView, layout: str) -> None:
         """Raise PositionError before new rows are written to a layer, if a step seems to have ended between layers."""
-        tokens = rows.shape[-3 if layout == "token_major" else -2] if rows.ndim > 2 else 0
-        refuse_unfinished(operation, self._storage.counts, layer, tokens)
+        ends = ends_of(self._storage.counts)
+        even = ends.count(ends[0]) == len(ends)
+        if even and ends[0] and len(ends) > 1:
+            self._known = FILLED
+            return
+        self._known = ALONE if layer == 0 and not any(ends[1:]) else UNKNOWN
+        if not even:
+            tokens = rows.shape[-3 if layout == "token_major" else -2] if rows.ndim > 2 else 0
+            refuse_unfinished(operation, self._storage.counts, layer, tokens)
 
     @locked
     def positions_on_device(self) -> CacheArray:
@@ -499,6 +513,7 @@ class KVCacheStore(runtime.DeepCopied):
         tokens = checks.integer(tokens, "tokens", operation)
         self._storage.require_positions(operation, "Append without positions.")
         refuse_uneven(operation, self._storage.counts)
+        self._known = UNKNOWN
         self._storage.advance(operation, tokens)
 
     @locked
@@ -519,6 +534,7 @@ class KVCacheStore(runtime.DeepCopied):
     @changing
     def count_step(self, layers: Sequence[int], tokens: int) -> None:
         """For a `Step`: count the tokens that it launched."""
+        self._known = UNKNOWN
         for i in layers:
             self._storage.counts[i].grow(tokens)
 
@@ -684,7 +700,7 @@ class KVCacheStore(runtime.DeepCopied):
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
-        if index == 0 or self._storage.counts[index].length == 0:
+        if self._known != (FILLED if index else ALONE):
             self._check_write(operation, index, view(k, "k", operation), layout)
         before, start = self._draft, self._storage.counts[0].end
         try:
@@ -795,6 +811,7 @@ class KVCacheStore(runtime.DeepCopied):
             raise PositionError(
                 f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
             )
+        self._known = UNKNOWN
         self._storage.trim(operation, n)
         self._draft = self._draft.cut(self._storage.counts[0].end)
 
@@ -834,6 +851,7 @@ class KVCacheStore(runtime.DeepCopied):
     def align_to(self, operation: str, length: int) -> None:
         """For `align`, and that of all ranks: bring every layer back to a length that none of them is shorter than."""
         if max(ends_of(self._storage.counts)) > length:
+            self._known = UNKNOWN
             self._storage.align(operation, length)
             self._draft = self._draft.cut(length)
 
@@ -846,6 +864,7 @@ class KVCacheStore(runtime.DeepCopied):
     def reset(self) -> None:
         """Forget all tokens. The memory stays allocated and is not cleared."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
+        self._known = UNKNOWN
         self._storage.reset()
         self._followed = False
         self._draft = Draft()
@@ -885,6 +904,7 @@ class KVCacheStore(runtime.DeepCopied):
         """
         operation = "KVCacheStore.commit"
         runtime.require_alive(self.runtime, operation)
+        self._known = UNKNOWN
         self._storage.commit(operation, path, drafted, self._draft)
         self._draft = Draft(settled=self._storage.counts[0].end)
 
@@ -979,6 +999,7 @@ class KVCacheStore(runtime.DeepCopied):
             raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
+        self._known = UNKNOWN
         self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
         self._draft = snapshot.draft
 
@@ -1043,6 +1064,7 @@ class KVCacheStore(runtime.DeepCopied):
         Raises:
             ShapeError: an array does not have this store's form. Nothing is changed.
         """
+        self._known = UNKNOWN
         self._storage.take_over(operation, counts, arrays)
         self._draft = Draft()
 
