@@ -91,7 +91,7 @@ class Model:
             for want, got in zip(self.rows[seq, layer], store.tokens(layer, seq), strict=True):
                 np.testing.assert_array_equal(oracle.to_numpy(got), want)
         for seq in seqs:
-            assert store.length(seq) == max(self.came[seq, layer] for layer in range(LAYERS))
+            assert store.length(seq) == min(self.came[seq, layer] for layer in range(LAYERS))
             held = max(len(self.stand[seq, layer]) for layer in range(LAYERS))
             assert len(store.block_table(seq)) == -(-held // PAGE)
 
