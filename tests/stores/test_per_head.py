@@ -67,7 +67,8 @@ class Model:
         store, kept = self.store, self.kept[layer, seq]
         held = [len(head) for head in kept]
         assert store.held(layer, seq).tolist() == held
-        assert store.length(seq) == max(len(self.rows[n, seq][0]) for n in range(self.layers))
+        lengths = [len(self.rows[n, seq][0]) for n in range(self.layers)]
+        assert store.length(seq) == (max if lengths.count(0) == len(lengths) - 1 else min)(lengths)
         positions = store.positions(layer, seq)
         for found, stored in zip(self.rows[layer, seq], store.tokens(layer, seq), strict=True):
             stored = oracle.to_numpy(stored)

@@ -14,7 +14,6 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import (
-    ArrayView,
     CacheArray,
     as_numpy,
     describe,
@@ -34,19 +33,18 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import Held
 from tikv.stores import files, lengths, picture
+from tikv.stores.counted import ALONE, EVEN, FILLED, UNKNOWN, CountedLayers
 from tikv.stores.draft import Draft, Parents
 from tikv.stores.layers import loaded_storage, new_storage
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
 from tikv.stores.layers.counts import (
     Layer,
-    check_step,
     drawn_states,
     ends_of,
     refuse_missed,
     refuse_uneven,
     refuse_uneven_step,
-    refuse_unfinished,
 )
 from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
@@ -56,7 +54,7 @@ from tikv.stores.row_format import Divisor
 from tikv.stores.snapshot import Snapshot
 
 
-class KVCacheStore(runtime.DeepCopied):
+class KVCacheStore(CountedLayers):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -178,6 +176,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._config, self._storage = config, storage
         self._followed = False  # whether torch's autograd follows tokens that were appended
         self._draft = Draft()
+        self._known = UNKNOWN  # about the lengths of layers: a decode loop need not look at all of them again
 
     @classmethod
     def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
@@ -189,37 +188,6 @@ class KVCacheStore(runtime.DeepCopied):
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
 
     # --- its form
-
-    @property
-    def batch_size(self) -> int:
-        """The current number of sequences."""
-        return self._storage.batch_size
-
-    @property
-    @locked
-    def length(self) -> int:
-        """Tokens appended to every layer since `reset`, minus those that `trim`, `commit` or `align` dropped.
-
-        So in a step it grows when the last layer appends. `layer_length` and `next_position` return the numbers of one
-        layer, and the repr shows whether layers differ. If only one layer has tokens, it is the length of that one.
-        """
-        return lengths.common(ends_of(self._storage.counts))
-
-    @property
-    @locked
-    def seq_lens(self) -> np.ndarray[Any, Any]:
-        """(batch_size,) int32: `length` for each sequence, on the host.
-
-        Raises:
-            PositionError: `length` does not fit int32, which can happen if all layers slide.
-        """
-        return self._lens("KVCacheStore.seq_lens", "Read `length`.")
-
-    def _lens(self, operation: str, remedy: str) -> np.ndarray[Any, Any]:
-        """`length` for each sequence, if it fits int32."""
-        if self.length >= 2**31:
-            raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
-        return np.full(self.batch_size, self.length, np.int32)
 
     @property
     def divisors(self) -> tuple[Divisor, Divisor]:
@@ -256,10 +224,6 @@ class KVCacheStore(runtime.DeepCopied):
         """How often memory was allocated. When it rises, CUDA graphs captured before must be captured again."""
         return self._storage.memory.version
 
-    def layer_length(self, layer: int) -> int:
-        """Tokens appended to one layer since `reset`, minus those that `trim`, `commit` or `align` dropped."""
-        return self._counts(layer, "KVCacheStore.layer_length").end
-
     @locked
     def held(self, layer: int) -> int | np.ndarray[Any, Any]:
         """Tokens that a layer holds: `layer_length`, minus those that a window or `compact` dropped.
@@ -281,10 +245,6 @@ class KVCacheStore(runtime.DeepCopied):
         found = self._counts(layer, "KVCacheStore.positions").held_rows().positions
         return np.array(np.broadcast_to(found, (self.batch_size, self.num_kv_heads, found.shape[-1])), np.int64)
 
-    def next_position(self, layer: int) -> int:
-        """The position of the layer's next token: `layer_length`, unless keys were rotated to other positions."""
-        return self._counts(layer, "KVCacheStore.next_position").next_position
-
     @locked
     def quantised(self, layer: int) -> int:
         """How many of a layer's oldest tokens, after its sinks, became codes, in a store with groups along tokens.
@@ -296,17 +256,6 @@ class KVCacheStore(runtime.DeepCopied):
         """
         operation = "KVCacheStore.quantised"
         return self._storage.quantised(operation, self._index(layer, operation))
-
-    def _index(self, layer: int, operation: str) -> int:
-        live = self.runtime
-        if live.front.prog is not live.program:  # checked here first: every append comes by
-            runtime.require_alive(live, operation)
-        if type(layer) is not int or not 0 <= layer < self.num_layers:
-            layer = checks.integer(layer, "layer", operation, high=self.num_layers - 1)
-        return layer
-
-    def _counts(self, layer: int, operation: str) -> Layer:
-        return self._storage.counts[self._index(layer, operation)]
 
     def keys(self, layer: int) -> CacheArray:
         """(batch_size, num_kv_heads, slots, head_dim): the layer's keys in place, not a copy.
@@ -416,7 +365,7 @@ class KVCacheStore(runtime.DeepCopied):
             return
         rows = view_all((k, v), ROWS, operation)
         with self.lock:
-            if index == 0 or self._storage.counts[index].length == 0:
+            if (self._known or index == 0) and (index or self._known != ALONE):  # as in `extend`, at less cost
                 self._check_write(operation, index, rows[0], layout)
             self._storage.append(operation, index, rows, layout)
             if rows.followed:
@@ -441,19 +390,17 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
-        refuse_uneven_step(operation, self._storage.counts)
+        if self._known != EVEN:
+            refuse_uneven_step(operation, self._storage.counts)
         if positions is not None:
             rows = view_all((k, v, positions), NAMES, operation)
             self._storage.append_at(operation, None, rows, layout)
         else:
             rows = view_all((k, v), ROWS, operation)
+            self._known = UNKNOWN
             self._storage.append_all(operation, rows, layout)
+            self._known = EVEN
         self._followed |= rows.followed
-
-    def _check_write(self, operation: str, layer: int, rows: ArrayView, layout: str) -> None:
-        """Raise PositionError before new rows are written to a layer, if a step seems to have ended between layers."""
-        tokens = rows.shape[-3 if layout == "token_major" else -2] if rows.ndim > 2 else 0
-        refuse_unfinished(operation, self._storage.counts, layer, tokens)
 
     @locked
     def positions_on_device(self) -> CacheArray:
@@ -499,28 +446,8 @@ class KVCacheStore(runtime.DeepCopied):
         tokens = checks.integer(tokens, "tokens", operation)
         self._storage.require_positions(operation, "Append without positions.")
         refuse_uneven(operation, self._storage.counts)
+        self._known = UNKNOWN
         self._storage.advance(operation, tokens)
-
-    @locked
-    def check_step(self, operation: str, layers: Sequence[int], tokens: int) -> list[int]:
-        """For a `Step`: check that these layers of one length have room for `tokens`; return what each was trimmed to.
-
-        Raises:
-            CapacityError, PositionError: they have no room, or their lengths differ.
-        """
-        self._storage.require_positions(operation, "Call append() and attend().")
-        counts = self._storage.counts
-        if len(layers) > 1:
-            refuse_uneven_step(operation, counts)
-        else:
-            refuse_unfinished(operation, counts, layers[0], tokens)
-        return check_step([counts[i] for i in layers], tokens, operation)
-
-    @changing
-    def count_step(self, layers: Sequence[int], tokens: int) -> None:
-        """For a `Step`: count the tokens that it launched."""
-        for i in layers:
-            self._storage.counts[i].grow(tokens)
 
     # --- reads
 
@@ -684,7 +611,7 @@ class KVCacheStore(runtime.DeepCopied):
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
-        if index == 0 or self._storage.counts[index].length == 0:
+        if self._known != (FILLED if index else ALONE):
             self._check_write(operation, index, view(k, "k", operation), layout)
         before, start = self._draft, self._storage.counts[0].end
         try:
@@ -795,57 +722,15 @@ class KVCacheStore(runtime.DeepCopied):
             raise PositionError(
                 f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
             )
+        self._known = UNKNOWN
         self._storage.trim(operation, n)
         self._draft = self._draft.cut(self._storage.counts[0].end)
-
-    @changing
-    def align(self) -> int:
-        """Bring every layer back to the length of the shortest, after a step that ended between two layers.
-
-        Ctrl-C or an error may end a step of a model after some of its layers have appended. The next append to layer 0
-        is then refused: call this, and make the step again. Every layer counts here, one without any tokens too. If all
-        layers have the same length, nothing changes.
-
-        Returns:
-            The length that every layer has then.
-
-        Raises:
-            PositionError: a layer cannot be as it was before its newest tokens: they overwrote more than the oldest
-                token of its window, older tokens became codes of groups along tokens when they were appended, or
-                `compact` dropped some since. Nothing is changed; `reset` is the way out.
-
-        Cost: none on the device, except for summaries of pages.
-
-        Examples:
-            >>> import numpy as np, tikv
-            >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="float32")
-            >>> store.append_all(*np.ones((2, 2, 3, 1, 4), np.float32))
-            >>> store.append(0, *np.ones((2, 1, 1, 4), np.float32))  # and the step ends here
-            >>> store.length, store.layer_length(0), store.align(), store.layer_length(0)
-            (3, 4, 3, 3)
-        """
-        operation = "KVCacheStore.align"
-        runtime.require_alive(self.runtime, operation)
-        length = min(ends_of(self._storage.counts))
-        self.align_to(operation, length)
-        return length
-
-    @changing
-    def align_to(self, operation: str, length: int) -> None:
-        """For `align`, and that of all ranks: bring every layer back to a length that none of them is shorter than."""
-        if max(ends_of(self._storage.counts)) > length:
-            self._storage.align(operation, length)
-            self._draft = self._draft.cut(length)
-
-    @locked
-    def refuse_align(self, operation: str, length: int) -> None:
-        """Raise PositionError if `align_to` would."""
-        self._storage.refuse_align(operation, length)
 
     @changing
     def reset(self) -> None:
         """Forget all tokens. The memory stays allocated and is not cleared."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
+        self._known = UNKNOWN
         self._storage.reset()
         self._followed = False
         self._draft = Draft()
@@ -885,6 +770,7 @@ class KVCacheStore(runtime.DeepCopied):
         """
         operation = "KVCacheStore.commit"
         runtime.require_alive(self.runtime, operation)
+        self._known = UNKNOWN
         self._storage.commit(operation, path, drafted, self._draft)
         self._draft = Draft(settled=self._storage.counts[0].end)
 
@@ -979,6 +865,7 @@ class KVCacheStore(runtime.DeepCopied):
             raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
+        self._known = UNKNOWN
         self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
         self._draft = snapshot.draft
 
@@ -1043,6 +930,7 @@ class KVCacheStore(runtime.DeepCopied):
         Raises:
             ShapeError: an array does not have this store's form. Nothing is changed.
         """
+        self._known = UNKNOWN
         self._storage.take_over(operation, counts, arrays)
         self._draft = Draft()
 

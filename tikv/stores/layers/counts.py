@@ -309,7 +309,7 @@ def refuse_unfinished(operation: str, layers: Sequence[Layer], layer: int, token
 def refuse_uneven_step(operation: str, layers: Sequence[Layer]) -> None:
     """Raise PositionError before a write to all layers if any two have different lengths."""
     ends = ends_of(layers)
-    if min(ends) < max(ends):
+    if ends.count(ends[0]) < len(ends):
         raise lengths.different(operation, ends, lengths.remedy_of_store(ends))
 
 

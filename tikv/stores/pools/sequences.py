@@ -177,6 +177,7 @@ class AppendStep:
     lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
     committed: bool = False  # by one layer, so that tables and counts are true already
     layers: int = 0  # how many layers have committed it
+    alone: bool = False  # whether the first layer did it, and others have no tokens of these sequences
     of_heads: list[AppendStep] = field(default_factory=list)  # the same of heads that have tables of their own
     layer: int = 0  # where it goes, if heads have tables of their own
 
@@ -473,13 +474,26 @@ class Sequences:
         self._step = None
         self.version += 1
 
-    def refuse_uneven(self, operation: str, ids: tuple[int, ...]) -> None:
-        """Raise PositionError before a write to the first layer if layers of a sequence have different lengths."""
-        step = self._step
-        # After a step of all layers they are equally long: a decode loop waits for this.
-        if step is None or step.layers < self.num_layers or step.ids != ids or self.compacted:
-            for state in filter(None, map(self.states.get, ids)):
-                lengths.refuse_different(operation, state.ends, state.remedy, state.named)
+    def refuse_uneven(self, operation: str, ids: tuple[int, ...]) -> bool:
+        """Raise PositionError before a write to the first layer if layers of a sequence have different lengths.
+
+        Returns:
+            Whether only the first layer has tokens of all of these.
+        """
+        step, alone = self._step, True
+        # A decode loop waits for this: after a step of all layers they are equally long, and if only the first has
+        # tokens, a step of it alone changes nothing.
+        if step is not None and step.ids == ids and not self.compacted:
+            if step.layers == self.num_layers:
+                return False
+            if step.alone and step.layers == 1:
+                return True
+        for state in filter(None, map(self.states.get, ids)):
+            ends = state.ends
+            if lengths.differ(ends):
+                lengths.refuse_different(operation, ends, state.remedy, state.named)
+            alone &= not any(ends[1:])
+        return alone
 
     def refuse_fewer(
         self, operation: str, layer: int, states: Sequence[SequenceState], cu_seqlens: Sequence[int]
@@ -504,8 +518,7 @@ class Sequences:
         the tokens are some of those of a call that was checked as a whole. CapacityError if too few blocks are free,
         and nothing is changed; PositionError as `distinct`, `refuse_uneven` and `refuse_fewer`.
         """
-        if layer == 0 and not part and self.num_layers > 1:
-            self.refuse_uneven(operation, ids)
+        alone = layer == 0 and not part and self.num_layers > 1 and self.refuse_uneven(operation, ids)
         step = self._step
         if (
             step is not None
@@ -520,7 +533,7 @@ class Sequences:
             self.refuse_fewer(operation, layer, states, cu_seqlens)
         shifts = [state.shift(layer) for state in states] if self.compacted else []
         places = _places(starts, cu_seqlens, rows)
-        step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32))
+        step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32), alone=alone)
         size = self.block_size
         ends = [start + b - a for start, (a, b) in zip(starts, itertools.pairwise(cu_seqlens), strict=True)]
         written = [range(n // size, -(-end // size)) if end > n else () for n, end in zip(starts, ends, strict=True)]
