@@ -467,8 +467,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
             self._prompted = None
-        if layer is self._with_keys[0]:
-            self._refuse_unequal()
+        self._refuse_uneven(layer, key_states)
         found = layer.update(key_states, value_states)
         if layer.has_prompt_room:
             self._prompted = layer
@@ -498,14 +497,27 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """As transformers' caches."""
         return self._use_state("get_recurrent_state", layer_idx, (), options)
 
-    def _refuse_unequal(self) -> None:
-        """Raise PositionError if an interrupt has left layers of different lengths. Nothing is changed."""
-        lengths = [layer.get_seq_length() for layer in self._with_keys]
+    def _refuse_uneven(self, layer: Any, key_states: Any) -> None:
+        """Raise PositionError if new tokens of a layer would hide that an interrupt has left layers of other lengths.
+
+        One layer may be used alone, as if it were a cache of its own.
+        """
+        first = self._with_keys[0]
+        if layer is first:
+            lengths = [each.get_seq_length() for each in self._with_keys]
+            if any(lengths[1:]):
+                self._refuse_unequal(lengths)
+        elif layer._store is None or not layer._store.length:
+            if first.get_seq_length() > layer.get_seq_length() + key_states.shape[-2]:
+                self._refuse_unequal([each.get_seq_length() for each in self._with_keys])
+
+    def _refuse_unequal(self, lengths: list[int]) -> None:
+        """Raise PositionError if lengths differ. Nothing is changed."""
         if lengths.count(lengths[0]) < len(lengths):
             raise PositionError(
-                f"{OPERATION}: the layers hold {', '.join(map(str, lengths))} tokens, since a step was interrupted "
-                f"between them. Call align(), which brings all layers to the length of the shortest one and returns "
-                f"it, and go on from there; or reset()."
+                f"{OPERATION}: the layers hold {', '.join(map(str, lengths))} tokens, as after a step that was "
+                f"interrupted between them. Call align(), which brings all layers to the length of the shortest one "
+                f"and returns it, and go on from there; or reset()."
             )
 
     def _refuse_half_step(self) -> None:
@@ -595,7 +607,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             )
         if not _is_traced():
             self._refuse_half_step()
-            self._refuse_unequal()
+            self._refuse_unequal([layer.get_seq_length() for layer in self._with_keys])
             self._refuse_another_text(queries, tokens, layer_idx)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()

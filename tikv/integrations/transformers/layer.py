@@ -193,6 +193,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._count_on_device(tokens)
         return self._seen(key_states, held + tokens)
 
+    def update_in_order(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` outside of a compiled graph, whose mask was made for slots in temporal order."""
+        return self.update(key_states, value_states)
+
     def _without_gradient(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` of tokens with a gradient, through which backward then raises."""
         keys, values = self.update(key_states.detach(), value_states.detach())
@@ -346,7 +350,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _visible(self) -> tuple[Any, Any]:
         """What the next token will see besides itself; while a step is traced: all slots."""
-        if self._counted is not None and self._counted.current and _is_traced():
+        if _is_traced() and self._goes_by_steps():
+            assert self._counted is not None
             return self._counted.read()
         if self.store is None:
             return None, None
@@ -609,7 +614,7 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
     """`TikvLayer.update` outside of compiled code; with ``fullgraph=True`` torch gives this reason in its error."""
 
     def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        keys, values = layer.update(key_states, value_states)
+        keys, values = layer.update_in_order(key_states, value_states)
         if layer.for_steps:
             layer._make_ready()  # the next step stays in the graph
         layer._recall()  # torch cannot compile `StoredTensor`s

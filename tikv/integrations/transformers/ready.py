@@ -97,7 +97,8 @@ class ReadyLayer:
 
     def get_seq_length(self) -> int:
         """Tokens seen since `reset`, less those cropped; a tensor while a step is traced."""
-        if self._counted is not None and self._counted.current and _is_traced():
+        if _is_traced() and self._goes_by_steps():
+            assert self._counted is not None
             return self._counted.count[0]  # type: ignore[no-any-return]
         return 0 if self.store is None else self.store.end
 

@@ -119,14 +119,16 @@ class RingLayer(TikvLayer):
         if self._ring_first is not None:
             self._rearrange(self.slot_map._replace(ring=0), self._capacity())
 
+    def _can_go_round(self) -> bool:
+        """Whether all that a single token sees is held; if someone has set fewer keys, it is not."""
+        now = self.slot_map
+        return self.store is not None and now.first <= self._oldest_needed(now.end)
+
     def _go_round(self) -> bool:
         """Make the slots a ring for a single token, if all that its window needs is held; whether they are one."""
-        store = self.store
-        if self._ring_first is not None or store is None:
+        if self._ring_first is not None or not self._can_go_round():
             return self._ring_first is not None
         now = self.slot_map
-        if now.first > self._oldest_needed(now.end):
-            return False  # someone has set fewer keys
         to = now._replace(first=max(now.first, now.end - self.ring), ring=self.ring)
         self._rearrange(to, self.sinks + self.ring)
         return True
@@ -196,6 +198,11 @@ class RingLayer(TikvLayer):
             for words in self._words():
                 words = words[:, :, first : first + empty.shape[1]]
                 words.masked_fill_(hidden if words.ndim == 3 else hidden[..., None], 0)
+
+    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        if self._ring_first is not None and not self._goes_by_steps():
+            return layers._update_outside_the_graph(self, key_states, value_states)
+        return super()._traced_update(key_states, value_states)
 
     def _count_on_device(self, tokens: int) -> None:
         counted = self._counted
@@ -338,6 +345,11 @@ class SlidingRing(RingLayer):
         if not _is_traced():
             self._arrange(shim.query_length(queries))
         return super().get_mask_sizes(queries)
+
+    def update_in_order(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update_in_order`."""
+        self._put_in_order()
+        return super().update(key_states, value_states)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""

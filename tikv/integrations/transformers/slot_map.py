@@ -42,7 +42,7 @@ class SlotMap(NamedTuple):
         start = min(self.starts or (0,))
         if self.ring:
             return max(0, min(self.end - start, self.sinks + self.ring))
-        return len(self.held(start))
+        return max(0, min(self.end - start, self.sinks)) + max(0, self.end - max(self.first, start + self.sinks))
 
     def held(self, start: int = 0) -> Array:
         """The positions that are held of a row that begins at `start`, in temporal order."""

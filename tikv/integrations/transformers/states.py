@@ -119,9 +119,12 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
                     states[i] = change(state)
 
     def reset(self) -> None:
-        """Forget the state; the memory stays."""
+        """Forget the state, so that another batch may come."""
         self._from_start.clear()
         super().reset()
+        for i in range(self.number_of_states):
+            self.conv_states[i] = self.recurrent_states[i] = None
+            self.is_conv_states_initialized[i] = self.is_recurrent_states_initialized[i] = False
 
     def _cropped_to(self, tokens_to_remove: int) -> Any:
         """Raise if the state after fewer tokens is no longer known."""

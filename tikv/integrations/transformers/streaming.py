@@ -69,14 +69,19 @@ class StreamingLayer(RingLayer):
         """Whether a row has had only padding so far."""
         return self._starts is not None and max(self._starts) >= self.get_seq_length()
 
+    def _will_go_round(self, tokens: int) -> bool:
+        """Whether `_arrange` will make the slots a ring for so many new tokens."""
+        store = self.store
+        if tokens > 1 or store is None or not store.length:
+            return False
+        return self._ring_first is not None or (store.end + 1 > self.window and self._can_go_round())
+
     def _arrange(self, tokens: int) -> bool:
         """Put the slots into the order for so many new tokens; whether that is a ring."""
-        store = self.store
-        if tokens == 1 and store is not None and store.length:
-            if self.for_steps:
-                self.make_ready()
-            if self._ring_first is not None or (store.end + 1 > self.window and self._go_round()):
-                return True
+        if tokens == 1 and self.for_steps:
+            self.make_ready()
+        if self._will_go_round(tokens):
+            return self._go_round()
         self._put_in_order()
         return False
 
@@ -157,17 +162,17 @@ class StreamingLayer(RingLayer):
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`; if keys are left out, the second number also knows each key's position."""
-        counted, tokens = self._counted, shim.query_length(queries)
-        if _is_traced():
-            return super().get_mask_sizes(queries)
-        goes_round = self._arrange(tokens)
-        if counted is not None and self._goes_by_steps() and tokens == 1:
+        tokens = shim.query_length(queries)
+        goes_round = self._will_go_round(tokens) if _is_traced() else self._arrange(tokens)
+        if self._goes_by_steps() and (tokens == 1 or _is_traced()):
             return super().get_mask_sizes(queries)
         end = self.get_seq_length()
         if self._starts is None and end + tokens <= self.window:
-            return end + tokens, steps.KnownOffset(0) if self.for_steps else 0
+            return end + tokens, steps.KnownOffset(0) if self.for_steps and not _is_traced() else 0
         now = self.slot_map
-        if not goes_round:
+        if goes_round:
+            now = now._replace(first=max(now.first, end - self.ring), ring=self.ring)
+        else:
             now = now._replace(first=max(now.first, min(self._oldest_needed(now.end), now.end)))
         return steps.StreamedOffset.sizes(now._replace(end=end + tokens), tokens, self.window)
 
