@@ -38,5 +38,5 @@ def run(settings: Settings, progress: Progress) -> None:
         try:
             progress.kinds.update(it.live(settings.folder).counts)
         except life.Wrong as error:
-            progress.fail(number, f"shortest: {chosen.shortest(it, fails)}", error)
+            progress.fail(number, f"shortest: {chosen.shortest(it, fails)!r}", error)
         progress.count()

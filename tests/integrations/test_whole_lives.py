@@ -88,19 +88,22 @@ def plant(what, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("what", "family"),
+    "what",
     [
-        ("slots that move on at a crop", "llama"),
-        ("no reorder", "mistral"),
-        ("a copy that shares its memory", "qwen3"),
-        ("another format", "llama"),
-        ("a mask that is left out", "mistral"),
+        "slots that move on at a crop",
+        "no reorder",
+        "a copy that shares its memory",
+        "another format",
+        "a mask that is left out",
     ],
 )
-def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what, family):
-    """By one of a few lives, each of which is right without it."""
-    plant(what, monkeypatch)
-    assert any(fails(it, tmp_path) for it in lives(family, 3 * LIVES))
+def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what):
+    """By one of a few lives, which is right without it."""
+    with monkeypatch.context() as planted:
+        plant(what, planted)
+        finder = next((it for it in lives("qwen3", 3 * LIVES) if fails(it, tmp_path)), None)
+    assert finder is not None
+    assert not fails(finder, tmp_path)
 
 
 @pytest.mark.parametrize("name", [None, *chosen.FORMATS])

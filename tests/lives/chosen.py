@@ -1,6 +1,7 @@
 """Lives chosen by a seed, and a failing one made as short as it can be."""
 
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,20 +109,16 @@ def _operation(rng: np.random.Generator, kind: str, padded: bool) -> tuple[Any, 
     return (kind,)
 
 
-def shortest(chosen: Chosen, fails: Callable[[Chosen], bool], most: int = 300) -> Chosen:
-    """A life that fails too, from which nothing can be left out; at most so many are tried."""
-    tried = 0
-
-    def still(other: Chosen) -> bool:
-        nonlocal tried
-        tried += 1
-        return tried <= most and fails(other)
-
+def shortest(chosen: Chosen, fails: Callable[[Chosen], bool], seconds: float = 60) -> Chosen:
+    """A life that fails too, from which nothing can be left out; as far as that is known after so many seconds."""
+    end = time.perf_counter() + seconds
     changed = True
-    while changed and tried < most:
+    while changed:
         changed = False
         for other in _shorter(chosen):
-            if still(other):
+            if time.perf_counter() > end:
+                return chosen
+            if fails(other):
                 chosen, changed = other, True
                 break
     return chosen

@@ -299,6 +299,9 @@ class Life:
             text.longest = max(text.longest, text.length)
             self.text = text
         elif done:
+            self.text = before.copied()
+            if seed % 3:  # a program may have counted the tokens that were lost
+                self.text.tokens = text.tokens
             self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
             self.text = before
             before.longest = max(before.longest, before.length + count)
