@@ -20,7 +20,8 @@ from tikv.kernels.attention.parameters import (
     Choices,
     P,
 )
-from tikv.kernels.attention.sm90 import consumer, terms, tiles
+from tikv.kernels.attention.sm90 import consumer, terms
+from tikv.kernels.attention.sm90 import tiles as hopper_tiles
 from tikv.runtime import ti
 
 pytestmark = pytest.mark.archs("cpu")
@@ -50,16 +51,16 @@ def make_look(c):
 
     backs[row, key] is how far back a slope takes it for, walked[task] how many tiles a task has.
     """
-    keys = tiles.KEYS_OF[c.width]
-    decode_task, find_range = task.make_decode_task("cuda", keys, c), tiles.make_range(c)
-    tile_at, is_whole = tiles.make_tile_at(c), tiles.make_is_whole(c)
-    gap_of, index_in_tile = tiles.make_gap_of(c), tiles.make_index_in_tile(c)
+    keys = hopper_tiles.KEYS_OF[c.width]
+    decode_task, find_range = task.make_decode_task("cuda", keys, c), hopper_tiles.make_range(c)
+    tile_at, is_whole = hopper_tiles.make_tile_at(c), hopper_tiles.make_is_whole(c)
+    gap_of, index_in_tile = hopper_tiles.make_gap_of(c), hopper_tiles.make_index_in_tile(c)
     see_in_bounds, see_in_tree = consumer.make_see_in_bounds(c), terms.make_see_in_tree(c)
     place_of, query_bounds = tree.make_place_of(c), visible.make_query_bounds()
     start_rows, find_places, add_slopes = (
         getattr(terms, f"make_{name}")(c) for name in ("start_rows", "find_places", "add_slopes")
     )
-    T, R, PART = task.T, tiles.R, keys // 4
+    T, R, PART = task.T, hopper_tiles.R, keys // 4
 
     @ti.kernel
     def look(slopes: FLOATS, words: BITS, seen: ti.types.ndarray(dtype=ti.i32, ndim=2),
@@ -145,7 +146,7 @@ def check(look, c, mask, length, splits, window, sinks):
         assert backs[row, indices].tolist() == [p - own for p in counted]
         assert seen[row].max(initial=0) <= 1
     if not c.tree and splits == 1:
-        keys = tiles.KEYS_OF[c.width]
+        keys = hopper_tiles.KEYS_OF[c.width]
         of_tasks = [int(seen[first : first + 128].any(axis=0).sum()) for first in range(0, rows, 128)]
         assert walked.tolist() == [-(-n // keys) for n in of_tasks], "more tiles than the keys of a task fill"
 

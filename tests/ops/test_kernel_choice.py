@@ -106,9 +106,9 @@ class Scratch:
         self.machine = machine
 
     def array(self, shape: tuple[int, ...], dtype: Any, offset: int = 0) -> ArrayView:
-        found: ArrayView = self.machine.array(dtype, *shape)
-        found.ptr, found.offset = (0, offset) if self.machine.is_spirv else (2**50 + offset, 0)
-        return found
+        view: ArrayView = self.machine.array(dtype, *shape)
+        view.ptr, view.offset = (0, offset) if self.machine.is_spirv else (2**50 + offset, 0)
+        return view
 
 
 class Recorder:
@@ -251,8 +251,8 @@ def words_of(machine: Machine, form: dict[str, Any], name: str, lead: tuple[int,
     array = machine.array(dtype, *lead, columns, align=form.get("align", 64), strides=(*steps, 1))
     align = form.get("align_scale", 64)
     if isinstance(kind, GroupFormat):
-        own = kind.own_scale_dtype
-        scales = own.name if own else form.get("scale_dtype", "float16")
+        fixed = kind.own_scale_dtype
+        scales = fixed.name if fixed else form.get("scale_dtype", "float16")
         return array, machine.array(scales, *lead, kind.numbers_of(width), align=align), kind
     scales = form.get("scale_dtype", "float16")
     if storage == "int8":
@@ -298,8 +298,8 @@ def call_of(machine: Machine, form: dict[str, Any]) -> tuple[AttentionCall, Any]
     layout = form.get("layout", "NHD")
     if paged:
         page = form.get("page", 64)
-        blocks, own = max(1, batch * -(-capacity // page)), form.get("pages_by_head", False)
-        of_pool = 1 if own else heads
+        blocks, by_head = max(1, batch * -(-capacity // page)), form.get("pages_by_head", False)
+        of_pool = 1 if by_head else heads
         lead = {"NHD": (blocks, page, of_pool), "HND": (blocks, of_pool, page)}
         sizes = lead.get(layout)
         (k, k_scale, k_format), (v, v_scale, v_format) = (
@@ -307,7 +307,7 @@ def call_of(machine: Machine, form: dict[str, Any]) -> tuple[AttentionCall, Any]
         )
         if sizes is None:
             k, v = (vllm_pool(machine, form, name, blocks, page, of_pool) for name in "kv")
-        tables = (batch, heads, -(-capacity // page)) if own else (batch, -(-capacity // page))
+        tables = (batch, heads, -(-capacity // page)) if by_head else (batch, -(-capacity // page))
         table = machine.integers(form["bits"], *tables)
     else:
         lead = (batch, heads, capacity)
@@ -440,7 +440,7 @@ def test_the_table_has_each_kernel_of_attention(arch):
 @pytest.mark.archs("cpu")
 def test_without_the_native_launcher_a_plan_takes_other_kernels(arch):
     """Where it needs it: the kernels that a plan gets which is made after another launcher was chosen."""
-    left = 0
+    changed = 0
     for row in table():
         form = form_of(row)
         if form["machine"] != "cuda 9" or form["kind"] == "channels" or form["invariant"]:
@@ -451,10 +451,10 @@ def test_without_the_native_launcher_a_plan_takes_other_kernels(arch):
             if call.plan.needs_native:
                 machine.launcher = "direct"
                 attended(machine, form, call, q)
-                left += 1
+                changed += 1
                 expected = choice({**form, "machine": "cuda 9 without the native launcher"}).split("\n")[:-1]
                 assert recorder.launches == expected, form
-    assert left > 100
+    assert changed > 100
 
 
 def main() -> None:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.chosen import indices_by_head
-from tikv.ops.attention.families import Family
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.turned import turn_launch
+
+if TYPE_CHECKING:
+    from tikv.ops.attention.families.family import Family
 
 LEAST_SCRATCH = 1 << 16  # bytes
 MOST_DOUBLED = 1 << 26  # up to here scratch memory doubles, so that old blocks never exceed the newest
@@ -228,7 +230,7 @@ class AttentionLaunches(Plan):
                 items = query.batch * query.heads * piece.queries
                 serial = items * self.splits * cache.width_v < SERIAL_MERGE
                 items *= family.merge_threads
-                merging = launch.kernel(live, family.merge_kernel(), style, serial, plain._replace(out=to.dtype.short))
+                merging = launch.kernel(live, family.merge_kernel, style, serial, plain._replace(out=to.dtype.short))
                 launches.append(Launch(merging.bind(items, *merged, at, piece._replace(tasks=items), scalars), merged))
         if self.options.mass:
             launches.append(self._mass_launch(arrays, plain, strides, params, lse))
@@ -270,7 +272,7 @@ class AttentionLaunches(Plan):
         keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
         if family.selects:
             keys, blocks = arrays["indices"].shape[-1], self.query.queries
-        items = heads * blocks * (keys if mass.by_key else splits * family.block_threads)
+        items = heads * blocks * (keys if mass.by_key else splits * family.mass_threads)
         numbers = params._replace(
             tasks=items if mass.by_key else heads * blocks * splits,
             splits=splits,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tikv.ops.attention.families.family import Family as Family
+from typing import TYPE_CHECKING
+
 from tikv.ops.attention.families.form import Form as Form
+
+if TYPE_CHECKING:  # families need kernels, and so the engine, which is imported as late as possible
+    from tikv.ops.attention.families.family import Family
 
 
 def families_of(style: str) -> tuple[type[Family], ...]:

@@ -14,7 +14,7 @@ from tikv.ops.attention.splits import WAKING_PRODUCTS, Shares
 class Cpu(Family):
     """Kernels that read pages and contiguous memory with loops of their own."""
 
-    threads = block_threads = merge_threads = 1
+    threads = mass_threads = merge_threads = 1
 
     def words_of(self, form: Form) -> tuple[int, int]:
         """As in `Family`: an element."""

@@ -43,7 +43,7 @@ class Cuda(Family):
     @property
     def merge_threads(self) -> int:
         """As in `Family`; a block for a row, unless the parts are merged in order."""
-        return self.cache.width_v if self.live.invariant else self.block_threads
+        return self.cache.width_v if self.live.invariant else self.mass_threads
 
 
 class CudaLanes(Cuda):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tikv.kernels.attention.mass import make_mass
+from tikv.kernels.attention.merge import make_merge, make_merge_in_order
+from tikv.kernels.lanes import BLOCK
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.invariance import SPLIT_KEYS, fixed_rows, fixed_splits
 from tikv.ops.attention.options import MOST_QUERIES, MOST_ROWS
@@ -38,11 +41,13 @@ class Family:
         word_bits: bits of a word of K and of V.
         rows: query rows that a task computes, among those that share a KV head.
         on_tensor_cores, in_warpgroups: whether the kernels are such.
+        threads, mass_threads: threads of a task that attends, and of one that weighs keys.
         most_queries: the most queries of a prompt per launch.
     """
 
     most_queries = MOST_QUERIES
     on_tensor_cores = in_warpgroups = False
+    threads = mass_threads = BLOCK
 
     def __init__(self, form: Form) -> None:
         self.live, self.query, self.options, self.group = form.live, form.query, form.options, form.group
@@ -141,27 +146,12 @@ class Family:
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
         """The kernel that weighs keys, by slot or in the order of tokens."""
-        from tikv.kernels.attention.mass import make_mass
-
         return MassKernel(make_mass, (self.live.kernel_style, by_slot), by_key=True)
 
+    @property
     def merge_kernel(self) -> Any:
         """The kernel that merges the parts of splits."""
-        from tikv.kernels.attention import merge
-
-        return merge.make_merge_in_order if self.live.invariant else merge.make_merge
-
-    @property
-    def threads(self) -> int:
-        """Threads of a task that attends."""
-        return self.block_threads
-
-    @property
-    def block_threads(self) -> int:
-        """Threads of a task that weighs keys."""
-        from tikv.kernels.lanes import BLOCK
-
-        return int(BLOCK)
+        return make_merge_in_order if self.live.invariant else make_merge
 
     @property
     def merge_threads(self) -> int:

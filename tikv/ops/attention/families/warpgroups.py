@@ -23,13 +23,13 @@ class InWarpgroups(Tiles):
     most_queries = MOST_WARPGROUP_QUERIES  # blocks read only what they see
     in_warpgroups = True
 
+    def __init__(self, form: Form) -> None:
+        super().__init__(form)
+        self.threads = self.tile.threads
+
     @classmethod
     def needs_native(cls, form: Form) -> bool:
         return True
-
-    @property
-    def threads(self) -> int:
-        return int(self.tile.threads)
 
 
 class WarpgroupPrompts(InWarpgroups):
