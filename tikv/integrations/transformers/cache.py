@@ -502,14 +502,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         One layer may be used alone, as if it were a cache of its own.
         """
-        first = self._with_keys[0]
+        first, emptied = self._with_keys[0], layer._store is None or not layer._store.length
         if layer is first:
             lengths = [each.get_seq_length() for each in self._with_keys]
             if any(lengths[1:]):
                 self._refuse_unequal(lengths)
-        elif layer._store is None or not layer._store.length:
-            if first.get_seq_length() > layer.get_seq_length() + key_states.shape[-2]:
-                self._refuse_unequal([each.get_seq_length() for each in self._with_keys])
+        elif emptied and first.get_seq_length() > layer.get_seq_length() + key_states.shape[-2]:
+            self._refuse_unequal([each.get_seq_length() for each in self._with_keys])
 
     def _refuse_unequal(self, lengths: list[int]) -> None:
         """Raise PositionError if lengths differ. Nothing is changed."""
