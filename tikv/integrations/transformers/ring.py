@@ -200,7 +200,7 @@ class RingLayer(TikvLayer):
                 words.masked_fill_(hidden if words.ndim == 3 else hidden[..., None], 0)
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        if self._ring_first is not None and not self._goes_by_steps():
+        if not self._goes_by_steps() and self._ring_first is not None:  # a number that steps must not look at
             return layers._update_outside_the_graph(self, key_states, value_states)
         return super()._traced_update(key_states, value_states)
 
