@@ -58,7 +58,7 @@ def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[li
 
     A copy to Vulkan or Metal and back waits for the device, whatever its size. A stretch on MPS is copied there, alone.
     """
-    found: list[list[_Stretch]] = []
+    groups: list[list[_Stretch]] = []
     open_: dict[bool, list[_Stretch]] = {}
     for stretch in stretches:
         back = any(written[i] for i in stretch.members)
@@ -66,23 +66,23 @@ def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[li
         if stretch.memory is None and last and sum(s.room for s in [*last, stretch]) <= MOST_TOGETHER:
             last.append(stretch)
         else:
-            found.append([stretch])
+            groups.append([stretch])
             if stretch.memory is None:
-                open_[back] = found[-1]
-    return found
+                open_[back] = groups[-1]
+    return groups
 
 
 def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
     """The stretches of the staged arrays; arrays whose bytes overlap share one."""
-    places = [(a.handle, a.ptr + a.offset, a.span, i) for i, a in enumerate(arrays) if a.is_staged and a.span]
-    found: list[_Stretch] = []
-    for memory, start, span, i in sorted(places, key=lambda place: (id(place[0]), place[1])):
-        last = found[-1] if found else None
+    extents = [(a.handle, a.ptr + a.offset, a.span, i) for i, a in enumerate(arrays) if a.is_staged and a.span]
+    stretches: list[_Stretch] = []
+    for memory, start, span, i in sorted(extents, key=lambda extent: (id(extent[0]), extent[1])):
+        last = stretches[-1] if stretches else None
         if last is not None and memory is last.memory and start < last.end:
-            found[-1] = last._replace(end=max(last.end, start + span), members=[*last.members, i])
+            stretches[-1] = last._replace(end=max(last.end, start + span), members=[*last.members, i])
         else:
-            found.append(_Stretch(memory, start, start + span, [i]))
-    return found
+            stretches.append(_Stretch(memory, start, start + span, [i]))
+    return stretches
 
 
 class Staging:
@@ -108,10 +108,10 @@ class Staging:
             launch.refuse_during_capture(live, "launch", "what an array on the host holds now")
         for together in _together(stretches, written):
             copied = self._copied_on_mps if together[0].memory is not None else self._copied_from_host
-            memory, places = copied(together, any(written[i] for i in together[0].members))
-            for stretch, place, i in ((s, p, i) for s, p in zip(together, places, strict=True) for i in s.members):
+            memory, offsets = copied(together, any(written[i] for i in together[0].members))
+            for stretch, offset, i in ((s, p, i) for s, p in zip(together, offsets, strict=True) for i in s.members):
                 a = arrays[i]
-                first = memory.array((1,), a.dtype, place + a.ptr + a.offset - stretch.base)
+                first = memory.array((1,), a.dtype, offset + a.ptr + a.offset - stretch.base)
                 owner: Any = memory if stretch.memory is not None else KnownOnHost(memory, a)
                 self.arrays[i] = ArrayView(
                     first.ptr,
@@ -127,9 +127,9 @@ class Staging:
     def _copied_from_host(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
         """The copy of some host stretches together, and the offset of each base in it."""
         live = self._live  # not through `self`, whose cycle would keep this copy until the garbage collector runs
-        places, size = [], 0
+        offsets, size = [], 0
         for stretch in together:
-            places.append(size)
+            offsets.append(size)
             size += stretch.room
         try:
             memory = Memory(size, live)
@@ -140,23 +140,23 @@ class Staging:
                 "time."
             ) from None
         if not self._filled:
-            return memory, places
+            return memory, offsets
         whole = memory.array((size,), dtypes.int8)
         raw = np.zeros(size, np.int8)
-        for stretch, place in zip(together, places, strict=True):
-            first = place + stretch.start - stretch.base
+        for stretch, offset in zip(together, offsets, strict=True):
+            first = offset + stretch.start - stretch.base
             raw[first : first + stretch.size] = host_bytes(stretch.start, stretch.size).view(np.int8)
         write_host(raw, whole)
 
         def bring_back() -> None:
-            found = read_host(whole, live)
-            for stretch, place in zip(together, places, strict=True):
-                first = place + stretch.start - stretch.base
-                ctypes.memmove(stretch.start, found.ctypes.data + first, stretch.size)
+            host = read_host(whole, live)
+            for stretch, offset in zip(together, offsets, strict=True):
+                first = offset + stretch.start - stretch.base
+                ctypes.memmove(stretch.start, host.ctypes.data + first, stretch.size)
 
         if written:
             self._back.insert(0, bring_back)
-        return memory, places
+        return memory, offsets
 
     def _copied_on_mps(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
         ((storage, start, end, _),) = together
