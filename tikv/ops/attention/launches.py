@@ -14,14 +14,14 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
 from tikv.launch.cuda import driver
 from tikv.ops import checks
-from tikv.ops.attention.chosen import indices_by_head
 from tikv.ops.attention.families import Family
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
+from tikv.ops.attention.selected import indices_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
-from tikv.ops.turned import turn_launch
+from tikv.ops.rotate_queries import rotation_launch
 
 LEAST_SCRATCH = 1 << 16  # bytes
 MOST_DOUBLED = 1 << 26  # up to here scratch memory doubles, so that old blocks never exceed the newest
@@ -180,7 +180,7 @@ class AttentionLaunches(Plan):
         if self._seed is not None:
             q = arrays["q"]
             arrays["q"] = memory.array(q.shape, q.dtype, self.scratch.rotated)
-            launches.append(turn_launch(live, self.operation, q, arrays["q"], self._seed))
+            launches.append(rotation_launch(live, self.operation, q, arrays["q"], self._seed))
         style, split, query = live.kernel_style, self.splits > 1, self.query
         unused = memory.array((1,), dtypes.float32)
         to, bits = arrays.get("out", arrays["q"]), family.word_bits

@@ -107,16 +107,16 @@ def device_of(arch: str) -> str:
 
 def timings(live: runtime.Runtime) -> Timings | None:
     """The timings of the live runtime's device with the installed version of torch; or None."""
-    return _found(path(), device_of(live.arch))[0]
+    return _timings_and_why(path(), device_of(live.arch))[0]
 
 
 def why(live: runtime.Runtime) -> str:
     """Where the timings come from, or why nothing was measured, as text for people."""
-    return _found(path(), device_of(live.arch))[1]
+    return _timings_and_why(path(), device_of(live.arch))[1]
 
 
 @functools.cache
-def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
+def _timings_and_why(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
     default = "tikv's own defaults: "
     if str(file) == OFF:
         return None, f"{default}{VARIABLE}={OFF}"
@@ -174,5 +174,5 @@ def write(live: runtime.Runtime, times: Timings) -> pathlib.Path:
         raise TikvError(
             f"bench: {str(file)!r} cannot be written ({error}). Set {VARIABLE} to the name of another file."
         ) from None
-    _found.cache_clear()
+    _timings_and_why.cache_clear()
     return file

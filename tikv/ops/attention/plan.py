@@ -14,7 +14,6 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.chosen import check_chosen, check_indices
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
@@ -27,6 +26,7 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
+from tikv.ops.attention.selected import check_indices, check_selected
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, most_keys
 from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
@@ -304,11 +304,11 @@ class AttentionPlan(Plan):
         return checks.integer(value, "first_valid", self.operation, high=high)
 
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
-        """Check lengths that the host knows, and chosen tokens; return the most keys that a query may have."""
+        """Check lengths that the host knows, and selected tokens; return the most keys that a query may have."""
         lengths = Lengths(self.cache.capacity) if self.device_only else self._known_lengths(arrays, length, ahead)
         if not self.family.selects:
             return lengths
-        check_chosen(self.operation, arrays, self.cache, length, self.live)
+        check_selected(self.operation, arrays, self.cache, length, self.live)
         return Lengths(arrays["indices"].shape[-1])
 
     def _known_lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int) -> Lengths:

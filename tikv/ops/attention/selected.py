@@ -1,4 +1,4 @@
-"""The array `indices`, by which a caller chooses the tokens that each query reads, and its checks."""
+"""The array `indices`, by which a caller selects the tokens that each query reads, and its checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_indices(
     checks.addressable(a, a.dtype.itemsize, live, "indices", operation)
 
 
-def check_chosen(
+def check_selected(
     operation: str, arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
 ) -> None:
     """Check that each index known to the host is -1 or a token of its sequence; in debug mode, also for duplicates.
