@@ -33,9 +33,9 @@ ROWS = (
 def file(tmp_path, monkeypatch):
     """A file of this test's own."""
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "folder" / "attention.json"))
-    measured._found.cache_clear()
+    measured._timings_and_why.cache_clear()
     yield tmp_path / "folder" / "attention.json"
-    measured._found.cache_clear()
+    measured._timings_and_why.cache_clear()
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_another_torch_and_another_device_are_measured_again(live, file):
     told = json.loads(file.read_text())
     told["devices"] = {"cuda: another": told["devices"].popitem()[1]}
     file.write_text(json.dumps(told))
-    measured._found.cache_clear()
+    measured._timings_and_why.cache_clear()
     assert measured.timings(live) is None
     assert "nothing was measured on this device" in report(live)
     measured.write(live, timed())

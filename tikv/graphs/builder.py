@@ -65,9 +65,9 @@ class GraphBuilder(runtime.NotCopied):
         self._compiled: dict[str, Graph] = {}  # by backend
 
     def __copy__(self) -> GraphBuilder:
-        found = type(self)()
-        found._calls = list(self._calls)
-        return found
+        builder = type(self)()
+        builder._calls = list(self._calls)
+        return builder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphBuilder:
         return self.__copy__()  # a call names its arrays and holds none, so nothing deeper is to be copied

@@ -21,9 +21,9 @@ class GraphCall(NamedTuple):
 
     def apply(self, arrays: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
         """Make the call with these arrays and numbers, and return its results by name."""
-        given = {p: arrays[n] if n in arrays else numbers[n] for p, n in self.arrays.items()}
-        given |= {p: numbers[n] if isinstance(n, str) else n for p, n in self.numbers.items()}
-        results = self.function(**given, **self.options)
+        arguments = {p: arrays[n] if n in arrays else numbers[n] for p, n in self.arrays.items()}
+        arguments |= {p: numbers[n] if isinstance(n, str) else n for p, n in self.numbers.items()}
+        results = self.function(**arguments, **self.options)
         if not self.outputs:
             return {}
         return dict(zip(self.outputs, results if isinstance(results, tuple) else (results,), strict=True))

@@ -79,7 +79,7 @@ class Graph(runtime.NotCopied):
         self.lengths = [str(n) for n in order if n in roles.either]
         self.outputs = [n for call in calls for n in call.outputs]
         self._calls = calls
-        self._wanted = {*self.arrays, *self.scalars, *self.lengths}
+        self._names = {*self.arrays, *self.scalars, *self.lengths}
         self._index_arrays = {n for call in calls for p, n in call.arrays.items() if p in _INDICES}
         written = {call.arrays[p] for call in calls for p in call.written}
         self._written = [n in written for n in (*self.arrays, *self.lengths)]
@@ -125,10 +125,10 @@ class Graph(runtime.NotCopied):
     def _run(self, operation: str, values: Mapping[str, Any], prepare_only: bool = False) -> dict[str, Any]:
         live = self.runtime
         runtime.require_alive(live, operation)
-        if values.keys() != self._wanted:
-            missing, unknown = sorted(self._wanted - values.keys()), sorted(values.keys() - self._wanted)
+        if values.keys() != self._names:
+            missing, unknown = sorted(self._names - values.keys()), sorted(values.keys() - self._names)
             problem = f"missing {', '.join(missing)}" if missing else f"unknown {', '.join(unknown)}"
-            raise OptionError(f"{operation}: {problem}. This graph takes {', '.join(sorted(self._wanted))}.")
+            raise OptionError(f"{operation}: {problem}. This graph takes {', '.join(sorted(self._names))}.")
         numbers = {n: checks.integer(values[n], n, operation) for n in self.scalars}
         views: dict[str, ArrayView] = {}
         for name in (*self.arrays, *self.lengths):
@@ -138,7 +138,7 @@ class Graph(runtime.NotCopied):
             else:
                 views[name] = view(value, name, operation)
         with self._lock:
-            given, stage = views, None
+            arrays, stage = views, None
             if not live.is_cpu and any(a.is_staged for a in views.values()):
                 written = [w for w, n in zip(self._written, (*self.arrays, *self.lengths), strict=True) if n in views]
                 checks.on_device(list(views.items()), live, operation)
@@ -146,29 +146,29 @@ class Graph(runtime.NotCopied):
                     if is_written:  # the copy on the device is writable even if the original is read-only
                         checks.writable(a, name, operation)
                 stage = Staging(live, list(views.values()), written)
-                given = dict(zip(views, stage.arrays, strict=True))
-            plan, entries = self._plan(operation, views, given, numbers)
+                arrays = dict(zip(views, stage.arrays, strict=True))
+            plan, entries = self._plan(operation, views, arrays, numbers)
             plan.operation = operation
             if entries:
                 launch.refuse_during_capture(live, operation, "a number on the host")
             if prepare_only:
-                plan.check_overlaps(list(given.values()))
+                plan.check_overlaps(list(arrays.values()))
             else:
-                plan.run(list(given.values()), entries)
+                plan.run(list(arrays.values()), entries)
                 if stage is not None:
                     stage.finish()
             return {n: plan.result(n, values[like], views[like]) for n, like in self._like.items()}
 
     def _plan(
-        self, operation: str, views: dict[str, ArrayView], given: dict[str, ArrayView], numbers: dict[str, int]
+        self, operation: str, views: dict[str, ArrayView], arrays: dict[str, ArrayView], numbers: dict[str, int]
     ) -> tuple[GraphPlan, Entries]:
         """The plan for arrays of this kind, and the entries of this run; values are checked.
 
-        `given` are the `views`, where those of host arrays are replaced by copies on the device.
+        `arrays` are the `views`, where those of host arrays are replaced by copies on the device.
         """
-        key: Any = (*[a.key for a in given.values()], *given)
+        key: Any = (*[a.key for a in arrays.values()], *arrays)
         if self.runtime.is_spirv:
-            key += tuple(str(a.handle.dtype) for a in given.values())
+            key += tuple(str(a.handle.dtype) for a in arrays.values())
         plan = self._plans.get(key)
         if plan is not None:
             choice, entries = plan.revalidate(views, numbers)
@@ -181,7 +181,7 @@ class Graph(runtime.NotCopied):
                     f"{operation}: this graph has not run with arrays of this kind yet, and a CUDA graph is being "
                     "captured. Call run or prepare with such arrays once before the capture."
                 )
-            plan = GraphPlan(self._calls, self.runtime, self.backend, operation, given, numbers)
+            plan = GraphPlan(self._calls, self.runtime, self.backend, operation, arrays, numbers)
             _, entries = plan.revalidate(views, numbers)
             self._plans[key, plan.choice] = plan
         self._plans[key] = plan
@@ -208,42 +208,42 @@ class GraphPlan(Plan):
         live: runtime.Runtime,
         backend: str,
         operation: str,
-        given: dict[str, ArrayView],
+        arrays: dict[str, ArrayView],
         numbers: dict[str, int],
     ) -> None:
-        super().__init__(live, operation, tuple(given), (), None)
+        super().__init__(live, operation, tuple(arrays), (), None)
         self.calls = calls
         self.outputs: dict[str, CacheArray] = {}
         self._cleared: list[Memory] = []  # results that a launch may not write in whole
         self._checked: list[_CheckedCall] = []
         self._results: dict[tuple[str, type], Any] = {}
-        self.check_overlaps(list(given.values()))
-        recorded = self._record(given, numbers)
+        self.check_overlaps(list(arrays.values()))
+        recorded = self._record(arrays, numbers)
         # Memory of the graph or of its calls, which bound kernels do not keep alive.
-        self._kept = [a for x in recorded for i, a in _arrays_of(x.launch) if i not in x.uses]
-        self.choice, entries = self.revalidate(given, numbers)
-        find_setter = (self._compile if backend == "ti.graph" and recorded else self._bind_each)(recorded, given)
+        self._private = [a for x in recorded for i, a in _arrays_of(x.launch) if i not in x.uses]
+        self.choice, entries = self.revalidate(arrays, numbers)
+        find_setter = (self._compile if backend == "ti.graph" and recorded else self._bind_each)(recorded, arrays)
         for entry in entries:
             call, _, name = entry.partition(".")
-            found = [n for n, x in enumerate(recorded) if x.call == int(call) and name in x.launch.named]
-            self._setters[entry] = in_turn([find_setter(n, name) for n in found])
-        self.pointers = tuple([a.ptr for a in given.values()])
+            indices = [n for n, x in enumerate(recorded) if x.call == int(call) and name in x.launch.named]
+            self._setters[entry] = in_turn([find_setter(n, name) for n in indices])
+        self.pointers = tuple([a.ptr for a in arrays.values()])
         if live.is_spirv:
             self._release()
 
-    def _record(self, given: dict[str, ArrayView], numbers: dict[str, int]) -> list[_CallLaunch]:
+    def _record(self, arrays: dict[str, ArrayView], numbers: dict[str, int]) -> list[_CallLaunch]:
         """Record the launches of all calls; put what each run must check into `_checked`."""
-        known: dict[str, Any] = {n: a.restrided(a.shape, a.strides) for n, a in given.items()}
-        for name, a in given.items():
+        known: dict[str, Any] = {n: a.restrided(a.shape, a.strides) for n, a in arrays.items()}
+        for name, a in arrays.items():
             known[name].owner = _NamedOwner(name, a)
         plans: BoundedCache[Any, Any] = BoundedCache()
-        found: list[_CallLaunch] = []
+        launches: list[_CallLaunch] = []
         for number, call in enumerate(self.calls):
             with launch.recording(self.live, plans) as recorded:
                 results = call.apply(known, numbers)
             known |= results
             self.outputs |= results
-            found += [_CallLaunch(x, number, _uses_in(x, given)) for x in recorded]
+            launches += [_CallLaunch(x, number, _uses_in(x, arrays)) for x in recorded]
             skips = "rope_positions" in call.arrays and not self.live.is_cpu
             if call.options.get("return_mass") or skips:
                 self._cleared += [a.view_for("Graph.run").owner for a in results.values()]
@@ -252,27 +252,27 @@ class GraphPlan(Plan):
                 if not isinstance(plan, Memory):  # calls share memory, since they run one after another
                     del plans[key]
                 if isinstance(plan, Plan) and type(plan).revalidate is not Plan.revalidate:
-                    indices = [(p, n) for p, n in call.arrays.items() if p in _INDICES and n in given]
+                    indices = [(p, n) for p, n in call.arrays.items() if p in _INDICES and n in arrays]
                     values = [(p, n) for p, n in call.arrays.items() if n in numbers]
                     values += [(p, n) for p, n in call.numbers.items() if isinstance(n, str)]
                     constants = {p: n for p, n in call.numbers.items() if not isinstance(n, str)}
                     self._checked.append(_CheckedCall(plan, indices, values, constants, names if values else {}))
-        return found
+        return launches
 
-    def _bind_each(self, recorded: list[_CallLaunch], given: dict[str, ArrayView]) -> _FindSetter:
+    def _bind_each(self, recorded: list[_CallLaunch], arrays: dict[str, ArrayView]) -> _FindSetter:
         """Bind the launches one by one, and return a function that finds setters."""
         self.launches = bounds = [launch.bind_again(x.launch) for x in recorded]
-        uses: dict[str, list[Use]] = {name: [] for name in given}
+        uses: dict[str, list[Use]] = {name: [] for name in arrays}
         for bound, x in zip(bounds, recorded, strict=True):
             for i, (name, jump) in x.uses.items():
                 uses[name].append(Use(bound, i, jump))
         self._uses = list(uses.values())
         return lambda n, name: bounds[n].setter(name)
 
-    def _compile(self, recorded: list[_CallLaunch], given: dict[str, ArrayView]) -> _FindSetter:
+    def _compile(self, recorded: list[_CallLaunch], arrays: dict[str, ArrayView]) -> _FindSetter:
         """Make one `ti.graph`, whose ndarrays have the graph's names, and return a function that finds setters."""
-        ndarrays = {name: given[name].handle for x in recorded for name, _ in x.uses.values()}
-        ndarrays |= {f"#{id(a.handle)}": a.handle for a in self._kept}
+        ndarrays = {name: arrays[name].handle for x in recorded for name, _ in x.uses.values()}
+        ndarrays |= {f"#{id(a.handle)}": a.handle for a in self._private}
         launches = []
         for x in recorded:
             arguments = list(x.launch.arguments)
@@ -281,26 +281,26 @@ class GraphPlan(Plan):
             launches.append((x.launch.kernel, arguments))
         graph = launch.TaichiGraph(launches, ndarrays)
         self.launches, order = [graph], list(ndarrays)
-        self._uses = [[Use(graph, order.index(name))] if name in ndarrays else [] for name in given]
+        self._uses = [[Use(graph, order.index(name))] if name in ndarrays else [] for name in arrays]
         return graph.setter
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
         """Raise unless what a call writes overlaps no other array of that call."""
-        given = dict(zip(self.names, arrays, strict=True))
+        named = dict(zip(self.names, arrays, strict=True))
         for call in self.calls:
             if call.written:
-                used = {n: p in call.written for p, n in call.arrays.items() if n in given}
-                checks.disjoint([(n, given[n], written) for n, written in used.items()], self.operation)
+                used = {n: p in call.written for p, n in call.arrays.items() if n in named}
+                checks.disjoint([(n, named[n], written) for n, written in used.items()], self.operation)
 
     def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[Any, Entries]:
         """Check the values that a run brings, as each call's plan does."""
         choices, entries = [], {}
         for plan, indices, values, constants, names in self._checked:
             of_call = constants | {p: numbers[n] for p, n in values}
-            choice, found = plan.revalidate({p: arrays[n] for p, n in indices}, of_call)
+            choice, call_entries = plan.revalidate({p: arrays[n] for p, n in indices}, of_call)
             choices.append(choice)
-            for name in found if names else ():
-                entries[names[name]] = found[name]
+            for name in call_entries if names else ():
+                entries[names[name]] = call_entries[name]
         return tuple(choices), entries
 
     def run(self, arrays: Sequence[ArrayView], entries: Entries = NO_ENTRIES) -> None:
@@ -319,22 +319,22 @@ class GraphPlan(Plan):
 
     def result(self, name: str, like: Any, seen: ArrayView) -> Any:
         """What a call returned, as an array of the kind of `like`."""
-        own = self.outputs[name]
-        found = self._results.get((name, type(like)))
-        if found is not None:
-            return found
+        output = self.outputs[name]
+        result = self._results.get((name, type(like)))
+        if result is not None:
+            return result
         is_numpy, is_torch = isinstance(like, np.ndarray), hasattr(like, "new_empty")
-        if (is_numpy or is_torch) and seen.device in (own.device, "mps"):
-            found = own.numpy() if is_numpy else own.torch()
+        if (is_numpy or is_torch) and seen.device in (output.device, "mps"):
+            result = output.numpy() if is_numpy else output.torch()
         else:
-            array = own.view_for("Graph.run")
-            found = new_like(like, array.shape, array.dtype, self.live)
-            if type(found) is not CacheArray:  # `found` is a new array, not the memory that the next run overwrites
-                write_host(own.copy_to_host(), view(found, name, "Graph.run"))
-                return handed_over(found)
-            found = own
-        self._results[name, type(like)] = found
-        return found
+            array = output.view_for("Graph.run")
+            result = new_like(like, array.shape, array.dtype, self.live)
+            if type(result) is not CacheArray:  # `result` is a new array, not the memory that the next run overwrites
+                write_host(output.copy_to_host(), view(result, name, "Graph.run"))
+                return handed_over(result)
+            result = output
+        self._results[name, type(like)] = result
+        return result
 
 
 class _NamedOwner(KnownOnHost):
@@ -373,7 +373,7 @@ def _arrays_of(recorded: launch.Recorded) -> list[tuple[int, ArrayView]]:
     return [(i, a) for i, a in enumerate(recorded.arguments) if isinstance(a, ArrayView)]
 
 
-def _uses_in(recorded: launch.Recorded, given: Mapping[str, ArrayView]) -> dict[int, tuple[str, int]]:
+def _uses_in(recorded: launch.Recorded, arrays: Mapping[str, ArrayView]) -> dict[int, tuple[str, int]]:
     """The arguments of a launch that runs bring, see `_CallLaunch`."""
     uses = {}
     for i, a in _arrays_of(recorded):
@@ -381,7 +381,7 @@ def _uses_in(recorded: launch.Recorded, given: Mapping[str, ArrayView]) -> dict[
             whole = a.owner.array
             uses[i] = a.owner.name, a.ptr + a.offset - whole.ptr - whole.offset
         else:
-            assert not any(_inside(a, b) for b in given.values()), "an operation hid where an array is from"
+            assert not any(_inside(a, b) for b in arrays.values()), "an operation hid where an array is from"
     return uses
 
 

@@ -46,9 +46,9 @@ def append_at(
     """
     live = runtime_of(caches[0], rows[0])
     present = [i for i in (0, 1) if scales[i] is not None]
-    given = (*rows, *caches, positions, *[scales[i] for i in present])
+    arguments = (*rows, *caches, positions, *[scales[i] for i in present])
     names = (*NAMES, *[SCALES[i] for i in present])
-    arrays = view_all(given, names, operation)
+    arrays = view_all(arguments, names, operation)
     key = (operation, "at", formats, ring, sinks, *present, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
@@ -77,10 +77,10 @@ def _check(
     batch, heads, tokens, _ = k.shape
     slots = k_cache.shape[2]
     for name, a, cache, format in (("k", k, k_cache, formats[0]), ("v", v, v_cache, formats[1])):
-        for axis, wanted, what in ((0, batch, "batch"), (1, heads, "number of heads"), (2, tokens, "tokens")):
-            checks.extent(a.shape[axis], wanted, f"the {what} of {name}", operation, detail)
-        for axis, wanted, what in ((0, batch, "batch"), (1, heads, "number of heads"), (2, slots, "slots")):
-            checks.extent(cache.shape[axis], wanted, f"the {what} of {name}_cache", operation, detail)
+        for axis, expected, what in ((0, batch, "batch"), (1, heads, "number of heads"), (2, tokens, "tokens")):
+            checks.extent(a.shape[axis], expected, f"the {what} of {name}", operation, detail)
+        for axis, expected, what in ((0, batch, "batch"), (1, heads, "number of heads"), (2, slots, "slots")):
+            checks.extent(cache.shape[axis], expected, f"the {what} of {name}_cache", operation, detail)
         width = cache.shape[3] if format is None else format.columns(cache.shape[3])
         checks.extent(a.shape[3], width, f"the head width of {name}", operation, detail)
     checks.indices(positions, "positions", operation)
@@ -89,17 +89,17 @@ def _check(
     if sinks + ring > slots:
         raise CapacityError(f"{operation}: {sinks} sinks and a ring of {ring} do not fit {slots} slots ({detail}).")
 
-    def bind(given: Sequence[ArrayView]) -> list[Launch]:
-        now = dict(zip(names, given, strict=True))
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        now = dict(zip(names, arrays, strict=True))
         roles = {"k": now["k_cache"], "v": now["v_cache"]} | {name: now[name] for name in SCALES if name in now}
         cache = contiguous_cache(roles, formats=formats)
-        strides = [a.strides for a in given[:2]]
+        strides = [a.strides for a in arrays[:2]]
         return bind_copies(
             live,
             operation,
             src=[
                 Rows(a, sequence=s[0], head=s[1], token=s[2])
-                for a, s in zip(given[:2], strides, strict=True)
+                for a, s in zip(arrays[:2], strides, strict=True)
             ],
             dst=[cache.k, cache.v],
             widths=[k.shape[3], v.shape[3]],

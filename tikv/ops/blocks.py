@@ -71,9 +71,9 @@ def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Planned
         widths.append(_block_elements(a, name, operation))
     detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}"
     checks.extent(v.shape[0], k.shape[0], "the number of blocks of v_pool", operation, detail)
-    found = host_indices(index, live)
-    if found is not None:
-        _check_pairs(found, k.shape[0], k.shape[0], True, operation)
+    host_pairs = host_indices(index, live)
+    if host_pairs is not None:
+        _check_pairs(host_pairs, k.shape[0], k.shape[0], True, operation)
     streams = [i for i in (0, 1) if widths[i]]
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
@@ -131,9 +131,9 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     within = src.ptr == dst.ptr and src.handle is dst.handle and src.offset == dst.offset
     within = within and (src.shape, src.strides) == (dst.shape, dst.strides)
     crossing = not live.is_cpu and "cpu" in (src.device, dst.device)
-    found = read_host(index, live) if crossing and index.device != "cpu" else host_indices(index, live)
-    if found is not None:
-        _check_pairs(found, src.shape[0], dst.shape[0], within, operation)
+    host_pairs = read_host(index, live) if crossing and index.device != "cpu" else host_indices(index, live)
+    if host_pairs is not None:
+        _check_pairs(host_pairs, src.shape[0], dst.shape[0], within, operation)
     if width == 0 or index.shape[0] == 0:
         return
     if not crossing:
@@ -150,10 +150,11 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
         return
     if not within:
         checks.disjoint((("src_pool", src, False), ("dst_pool", dst, True)), operation)
-    assert found is not None
-    kept = found[np.all(found >= 0, axis=1)].astype(np.int64)
-    if len(kept):
-        _cross(live, operation, src, dst, np.ascontiguousarray(kept[:, 0]), np.ascontiguousarray(kept[:, 1]), width)
+    assert host_pairs is not None
+    valid_pairs = host_pairs[np.all(host_pairs >= 0, axis=1)].astype(np.int64)
+    if len(valid_pairs):
+        src_blocks, dst_blocks = (np.ascontiguousarray(valid_pairs[:, i]) for i in (0, 1))
+        _cross(live, operation, src, dst, src_blocks, dst_blocks, width)
 
 
 def swap_chosen(src: ArrayView, dst: ArrayView, pairs: ArrayView, live: runtime.Runtime) -> None:

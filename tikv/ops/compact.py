@@ -82,15 +82,15 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     return cache if out is None else out
 
 
-def _arrays_of(live: runtime.Runtime, operation: str, given: Any, name: str, written: bool) -> list[ArrayView]:
+def _arrays_of(live: runtime.Runtime, operation: str, rows: Any, name: str, written: bool) -> list[ArrayView]:
     """The given array of rows, or the codes and the scales and biases of a `Quantized`, as (B, H, S, .)."""
-    if isinstance(given, Quantized):
-        found = list(codes_and_numbers(live, operation, given, f"{name}'s ", written))
+    if isinstance(rows, Quantized):
+        views = list(codes_and_numbers(live, operation, rows, f"{name}'s ", written))
     else:
-        found = [view(given, name, operation)]
-        checks.on_device([(name, found[0])], live, operation)
-    checks.rank(found[0], (4,), name, "(B, H, S, D)", operation)
-    return found
+        views = [view(rows, name, operation)]
+        checks.on_device([(name, views[0])], live, operation)
+    checks.rank(views[0], (4,), name, "(B, H, S, D)", operation)
+    return views
 
 
 def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], parts: int) -> Plan:
@@ -245,11 +245,11 @@ def bind_gather(
             bind_copy(live, operation, src=[src], dst=[dst], heads=heads, groups=batch, index_group=group, **common)
         ]
     even = batch == 1 or all(a.strides[0] == heads * a.strides[1] for a in (cache, index, out))
-    found = []
+    launches = []
     for b in range(1 if even else batch):
         src, dst = (Rows(a, a.strides[1], a.strides[2], first=b * a.strides[0]) for a in (cache, out))
-        found.append(
+        launches.append(
             bind_copy(live, operation, src=[src], dst=[dst], heads=1, groups=heads * (batch if even else 1),
                       index_group=index.strides[1], src_index=b * index.strides[0], **common)
         )  # fmt: skip
-    return found
+    return launches

@@ -245,7 +245,7 @@ def write(
 def check_copy(
     live: runtime.Runtime,
     operation: str,
-    given: Sequence[ArrayView],
+    views: Sequence[ArrayView],
     array_names: tuple[str, ...],
     options: CopyOptions,
     names: checks.RangeNames = checks.RANGE_NAMES,
@@ -254,7 +254,7 @@ def check_copy(
     """Check everything except the position and where the arrays lie."""
     window, num_tokens, src_offset, src_layout, cache_layout = options
     pairs = len(array_names)
-    src, dst, src_names, dst_names = given[0:pairs:2], given[1:pairs:2], array_names[0::2], array_names[1::2]
+    src, dst, src_names, dst_names = views[0:pairs:2], views[1:pairs:2], array_names[0::2], array_names[1::2]
     src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
     dst_slot, dst_head = token_and_head_axes(cache_layout, "cache_layout", operation)
     named = [*zip(src_names, src, strict=True), *zip(dst_names, dst, strict=True)]
@@ -331,7 +331,7 @@ def check_copy(
 
     nothing = tokens == 0 or heads == 0 or not streams
     launches = None if nothing else bind
-    return CopyPlan(live, operation, array_names, launches, tokens, capacity, window, names, len(given) - pairs)
+    return CopyPlan(live, operation, array_names, launches, tokens, capacity, window, names, len(views) - pairs)
 
 
 def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:

@@ -32,10 +32,10 @@ def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) ->
         return value
     number = _checked(value, name, operation)
     key = ("fixed scale", number)
-    found = live.plans.get(key)
-    if found is None:
-        found = live.plans.keep(key, CacheArray(to_device(np.array([number], np.float32), live), live))
-    return found
+    array = live.plans.get(key)
+    if array is None:
+        array = live.plans.keep(key, CacheArray(to_device(np.array([number], np.float32), live), live))
+    return array
 
 
 def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[float, ...]:
@@ -45,8 +45,8 @@ def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[fl
         OptionError: a number that float32 does not divide by.
         ShapeError: there is neither one number nor one per head.
     """
-    given = value.tolist() if hasattr(value, "tolist") else value
-    listed = list(given) if isinstance(given, list | tuple) else [given]
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    listed = list(plain) if isinstance(plain, list | tuple) else [plain]
     if len(listed) not in (1, heads):
         raise ShapeError(f"{operation}: {name} has {len(listed)} numbers. Give one, or one per head: {heads}.")
     return tuple(float(np.float32(_checked(number, name, operation))) for number in listed)

@@ -21,12 +21,12 @@ def index_array(values: Any, name: str, operation: str) -> Any:
     """
     if isinstance(values, list | tuple | range):
         try:
-            found = np.asarray(values)
+            array = np.asarray(values)
         except ValueError as error:
             raise ShapeError(
                 f"{operation}: {name} is a list that cannot become an array: {error}. Pass rows of equal length."
             ) from None
-        return found.astype(np.int64) if found.size == 0 else found
+        return array.astype(np.int64) if array.size == 0 else array
     return values
 
 
@@ -82,8 +82,8 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
     if array.dtype not in dtypes.INDICES:
         raise DTypeError(f"{operation}: {name} is {describe(array)}. Pass integers, int32 or int64.")
     host = as_numpy(array) if array.device == "cpu" else read_host(array, live)
-    found: list[int] = host.tolist()
-    return found
+    integers: list[int] = host.tolist()
+    return integers
 
 
 def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str, unique: bool = True) -> None:
@@ -113,9 +113,9 @@ def check_unique(targets: np.ndarray[Any, Any], name: str, operation: str) -> No
     Raises:
         PositionError: one is.
     """
-    found, counts = np.unique(targets, return_counts=True)
-    if found.size != targets.size:
-        twice = int(found[np.argmax(counts > 1)])
+    unique, counts = np.unique(targets, return_counts=True)
+    if unique.size != targets.size:
+        twice = int(unique[np.argmax(counts > 1)])
         raise PositionError(
             f"{operation}: {name} names destination {twice} more than once, and which row stays is undefined. Keep one."
         )

@@ -52,10 +52,10 @@ def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: st
 
 def host_kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: str) -> Host:
     """`kept_indices` as int32 on the host; always checked, wherever they came from."""
-    found = kept_indices(keep, rows, live, operation)
-    if isinstance(found, np.ndarray):
-        return found.astype(np.int32, copy=False)
-    index = view(found, "keep", operation)
+    indices = kept_indices(keep, rows, live, operation)
+    if isinstance(indices, np.ndarray):
+        return indices.astype(np.int32, copy=False)
+    index = view(indices, "keep", operation)
     host = as_numpy(index) if index.device == "cpu" else read_host(index, live)
     check_ascending(host, rows.held, operation)
     return host.astype(np.int32)
@@ -153,10 +153,10 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
 
 def _for_each(held: Any, ndim: int) -> Host:
     """`held`, in a shape that broadcasts against lists with `ndim` - 1 leading axes."""
-    found = np.asarray(held)
-    if found.ndim == 1 and ndim == 3:
-        return found[:, None]
-    least: Host = found.min(axis=1) if found.ndim == 2 and ndim == 2 else found
+    counts = np.asarray(held)
+    if counts.ndim == 1 and ndim == 3:
+        return counts[:, None]
+    least: Host = counts.min(axis=1) if counts.ndim == 2 and ndim == 2 else counts
     return least
 
 
@@ -172,18 +172,18 @@ def indices_of_mask(mask: Host) -> Host:
         [[0, 2], [1, -1]]
     """
     counts = mask.sum(axis=-1)
-    found = np.full((*mask.shape[:-1], int(counts.max(initial=0))), -1, np.int32)
-    place = np.cumsum(mask, axis=-1) - 1
-    kept = np.nonzero(mask)
-    at = (*kept[:-1], place[kept])
-    found[at] = kept[-1]
-    return found
+    indices = np.full((*mask.shape[:-1], int(counts.max(initial=0))), -1, np.int32)
+    ranks = np.cumsum(mask, axis=-1) - 1
+    nonzero = np.nonzero(mask)
+    at = (*nonzero[:-1], ranks[nonzero])
+    indices[at] = nonzero[-1]
+    return indices
 
 
 def counts_of(index: Host) -> Host:
     """How many rows each list keeps."""
-    found: Host = (index >= 0).sum(axis=-1, dtype=np.int32)
-    return found
+    counts: Host = (index >= 0).sum(axis=-1, dtype=np.int32)
+    return counts
 
 
 def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime, operation: str) -> Any:

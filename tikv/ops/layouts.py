@@ -185,7 +185,7 @@ def pool_scale(
         ShapeError: they have the wrong shape, or gaps between blocks.
     """
     checks.scales(scale, name, format or FORMATS["int8"], operation)
-    wanted = (shape.blocks, shape.page, shape.heads)
+    extents = (shape.blocks, shape.page, shape.heads)
     slots = scale.shape[:3] if scale.ndim == 4 and scale.shape[3] else scale.shape
     if format is not None:
         checks.rank(scale, (4,), name, "(N, bs, H, n)", operation)
@@ -194,9 +194,9 @@ def pool_scale(
         needed = format.groups(shape.width, name, operation) * format.numbers
         if n < needed:
             raise ShapeError(f"{operation}: {name} is {describe(scale)}; a row of {format} has {needed} numbers.")
-    if slots != wanted:
+    if slots != extents:
         raise ShapeError(
-            f"{operation}: {name} is {describe(scale)} where (N, bs, H) = {wanted} is needed, one for a slot and head."
+            f"{operation}: {name} is {describe(scale)} where (N, bs, H) = {extents} is needed, one for a slot and head."
         )
     if shape.blocks > 1 and shape.page > 1 and scale.strides[0] != shape.page * scale.strides[1]:
         raise ShapeError(

@@ -52,17 +52,17 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
     live = runtime_of(k_cache)
     size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
     k = view(k_cache, "k_cache", operation)
-    lens, length, kept = _lengths(seq_lens, operation)
+    lens, length, owner = _lengths(seq_lens, operation)
     arrays = [k, *lens]
     key = (operation, *[a.key for a in arrays], size)
     plan: Any = live.plans.get(key)
     if plan is None:
         plan = live.plans.keep(key, _summary_plan(live, operation, arrays, size))
     shape, entries = (*k.shape[:2], -(-k.shape[2] // size), k.shape[3]), _entries(arrays, length, k.shape[2], plan)
-    found = tuple(new_like(k_cache, shape, k.dtype, live) for _ in range(2))
-    plan.run([*arrays, *(view(a, "out", operation) for a in found)], entries)
-    del kept
-    return handed_over(found[0]), handed_over(found[1])
+    summaries = tuple(new_like(k_cache, shape, k.dtype, live) for _ in range(2))
+    plan.run([*arrays, *(view(a, "out", operation) for a in summaries)], entries)
+    del owner
+    return handed_over(summaries[0]), handed_over(summaries[1])
 
 
 def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int = 16) -> Any:
@@ -102,7 +102,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
     live = runtime_of(q, least)
     size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
     names = ("q", "least", "greatest")
-    lens, length, kept = _lengths(seq_lens, operation)
+    lens, length, owner = _lengths(seq_lens, operation)
     arrays = [*(view(a, name, operation) for a, name in zip((q, least, greatest), names, strict=True)), *lens]
     key = (operation, *[a.key for a in arrays], size)
     plan: Any = live.plans.get(key)
@@ -112,7 +112,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
     queries = arrays[0].shape[2] if arrays[0].ndim == 4 else 1
     out = new_like(q, (*arrays[1].shape[:2], queries, arrays[1].shape[2]), dtypes.float32, live)
     plan.run([*arrays, view(out, "out", operation)], entries)
-    del kept
+    del owner
     return refuse_backward(handed_over(out), q, least, greatest)
 
 
@@ -120,8 +120,8 @@ def _lengths(seq_lens: Any, operation: str) -> tuple[list[ArrayView], int, Any]:
     """(the view, if lengths are an array; the number, if they are one; the owner, which the view does not keep)."""
     if isinstance(seq_lens, INTEGERS):
         return [], checks.integer(seq_lens, "seq_lens", operation), None
-    kept = index_array(seq_lens, "seq_lens", operation)
-    return [view(kept, "seq_lens", operation)], 0, kept
+    owner = index_array(seq_lens, "seq_lens", operation)
+    return [view(owner, "seq_lens", operation)], 0, owner
 
 
 def _entries(arrays: Sequence[ArrayView], length: int, capacity: int, plan: Plan) -> dict[str, int]:
@@ -130,12 +130,12 @@ def _entries(arrays: Sequence[ArrayView], length: int, capacity: int, plan: Plan
     Raises:
         CapacityError: one is negative or beyond the capacity.
     """
-    given = "seq_lens" in plan.names
-    known = host_indices(arrays[-1], plan.live) if given else None
+    has_lens = "seq_lens" in plan.names
+    known = host_indices(arrays[-1], plan.live) if has_lens else None
     for number in (length,) if known is None else (known.min(initial=0), known.max(initial=0)):
         if not 0 <= number <= capacity:
             raise CapacityError(f"{plan.operation}: seq_lens has {number}, outside 0..{capacity}.")
-    return {} if given else {"length": length}
+    return {} if has_lens else {"length": length}
 
 
 def _check_lengths(lens: Sequence[ArrayView], batch: int, operation: str) -> None:
@@ -173,8 +173,8 @@ def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
         serial = live.is_cpu and batch * heads * capacity * width < SERIAL_NUMBERS
         bits = arrays[1].dtype.itemsize * 8 if len(arrays) > 3 else 0
         kernel = launch.kernel(live, make_summarize_pages, live.kernel_style, serial, k.dtype.short, width, bits)
-        given = [k, arrays[1] if bits else k, least, greatest]
-        return [Launch(kernel.bind(items, *given, numbers), given)]
+        arguments = [k, arrays[1] if bits else k, least, greatest]
+        return [Launch(kernel.bind(items, *arguments, numbers), arguments)]
 
     return _plan(live, operation, names, arrays, 2, bind if items else None)
 
@@ -238,8 +238,8 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
             **_strides("k", q, q_words), **_strides("least", least, words), **_strides("greatest", greatest, words),
         )  # fmt: skip
         kernel = launch.kernel(live, factory, *choices)
-        given = [q, least, greatest, arrays[3] if lens_bits else q, out]
-        return [Launch(kernel.bind(extent, *given, numbers), given)]
+        arguments = [q, least, greatest, arrays[3] if lens_bits else q, out]
+        return [Launch(kernel.bind(extent, *arguments, numbers), arguments)]
 
     return _plan(live, operation, names, arrays, 1, bind if items else None)
 
@@ -275,5 +275,5 @@ def _strides(name: str, a: ArrayView, word_bytes: int = 0) -> dict[str, int]:
     """The strides of an array for its parameters, in words: those of sequences, of heads, and of tokens or pages."""
     token, size = "token" if name == "k" else "page", word_bytes or a.dtype.itemsize
     strides = {"sequence": a.strides[0], "head": a.strides[1], token: a.strides[2] if a.ndim == 4 else 0}
-    found = {f"{name}_{what}": n * a.dtype.itemsize // size for what, n in strides.items()}
-    return found | {f"{name}_first": a.offset // size}
+    in_words = {f"{name}_{what}": n * a.dtype.itemsize // size for what, n in strides.items()}
+    return in_words | {f"{name}_first": a.offset // size}

@@ -104,14 +104,14 @@ def slots_call(
     elif k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
-    given = (k, k_pool, v, v_pool, index_array(slot_mapping, "slot_mapping", operation), *scales)
-    arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
+    arguments = (k, k_pool, v, v_pool, index_array(slot_mapping, "slot_mapping", operation), *scales)
+    arrays = view_all(arguments, _SLOT_NAMES[: len(arguments)], operation)
     key = (operation, checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), formats, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
         plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
-    return PlannedCall(plan, arrays, given)
+    return PlannedCall(plan, arrays, arguments)
 
 
 class WriteSlotsPlan(Plan):
@@ -155,17 +155,17 @@ def check_write_slots(
     `formats` are as in `check_pool_write`, `scale_names` name the arrays after the slots, `pages` are as in `Rows`.
     """
     names = (*_SLOT_NAMES[:5], *scale_names)[: len(arrays)]
-    given = dict(zip(names, arrays, strict=True))
+    named = dict(zip(names, arrays, strict=True))
     write = check_pool_write(live, operation, names, arrays, layout, formats)._replace(pages=pages)
-    k, shape, index = given["k"], write.shapes[0], given["slot_mapping"]
+    k, shape, index = named["k"], write.shapes[0], named["slot_mapping"]
     for name, of, format in zip("kv", write.shapes, write.formats, strict=True):
-        _check_stored(operation, given, name, of, format)
-    scales = {name: given[name] for name in scale_names if name in given}
+        _check_stored(operation, named, name, of, format)
+    scales = {name: named[name] for name in scale_names if name in named}
     if len(scales) == 2:
         _check_scales_alike(operation, scales, write.heads)
     # A scale of 8-bit floats is given and only read; every other scale is computed from the rows, and stored too.
-    found = [name for name in scales if given[f"{name[0]}_pool"].dtype not in dtypes.FLOATS8]
-    written = [name.endswith("_pool") or name in found for name in names]
+    computed = [name for name in scales if named[f"{name[0]}_pool"].dtype not in dtypes.FLOATS8]
+    written = [name.endswith("_pool") or name in computed for name in names]
     checks.indices(index, "slot_mapping", operation)
     checks.rank(index, (1,), "slot_mapping", "(T,)", operation)
     checks.extent(
@@ -177,8 +177,8 @@ def check_write_slots(
     )
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        given = dict(zip(names, arrays, strict=True))
-        index, scales = given["slot_mapping"], [given.get("k_scale"), given.get("v_scale")]
+        named = dict(zip(names, arrays, strict=True))
+        index, scales = named["slot_mapping"], [named.get("k_scale"), named.get("v_scale")]
         return write.bind(live, operation, arrays, Placement("slots", array=index), scales, index_step=index.strides[0])
 
     plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
@@ -187,14 +187,14 @@ def check_write_slots(
 
 
 def _check_stored(
-    operation: str, given: Mapping[str, ArrayView], name: str, shape: PoolShape, format: GroupFormat | None
+    operation: str, arrays: Mapping[str, ArrayView], name: str, shape: PoolShape, format: GroupFormat | None
 ) -> None:
     """Check that the rows of K, or of V, can be stored in their pool with the scales that they have.
 
     Raises:
         ShapeError, DTypeError: they cannot.
     """
-    rows, pool, scale = given[name], given[f"{name}_pool"], given.get(f"{name}_scale")
+    rows, pool, scale = arrays[name], arrays[f"{name}_pool"], arrays.get(f"{name}_scale")
     row = format or format_of(pool.dtype)
     if row is not None and row.finds_scales:
         require_quantizable(rows, name, operation)
@@ -260,7 +260,7 @@ class PoolWrite(NamedTuple):
         live: runtime.Runtime,
         operation: str,
         arrays: Sequence[ArrayView],
-        place: Placement,
+        placement: Placement,
         scales: Sequence[ArrayView | None] = (None, None),
         **params: Any,
     ) -> list[Launch]:
@@ -275,7 +275,7 @@ class PoolWrite(NamedTuple):
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
         names = [None if format is None else format.name for format in self.formats]
         alike = pools[0].dtype is pools[1].dtype and names[0] == names[1]
-        found = []
+        launches = []
         for streams in [self.streams] if alike else [[i] for i in self.streams]:
             bound = bind_copy(
                 live,
@@ -290,12 +290,12 @@ class PoolWrite(NamedTuple):
                 widths=[self.shapes[i].width for i in streams],
                 heads=self.heads,
                 tokens=self.tokens,
-                dst_place=place._replace(page=shape.page),
+                dst_place=placement._replace(page=shape.page),
                 dst_limit=shape.slots,
                 **params,
             )
-            found.append(bound)
-        return found
+            launches.append(bound)
+        return launches
 
 
 def _scale_of(scale: ArrayView | None) -> Scale | None:
@@ -465,8 +465,8 @@ def gather_call(
     row, scaled = format or format_of(source.dtype), scale is not None
     found_scales = row is not None and row.finds_scales
     if (found_scales and not scaled and not by_slot) or (scaled and row is None):
-        wanted = "an int8 pool needs its (N, bs, H) scale" if found_scales else f"a pool of {source.dtype} has no scale"
-        raise DTypeError(f"{operation}: pool is {describe(source)}; {wanted}.")
+        needed = "an int8 pool needs its (N, bs, H) scale" if found_scales else f"a pool of {source.dtype} has no scale"
+        raise DTypeError(f"{operation}: pool is {describe(source)}; {needed}.")
     if scaled:
         scale = scale_given(scale, live, "scale", operation)
         scales = view(scale, "scale", operation)
@@ -477,8 +477,8 @@ def gather_call(
             pool_scale(scales, shape, "scale", operation, format)
         named.append(("scale", scales, False))
     wanted_shape = (length, shape.heads, shape.width)
-    given = out is not None
-    if given:
+    has_out = out is not None
+    if has_out:
         target = view(out, "out", operation)
         if target.shape != wanted_shape:
             raise ShapeError(f"{operation}: out is {describe(target)} where (length, H, D) = {wanted_shape} is needed.")
@@ -489,11 +489,11 @@ def gather_call(
             raise DTypeError(
                 f"{operation}: out is {describe(target)}; {source.dtype} is read as float32, float16 or bfloat16."
             )
-    checks.on_device([(name, a) for name, a, _ in named] + ([("out", target)] if given else []), live, operation)
+    checks.on_device([(name, a) for name, a, _ in named] + ([("out", target)] if has_out else []), live, operation)
     entries = None if by_slot else host_indices(table, live)
     if entries is not None:
         check_blocks(entries[:blocks], shape.blocks, "block_table", operation)
-    if not given:
+    if not has_out:
         dtype = dtypes.float32 if scaled else source.dtype
         target = new_array(wanted_shape, dtype, live, zeroed=entries is None)  # the kernel may leave rows out
         out = CacheArray(target, live)

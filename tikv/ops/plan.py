@@ -48,8 +48,8 @@ class _Setters(dict[str, Callable[[int], None]]):
         self.bounds = bounds
 
     def __missing__(self, name: str) -> Callable[[int], None]:
-        found = self[name] = in_turn([bound.setter(name) for bound in self.bounds if name in bound.places])
-        return found
+        setter = self[name] = in_turn([bound.setter(name) for bound in self.bounds if name in bound.places])
+        return setter
 
 
 def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
@@ -57,9 +57,9 @@ def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if len(calls) == 1:
         return calls[0]
 
-    def each(*given: Any) -> None:
+    def each(*arguments: Any) -> None:
         for call in calls:
-            call(*given)
+            call(*arguments)
 
     return each
 
@@ -201,7 +201,7 @@ class Plan:
         apart = [a.restrided(a.shape, a.strides) for a in arrays]  # an array that is given twice counts as two here
         launches = self.bind(apart)
         bounds = [bound for bound, _ in launches]
-        self._uses = [[Use(b, i) for b, given in launches for i, g in enumerate(given) if g is a] for a in apart]
+        self._uses = [[Use(b, i) for b, used in launches for i, u in enumerate(used) if u is a] for a in apart]
         self._setters = _Setters(bounds)
         self.pointers = pointers
         self._start = in_turn([bound.launcher() for bound in bounds])

@@ -221,7 +221,7 @@ def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
 
 
 def codes_and_numbers(
-    live: runtime.Runtime, operation: str, given: Quantized, of: str = "", written: bool = False
+    live: runtime.Runtime, operation: str, quantized: Quantized, of: str = "", written: bool = False
 ) -> tuple[ArrayView, ArrayView]:
     """The codes of a `Quantized`, and its scales and biases interleaved, checked; `of` is put before their names.
 
@@ -229,19 +229,19 @@ def codes_and_numbers(
         ShapeError, DTypeError: they do not agree with each other, the format or the shape; or they must be written in
             place and cannot be.
     """
-    format, shape = given.format, tuple(given.shape)
+    format, shape = quantized.format, tuple(quantized.shape)
     affine = format.rule == "affine"
-    if affine != (given.biases is not None):
+    if affine != (quantized.biases is not None):
         wrong = "are missing, and {} needs them" if affine else "are given, and {} has none"
         raise ShapeError(f"{operation}: {of}biases {wrong.format(format)}.")
     codes_name, *names = _names(of)
-    codes, scales = view(given.codes, codes_name, operation), view(given.scales, names[0], operation)
-    parts = [scales, view(given.biases, names[1], operation)] if affine else [scales]
+    codes, scales = view(quantized.codes, codes_name, operation), view(quantized.scales, names[0], operation)
+    parts = [scales, view(quantized.biases, names[1], operation)] if affine else [scales]
     places = [(a.key, a.ptr - scales.ptr, a.handle is scales.handle) for a in parts]
     key = ("codes", codes.key, format, shape, written, *places)
     joint = live.plans.get(key)
     if joint is None:
-        _check_codes(live, operation, given, codes, parts, of)
+        _check_codes(live, operation, quantized, codes, parts, of)
         numbers = _side_by_side(parts)
         if written:
             if numbers is None:
@@ -257,10 +257,10 @@ def codes_and_numbers(
 
 
 def _check_codes(
-    live: runtime.Runtime, operation: str, given: Quantized, codes: ArrayView, parts: list[ArrayView], of: str
+    live: runtime.Runtime, operation: str, quantized: Quantized, codes: ArrayView, parts: list[ArrayView], of: str
 ) -> None:
     """Check that codes and `parts`, scales and perhaps biases, agree with each other, the format and the shape."""
-    format, width, lead = given.format, given.shape[-1], tuple(given.shape[:-1])
+    format, width, lead = quantized.format, quantized.shape[-1], tuple(quantized.shape[:-1])
     codes_name, *names = _names(of)
     named = list(zip(names, parts, strict=False))
     checks.on_device([(codes_name, codes), *named], live, operation)
@@ -268,8 +268,8 @@ def _check_codes(
         raise DTypeError(f"{operation}: {codes_name} is {describe(codes)}, not uint32.")
     groups = format.groups(width, f"{of}shape", operation)
     if codes.shape != (*lead, format.words(width)):
-        wanted = (*lead, format.words(width))
-        raise ShapeError(f"{operation}: {codes_name} is {describe(codes)} where {wanted} is needed.")
+        expected = (*lead, format.words(width))
+        raise ShapeError(f"{operation}: {codes_name} is {describe(codes)} where {expected} is needed.")
     for name, part in named:
         checks.scales(part, name, format, operation)
         checks.same_dtype(parts[0], part, names[0], name, operation)
@@ -296,9 +296,9 @@ def codes_of_pair(
     if [scale for scale in scales if scale is not None]:
         raise OptionError(f"{operation}: a Quantized has its own scales. Leave k_scale and v_scale out.")
     (k_name, k), (v_name, v) = pair.items()
-    for name, given in pair.items():
-        if not isinstance(given, Quantized):
-            raise DTypeError(f"{operation}: {name} is a {type(given).__name__}. Pass a Quantized for both, or neither.")
+    for name, array in pair.items():
+        if not isinstance(array, Quantized):
+            raise DTypeError(f"{operation}: {name} is a {type(array).__name__}. Pass a Quantized for both, or neither.")
     if k.format.name != v.format.name:
         raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format for both.")
     if v.format.seed is not None:
@@ -347,12 +347,12 @@ def require_slots_first(operation: str, layout: str) -> None:
         )
 
 
-def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
+def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Any) -> Any:
     """`dequantize` for codes of groups."""
-    codes, numbers = codes_and_numbers(live, operation, given)
-    target, out = _target(live, operation, out, tuple(given.shape))
+    codes, numbers = codes_and_numbers(live, operation, quantized)
+    target, out = _target(live, operation, out, tuple(quantized.shape))
     names, written = ("codes", "out", "scales"), (False, True, False)
-    _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (given.format, None))
+    _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (quantized.format, None))
     return out
 
 

@@ -55,8 +55,8 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
         (k_cache, v_cache), scales, formats = codes_of_pair(live, operation, pair, written=True)
-    given = (k_new, k_cache, v_new, v_cache, cache_offsets, *scales)
-    arrays = view_all(given, (*NAMES, *_SCALES)[: len(given)], operation)
+    arguments = (k_new, k_cache, v_new, v_cache, cache_offsets, *scales)
+    arrays = view_all(arguments, (*NAMES, *_SCALES)[: len(arguments)], operation)
     key = (operation, formats, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
@@ -138,10 +138,10 @@ def check_arrays(
     ):
         detail = f"{other_name}: {describe(other)}, {one_name}: {describe(one)}"
         for axis, what in axes:
-            got, wanted = one.shape[axis], other.shape[axis]
+            got, expected = one.shape[axis], other.shape[axis]
             if axis == 3 and format is not None:
                 got = format.columns(got)
-            checks.extent(got, wanted, f"the number of {what} of {one_name}", operation, detail)
+            checks.extent(got, expected, f"the number of {what} of {one_name}", operation, detail)
     checks.indices(offsets, "cache_offsets", operation)
     checks.rank(offsets, (1,), "cache_offsets", "(B,)", operation)
     detail = f"k_new: {describe(k_new)}, cache_offsets: {describe(offsets)}"

@@ -81,18 +81,18 @@ class NormRope:
             raise PositionError(f"{operation}: eps={self.eps} is not a small number. Use one such as 1e-6.")
         used = {"cos": pairs != "", "sin": pairs != "", "q_weight": normed, "k_weight": normed}
         for name, needed in used.items():
-            given = getattr(self, name) is not None
-            if needed and not given and not name.endswith("weight"):
+            present = getattr(self, name) is not None
+            if needed and not present and not name.endswith("weight"):
                 raise OptionError(
                     f"{operation}: mode {self.mode!r} needs {name}. Pass (positions, rope_dim / 2) float32."
                 )
-            if given and not needed:
+            if present and not needed:
                 raise OptionError(
                     f"{operation}: mode {self.mode!r} does not use {name}. Leave it out or change the mode."
                 )
-        found = self._views(operation)
+        views = self._views(operation)
         for name, axes in (("cos", 2), ("sin", 2), ("q_weight", 1), ("k_weight", 1)):
-            array = found.get(name)
+            array = views.get(name)
             if array is not None:
                 checks.rank(array, (axes,), name, "(positions, rope_dim / 2)" if axes == 2 else "(D,)", operation)
                 checks.readable(array, name, operation)
@@ -100,9 +100,9 @@ class NormRope:
                     raise DTypeError(
                         f"{operation}: {name} is {describe(array)}; it must be float32, as the arithmetic is."
                     )
-        if pairs and found["cos"].shape != found["sin"].shape:
+        if pairs and views["cos"].shape != views["sin"].shape:
             raise ShapeError(
-                f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; both must have "
+                f"{operation}: cos is {describe(views['cos'])} and sin {describe(views['sin'])}; both must have "
                 "the same shape."
             )
         if self.rope_dim is not None:
@@ -126,8 +126,8 @@ class NormRope:
 
     def tables_in(self, live: runtime.Runtime, operation: str) -> tuple[tuple[Any, ...], dict[str, ArrayView]]:
         """(the key of a launch, the arrays where the device sees them), kept for the live runtime."""
-        found = self._in_runtime.get((live.epoch, live.device))
-        if found is None:
+        entry = self._in_runtime.get((live.epoch, live.device))
+        if entry is None:
             arrays = self._views(operation)
             checks.on_device(list(arrays.items()), live, operation)
             if not live.is_cpu:
@@ -136,8 +136,8 @@ class NormRope:
             for epoch, device in [*self._in_runtime]:
                 if epoch != live.epoch:
                     del self._in_runtime[epoch, device]
-            found = self._in_runtime[live.epoch, live.device] = (form, arrays)
-        return found
+            entry = self._in_runtime[live.epoch, live.device] = (form, arrays)
+        return entry
 
     def transform_of(self, width: int, operation: str) -> Transform:
         """The transform of rows of `width`; also checks the arrays against that width."""

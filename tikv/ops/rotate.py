@@ -55,18 +55,20 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        given = self.inv_freq
-        if hasattr(given, "detach"):
-            given = given.detach().cpu().to(float).numpy() if hasattr(given, "cpu") else given
+        frequencies = self.inv_freq
+        if hasattr(frequencies, "detach"):
+            frequencies = frequencies.detach().cpu().to(float).numpy() if hasattr(frequencies, "cpu") else frequencies
         try:
-            found = np.array(given, np.float64)
+            inv_freq = np.array(frequencies, np.float64)
         except (TypeError, ValueError) as error:
             raise OptionError(f"Rope: inv_freq is not a list of numbers: {error}. Pass (D_r / 2,) of them.") from None
-        if found.ndim != 1 or found.size == 0:
-            raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, one number per pair.")
-        if not np.isfinite(found).all():
+        if inv_freq.ndim != 1 or inv_freq.size == 0:
+            raise ShapeError(
+                f"Rope: inv_freq has shape {inv_freq.shape} where (D_r / 2,) is needed, one number per pair."
+            )
+        if not np.isfinite(inv_freq).all():
             raise OptionError("Rope: inv_freq has numbers that are not finite. Pass the model's frequencies.")
-        object.__setattr__(self, "inv_freq", found)
+        object.__setattr__(self, "inv_freq", inv_freq)
 
     @property
     def rope_dim(self) -> int:
@@ -161,15 +163,15 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
     Raises:
         ShapeError, DTypeError: they are not valid.
     """
-    found = view_indices(values, name, operation)
-    checks.indices(found, name, operation)
+    array = view_indices(values, name, operation)
+    checks.indices(array, name, operation)
     batch, heads, rows = shape[:3]
-    if found.shape not in ((rows,), (batch, rows), (batch, heads, rows)):
+    if array.shape not in ((rows,), (batch, rows), (batch, heads, rows)):
         raise ShapeError(
-            f"{operation}: {name} is {describe(found)} where ({rows},), ({batch}, {rows}) or ({batch}, {heads}, {rows})"
+            f"{operation}: {name} is {describe(array)} where ({rows},), ({batch}, {rows}) or ({batch}, {heads}, {rows})"
             f" is needed, a position for each row."
         )
-    host = as_numpy(found) if found.device == "cpu" else read_host(found, live)
+    host = as_numpy(array) if array.device == "cpu" else read_host(array, live)
     lead = {1: (1, 1), 2: (batch, 1), 3: (batch, heads)}[host.ndim]
     return host.reshape(*lead, rows).astype(np.int64)
 
@@ -268,8 +270,8 @@ def _table(live: runtime.Runtime, rope: Rope, shifts: Shifts) -> AngleTable | No
         return None
     if known is not None or len(tables) >= CACHED_TABLES:
         live.synchronize()  # those that go may be in use
-    tables[key] = found = AngleTable(least, *_cos_and_sin(rope, np.arange(least, largest + 1), live))
-    return found
+    tables[key] = table = AngleTable(least, *_cos_and_sin(rope, np.arange(least, largest + 1), live))
+    return table
 
 
 def _angles_on_device(
@@ -300,13 +302,13 @@ def _angles_on_device(
         cos, sin = _cos_and_sin(rope, np.nonzero(shifts.seen)[0] + shifts.least, live)
         rows = (np.cumsum(shifts.seen) - 1)[np.where(shifts.moved, shifts.difference - shifts.least, 0)]
     index = to_device(np.where(shifts.moved, rows, -1).astype(np.int32), live)
-    found = Angles(index, *(a.restrided((1, a.shape[1]), a.strides) for a in (cos, sin)))
+    new_angles = Angles(index, *(a.restrided((1, a.shape[1]), a.strides) for a in (cos, sin)))
     if key is None or (table is None and cos.nbytes * 2 > CACHED_BYTES):
-        return found, False
+        return new_angles, False
     if len(cached) >= CACHED_TURNS:
         live.synchronize()  # those that go may be in use
-    cached.keep(object(), (key, found))
-    return found, True
+    cached.keep(object(), (key, new_angles))
+    return new_angles, True
 
 
 def rotate_rows(
@@ -353,11 +355,11 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ro
     scale = arrays[4] if len(arrays) > 4 else None
     batch, heads, rows, width = k.shape
     sequence, head, token = k.strides[:3]
-    place = Rows(k, sequence=sequence, token=token, head=head)
+    row_layout = Rows(k, sequence=sequence, token=token, head=head)
     size, half = k.dtype.itemsize, rope.rope_dim // 2
-    aligned = alignment(place, width)
+    aligned = alignment(row_layout, width)
     if aligned % size:
-        raise unaligned(operation, place, place)
+        raise unaligned(operation, row_layout, row_layout)
     whole = (half, width - rope.rope_dim, rope.rope_dim)
     elements = next(
         n for n in ((1,) if live.is_cpu else UNITS) if all(w % n == 0 for w in whole) and aligned % (n * size) == 0
@@ -404,5 +406,6 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ro
     if scale is not None:
         first, steps = scale.offset // scale.dtype.itemsize, scale.strides
         numbers = numbers._replace(scale_first=first, scale_sequence=steps[0], scale_head=steps[1], scale_row=steps[2])
-    given = [k, index, cos, sin, scale if scale is not None else cos]
-    return Launch(kernel.bind(iterations, *given, tuple(strides_in_words(place, bits // 8)), numbers), given)
+    arguments = [k, index, cos, sin, scale if scale is not None else cos]
+    strides = tuple(strides_in_words(row_layout, bits // 8))
+    return Launch(kernel.bind(iterations, *arguments, strides, numbers), arguments)

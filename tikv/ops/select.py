@@ -87,8 +87,8 @@ class SelectPlan(Plan):
     def __init__(
         self, live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], numbers: tuple[int, int, int, int]
     ) -> None:
-        scores, given = arrays[0], arrays[1:]
-        names = ("scores", *["valid"] * len(given), "out")
+        scores, valid = arrays[0], arrays[1:]
+        names = ("scores", *["valid"] * len(valid), "out")
         super().__init__(live, operation, names, [False] * len(arrays) + [True])
         checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
         checks.rank(scores, (3, 4), "scores", "(B, T, N), or (B, H, T, N) per KV head", operation)
@@ -96,7 +96,7 @@ class SelectPlan(Plan):
         if scores.dtype is not dtypes.float32:
             raise DTypeError(f"{operation}: scores is {describe(scores)}; scores must be float32.")
         checks.addressable(scores, 4, live, "scores", operation)
-        k, page, sinks, recent = self.chosen = numbers
+        k, page, sinks, recent = self.selection = numbers
         least = -(-sinks // page) + (-(-(recent - 1) // page) + 1 if recent else 0)
         if k < least:
             raise OptionError(
@@ -109,7 +109,7 @@ class SelectPlan(Plan):
         checks.integer(math.prod(self.shape), "tokens that are chosen", operation, high=2**31 - 1)
         self.rows = math.prod(scores.shape[:-1])
         self.nothing = self.rows == 0
-        for a in given:
+        for a in valid:
             checks.indices(a, "valid", operation)
             queries = scores.shape[0], scores.shape[-2]
             if a.shape not in (queries[:1], queries):
@@ -126,7 +126,7 @@ class SelectPlan(Plan):
         known = host_indices(arrays[1], self.live) if len(arrays) > 1 else None
         for number in (tokens,) if known is None else (known.min(initial=0), known.max(initial=0)):
             if number > self.most or (known is not None and number < 0):
-                of_pages = "" if self.chosen[1] > 1 else ", or page= if these are scores of pages"
+                of_pages = "" if self.selection[1] > 1 else ", or page= if these are scores of pages"
                 raise PositionError(
                     f"{self.operation}: valid is {number}, but there are scores for {self.most} tokens. Use 0 to "
                     f"{self.most}{of_pages}."
@@ -139,7 +139,7 @@ class SelectPlan(Plan):
         from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS
         from tikv.kernels.select import SelectParams, make_select
 
-        live, (k, page, sinks, recent) = self.live, self.chosen
+        live, (k, page, sinks, recent) = self.live, self.selection
         scores, valid, out = arrays[0], arrays[1] if len(arrays) > 2 else None, arrays[-1]
         heads = scores.shape[1] if scores.ndim == 4 else 1
         serial = live.is_cpu and self.rows * scores.shape[-1] < SERIAL_SCORES
@@ -171,5 +171,5 @@ class SelectPlan(Plan):
             out_first=out.offset // 4,
         )
         kernel = launch.kernel(live, factory, *choices)
-        given = [scores, out if valid is None else valid, out]
-        return [Launch(kernel.bind(self.rows * each, *given, numbers), given)]
+        arguments = [scores, out if valid is None else valid, out]
+        return [Launch(kernel.bind(self.rows * each, *arguments, numbers), arguments)]

@@ -29,8 +29,8 @@ class KnownOnHost:
         return getattr(self.owner, name)
 
 
-class _Stretch(NamedTuple):
-    """A stretch of memory that arrays of a call share."""
+class _Region(NamedTuple):
+    """A region of memory that arrays of a call share."""
 
     memory: Any  # the storage of a tensor on MPS; None: the host's
     start: int
@@ -49,40 +49,40 @@ class _Stretch(NamedTuple):
 
     @property
     def room(self) -> int:
-        """The bytes that it takes in a copy where another stretch may follow."""
+        """The bytes that it takes in a copy where another region may follow."""
         return -(-(self.end - self.base) // APART) * APART
 
 
-def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[list[_Stretch]]:
-    """Groups of host stretches that are copied together: those that are written, and so copied back, and the others.
+def _together(regions: Sequence[_Region], written: Sequence[bool]) -> list[list[_Region]]:
+    """Groups of host regions that are copied together: those that are written, and so copied back, and the others.
 
-    A copy to Vulkan or Metal and back waits for the device, whatever its size. A stretch on MPS is copied there, alone.
+    A copy to Vulkan or Metal and back waits for the device, whatever its size. A region on MPS is copied there, alone.
     """
-    found: list[list[_Stretch]] = []
-    open_: dict[bool, list[_Stretch]] = {}
-    for stretch in stretches:
-        back = any(written[i] for i in stretch.members)
+    groups: list[list[_Region]] = []
+    open_: dict[bool, list[_Region]] = {}
+    for region in regions:
+        back = any(written[i] for i in region.members)
         last = open_.get(back, [])
-        if stretch.memory is None and last and sum(s.room for s in [*last, stretch]) <= MOST_TOGETHER:
-            last.append(stretch)
+        if region.memory is None and last and sum(s.room for s in [*last, region]) <= MOST_TOGETHER:
+            last.append(region)
         else:
-            found.append([stretch])
-            if stretch.memory is None:
-                open_[back] = found[-1]
-    return found
+            groups.append([region])
+            if region.memory is None:
+                open_[back] = groups[-1]
+    return groups
 
 
-def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
-    """The stretches of the staged arrays; arrays whose bytes overlap share one."""
-    places = [(a.handle, a.ptr + a.offset, a.span, i) for i, a in enumerate(arrays) if a.is_staged and a.span]
-    found: list[_Stretch] = []
-    for memory, start, span, i in sorted(places, key=lambda place: (id(place[0]), place[1])):
-        last = found[-1] if found else None
+def _regions(arrays: Sequence[ArrayView]) -> list[_Region]:
+    """The regions of the staged arrays; arrays whose bytes overlap share one."""
+    extents = [(a.handle, a.ptr + a.offset, a.span, i) for i, a in enumerate(arrays) if a.is_staged and a.span]
+    regions: list[_Region] = []
+    for memory, start, span, i in sorted(extents, key=lambda extent: (id(extent[0]), extent[1])):
+        last = regions[-1] if regions else None
         if last is not None and memory is last.memory and start < last.end:
-            found[-1] = last._replace(end=max(last.end, start + span), members=[*last.members, i])
+            regions[-1] = last._replace(end=max(last.end, start + span), members=[*last.members, i])
         else:
-            found.append(_Stretch(memory, start, start + span, [i]))
-    return found
+            regions.append(_Region(memory, start, start + span, [i]))
+    return regions
 
 
 class Staging:
@@ -103,16 +103,16 @@ class Staging:
         self._back += [owner.write_back for owner in owners if isinstance(owner, StagedNdarray)]
         if live.is_cpu:
             return
-        stretches = _stretches(arrays)
-        if stretches:
+        regions = _regions(arrays)
+        if regions:
             launch.refuse_during_capture(live, "launch", "what an array on the host holds now")
-        for together in _together(stretches, written):
+        for together in _together(regions, written):
             copied = self._copied_on_mps if together[0].memory is not None else self._copied_from_host
-            memory, places = copied(together, any(written[i] for i in together[0].members))
-            for stretch, place, i in ((s, p, i) for s, p in zip(together, places, strict=True) for i in s.members):
+            memory, offsets = copied(together, any(written[i] for i in together[0].members))
+            for region, offset, i in ((s, p, i) for s, p in zip(together, offsets, strict=True) for i in s.members):
                 a = arrays[i]
-                first = memory.array((1,), a.dtype, place + a.ptr + a.offset - stretch.base)
-                owner: Any = memory if stretch.memory is not None else KnownOnHost(memory, a)
+                first = memory.array((1,), a.dtype, offset + a.ptr + a.offset - region.base)
+                owner: Any = memory if region.memory is not None else KnownOnHost(memory, a)
                 self.arrays[i] = ArrayView(
                     first.ptr,
                     a.shape,
@@ -124,13 +124,13 @@ class Staging:
                     owner=owner,
                 )
 
-    def _copied_from_host(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
-        """The copy of some host stretches together, and the offset of each base in it."""
+    def _copied_from_host(self, together: Sequence[_Region], written: bool) -> tuple[Memory, list[int]]:
+        """The copy of some host regions together, and the offset of each base in it."""
         live = self._live  # not through `self`, whose cycle would keep this copy until the garbage collector runs
-        places, size = [], 0
-        for stretch in together:
-            places.append(size)
-            size += stretch.room
+        offsets, size = [], 0
+        for region in together:
+            offsets.append(size)
+            size += region.room
         try:
             memory = Memory(size, live)
         except CapacityError:
@@ -140,25 +140,25 @@ class Staging:
                 "time."
             ) from None
         if not self._filled:
-            return memory, places
+            return memory, offsets
         whole = memory.array((size,), dtypes.int8)
         raw = np.zeros(size, np.int8)
-        for stretch, place in zip(together, places, strict=True):
-            first = place + stretch.start - stretch.base
-            raw[first : first + stretch.size] = host_bytes(stretch.start, stretch.size).view(np.int8)
+        for region, offset in zip(together, offsets, strict=True):
+            first = offset + region.start - region.base
+            raw[first : first + region.size] = host_bytes(region.start, region.size).view(np.int8)
         write_host(raw, whole)
 
         def bring_back() -> None:
-            found = read_host(whole, live)
-            for stretch, place in zip(together, places, strict=True):
-                first = place + stretch.start - stretch.base
-                ctypes.memmove(stretch.start, found.ctypes.data + first, stretch.size)
+            host = read_host(whole, live)
+            for region, offset in zip(together, offsets, strict=True):
+                first = offset + region.start - region.base
+                ctypes.memmove(region.start, host.ctypes.data + first, region.size)
 
         if written:
             self._back.insert(0, bring_back)
-        return memory, places
+        return memory, offsets
 
-    def _copied_on_mps(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
+    def _copied_on_mps(self, together: Sequence[_Region], written: bool) -> tuple[Memory, list[int]]:
         ((storage, start, end, _),) = together
         base, turns = together[0].base, mps.turns_of(self._live)
         block = turns.borrow(end - base)

@@ -43,8 +43,8 @@ def write_pages(
         ShapeError, DTypeError, ArchError: an array has the wrong axes, dtype or device.
     """
     live = runtime_of(k_pool, k)
-    given = (k, k_pool, v, v_pool, requests, positions, pages, starts)
-    arrays = Views([view(a, name, operation) for a, name in zip(given, _NAMES, strict=True)])
+    arguments = (k, k_pool, v, v_pool, requests, positions, pages, starts)
+    arrays = Views([view(a, name, operation) for a, name in zip(arguments, _NAMES, strict=True)])
     key = ("write_pages", operation, layout, arrays.key)
     plan = live.plans.get(key)
     if plan is None:

@@ -346,7 +346,7 @@ def fused_call(
     """A checked call of `write_qkv` that has written nothing; `widened`: it writes float32, from any dtype."""
     k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     how = UNCHANGED if norm_rope is None else norm_rope
-    given = {
+    arguments = {
         "qkv": qkv,
         "q": out,
         "k_dst": k_dst,
@@ -361,7 +361,7 @@ def fused_call(
     layout = checks.name(layout, "layout", operation, checks.LAYOUTS if slot_mapping is None else tuple(POOL_LAYOUTS))
     q_layout = checks.name(q_layout, "q_layout", operation, checks.LAYOUTS)
     options = (num_q_heads, position is None, window, layout, q_layout, widened)
-    return _checked(operation, how, given, options, check_write_qkv, position)
+    return _checked(operation, how, arguments, options, check_write_qkv, position)
 
 
 def norm_rope(
@@ -403,10 +403,10 @@ def norm_rope(
         [[[-4.0, 3.0]]]
     """
     operation = "norm_rope"
-    given = {"x": x, "q": out, "rope_positions": index_array(rope_positions, "rope_positions", operation)}
+    arguments = {"x": x, "q": out, "rope_positions": index_array(rope_positions, "rope_positions", operation)}
     weight = checks.name(weight, "weight", operation, ("q", "k"))
     layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
-    return _checked(operation, how, given, (weight, position is None, layout), check_norm_rope, position).run()
+    return _checked(operation, how, arguments, (weight, position is None, layout), check_norm_rope, position).run()
 
 
 class FusedCall(NamedTuple):
@@ -431,17 +431,17 @@ class FusedCall(NamedTuple):
 def _checked(
     operation: str,
     how: NormRope,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: tuple[Any, ...],
     check: Callable[..., WriteQkvPlan],
     position: int | None,
 ) -> FusedCall:
     """Look up or make the plan of a call, and check the values that may change from call to call."""
-    live = runtime_of(*given.values())
+    live = runtime_of(*arguments.values())
     if not isinstance(how, NormRope):
         raise OptionError(f"{operation}: norm_rope is {how!r}. Pass a tikv.NormRope, or None.")
-    source = next(iter(given.values()))
-    named = {n: view(a, n, operation) for n, a in given.items() if a is not None or n in _REQUIRED}
+    source = next(iter(arguments.values()))
+    named = {n: view(a, n, operation) for n, a in arguments.items() if a is not None or n in _REQUIRED}
     form, tables = how.tables_in(live, operation)
     key = (operation, form, options, *[(n, a.key) for n, a in named.items()])
     plan: WriteQkvPlan | None = live.plans.get(key)
@@ -450,12 +450,12 @@ def _checked(
     _, entries = plan.revalidate(named, {} if position is None else {"position": position})
     index = named.get("rope_positions") if plan.rope_limit else None
     unknown = index is not None and not live.is_cpu and host_indices(index, live) is None  # rows may be skipped
-    result = given["q"]
+    result = arguments["q"]
     if result is None:
         result = new_like(source, plan.q_shape, plan.q_dtype, live, zeroed=unknown)
     first, *others = named.items()
     arrays = [first[1], view(result, "q", operation), *[a for n, a in others if n != "q"], *tables.values()]
-    return FusedCall(plan, arrays, entries, result, tuple(given.values()))
+    return FusedCall(plan, arrays, entries, result, tuple(arguments.values()))
 
 
 def check_write_qkv(
@@ -488,7 +488,7 @@ def check_write_qkv(
             checks.rank(a, (3,), name, "(H, capacity, D)" if head == 0 else "(capacity, H, D)", operation)
         heads, capacity, width, other = k.shape[head], k.shape[slot], k.shape[2], v.shape
         window = checks.window_of(window, capacity, operation)
-        place = Placement("ring" if window else "linear")
+        placement = Placement("ring" if window else "linear")
     else:
         if not no_position or window is not None:
             raise PositionError(
@@ -499,10 +499,10 @@ def check_write_qkv(
         pool = pool_shape(k, POOL_LAYOUTS[layout][0], "k_dst", operation)
         other_pool = pool_shape(v, POOL_LAYOUTS[layout][1], "v_dst", operation)
         detail = f"k_dst: {describe(k)}, v_dst: {describe(v)}"
-        for what, got, wanted in zip(("blocks", "block size", "heads", "head width"), other_pool, pool, strict=True):
-            checks.extent(got, wanted, f"the {what} of v_dst", operation, detail)
+        for what, got, expected in zip(("blocks", "block size", "heads", "head width"), other_pool, pool, strict=True):
+            checks.extent(got, expected, f"the {what} of v_dst", operation, detail)
         heads, capacity, width, other = pool.heads, 0, pool.width, k.shape
-        place = Placement("slots", pool.page)
+        placement = Placement("slots", pool.page)
         checks.indices(slots, "slot_mapping", operation)
         checks.rank(slots, (1,), "slot_mapping", "(T,)", operation)
         checks.extent(slots.shape[0], qkv.shape[0], "the length of slot_mapping", operation, f"qkv: {describe(qkv)}")
@@ -524,9 +524,9 @@ def check_write_qkv(
     names = [n for n in arrays if n != "q"]
     names.insert(1, "q")
 
-    def bind(given: Sequence[ArrayView]) -> list[Launch]:
-        found = dict(zip(names, given, strict=True))
-        qkv, q, k, v = (found[n] for n in ("qkv", "q", "k_dst", "v_dst"))
+    def bind(views: Sequence[ArrayView]) -> list[Launch]:
+        named = dict(zip(names, views, strict=True))
+        qkv, q, k, v = (named[n] for n in ("qkv", "q", "k_dst", "v_dst"))
         step, of_k = qkv.strides[0], q_heads * width
         source = [Rows(qkv, token=step, head=width, first=n) for n in (0, of_k, of_k + heads * width)]
         if pool is None:
@@ -536,7 +536,7 @@ def check_write_qkv(
         params = (
             {"dst_limit": pool.slots} if pool else {"keep": max(0, tokens - (window or tokens)), "ring": window or 0}
         )
-        for i, scale in enumerate(found[n] for n in scales):
+        for i, scale in enumerate(named[n] for n in scales):
             where = scale_of_slots(scale) if pool else Scale(scale, head=scale.strides[0], token=scale.strides[1])
             targets[i] = targets[i]._replace(scale=where)
         streams = list(zip(source, [Rows(q, token=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True))
@@ -548,9 +548,9 @@ def check_write_qkv(
             tokens=tokens,
             width=width,
             transform=transform,
-            tables=found,
-            dst_place=place._replace(array=found.get("slot_mapping")),
-            positions=found.get("rope_positions") if rotates else None,
+            tables=named,
+            dst_place=placement._replace(array=named.get("slot_mapping")),
+            positions=named.get("rope_positions") if rotates else None,
             **params,
         )
         return [bound]
@@ -589,14 +589,14 @@ def check_norm_rope(
     names = [n for n in arrays if n != "q"]
     names.insert(1, "q")
 
-    def bind(given: Sequence[ArrayView]) -> list[Launch]:
-        found = dict(zip(names, given, strict=True))
-        x, q = found["x"], found["q"]
-        tables = dict(found)
+    def bind(views: Sequence[ArrayView]) -> list[Launch]:
+        named = dict(zip(names, views, strict=True))
+        x, q = named["x"], named["q"]
+        tables = dict(named)
         if weight == "k":
             tables.pop("q_weight", None)
-            if "k_weight" in found:
-                tables["q_weight"] = found["k_weight"]
+            if "k_weight" in named:
+                tables["q_weight"] = named["k_weight"]
         bound = _bind(
             live,
             operation,
@@ -611,7 +611,7 @@ def check_norm_rope(
             width=width,
             transform=transform,
             tables=tables,
-            positions=found.get("rope_positions") if rotates else None,
+            positions=named.get("rope_positions") if rotates else None,
         )
         return [bound]
 
@@ -654,18 +654,18 @@ def _scales(
     arrays: dict[str, ArrayView], k: ArrayView, pool: PoolShape | None, shape: tuple[int, int], operation: str
 ) -> list[str]:
     """The names of the scale arrays, checked; empty unless the destinations are int8."""
-    found: list[str] = [n for n in ("k_scale", "v_scale") if n in arrays]
+    scale_names: list[str] = [n for n in ("k_scale", "v_scale") if n in arrays]
     row = format_of(k.dtype)
     if row is None or not row.finds_scales:
-        if found:
+        if scale_names:
             raise DTypeError(
                 f"{operation}: k_dst is {describe(k)}; only int8 destinations have scales. Leave them out."
             )
         return []
-    if len(found) != 2:
-        wanted = "(H, capacity)" if pool is None else "(N, bs, H)"
-        raise ShapeError(f"{operation}: int8 destinations need both k_scale and v_scale, {wanted} each. Pass both.")
-    for name in found:
+    if len(scale_names) != 2:
+        axes = "(H, capacity)" if pool is None else "(N, bs, H)"
+        raise ShapeError(f"{operation}: int8 destinations need both k_scale and v_scale, {axes} each. Pass both.")
+    for name in scale_names:
         scale = arrays[name]
         checks.writable(scale, name, operation)
         if pool is not None:
@@ -679,4 +679,4 @@ def _scales(
         raise ShapeError(
             f"{operation}: k_scale and v_scale have different strides. Pass two arrays with the same memory layout."
         )
-    return found
+    return scale_names

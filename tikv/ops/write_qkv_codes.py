@@ -61,9 +61,9 @@ def write_codes(
             f"{operation}: position (with or without window) says where rows go in a cache, slot_mapping where "
             "they go in a pool. Pass one of the two."
         )
-    given = view(qkv, "qkv", operation)
-    checks.rank(given, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)
-    tokens = given.shape[0]
+    source = view(qkv, "qkv", operation)
+    checks.rank(source, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)
+    tokens = source.shape[0]
     index = None if slot_mapping is None else view_indices(slot_mapping, "slot_mapping", operation)
     if index is None:
         _, head = token_and_head_axes(layout, "layout", operation)
@@ -85,7 +85,7 @@ def write_codes(
     else:
         arrays += [index, *numbers]
         plan, entries = _into_pools(live, operation, arrays, layout, formats), NO_ENTRIES
-    named: list[tuple[str, ArrayView, bool]] = [("qkv", given, False)]
+    named: list[tuple[str, ArrayView, bool]] = [("qkv", source, False)]
     if out is not None:
         named.append(("out", view(out, "out", operation), True))
     checks.disjoint([*named, *((f"{n}'s codes", a, True) for n, a in zip(pair, codes, strict=True))], operation)
@@ -109,12 +109,12 @@ def _into_caches(
 ) -> tuple[CopyPlan, Any]:
     """The plan that quantises rows into contiguous caches, and its entries; everything is checked."""
     window = checks.integer_or_none(window, "window", operation)
-    found = view_all((*arrays, *numbers), (*_CONTIGUOUS, "k_scale", "v_scale"), operation)
-    key = (operation, "codes", found.key, window, layout, formats)
+    views = view_all((*arrays, *numbers), (*_CONTIGUOUS, "k_scale", "v_scale"), operation)
+    key = (operation, "codes", views.key, window, layout, formats)
     plan: CopyPlan | None = live.plans.get(key)
     if plan is None:
         options = CopyOptions(window, cache_layout=layout)
-        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, options, formats=formats))
+        plan = live.plans.keep(key, check_copy(live, operation, views, _CONTIGUOUS, options, formats=formats))
     return plan, plan.entries_at(position)
 
 
@@ -123,10 +123,10 @@ def _into_pools(
 ) -> WriteSlotsPlan:
     """The plan that quantises rows into pools; the slots are checked."""
     names = ("k", "k_dst", "v", "v_dst", "slot_mapping", "k_scale", "v_scale")
-    found = view_all(tuple(arrays), names, operation)
-    key = (operation, "codes", found.key, layout, formats)
+    views = view_all(tuple(arrays), names, operation)
+    key = (operation, "codes", views.key, layout, formats)
     plan: WriteSlotsPlan | None = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, formats))
+        plan = live.plans.keep(key, check_write_slots(live, operation, views, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
     return plan

@@ -164,8 +164,8 @@ def channel_plan(
     if keys.table is not None or values.ring or values.span is not None or asked.softcap is not None:
         return None  # with a soft cap LLVM makes two functions of the kernel
     key = plan_key(operation, arrays, ("by channel", *asked, keys.format, values.rows.format, *values[1:]))
-    found = live.plans.get(key)
-    if found is None:
+    entry = live.plans.get(key)
+    if entry is None:
         codes, numbers = keys.codes.strides, keys.numbers.strides
         scale = Scale(keys.numbers, sequence=numbers[0], head=numbers[1], token=numbers[2])
         cache = CacheLayout(
@@ -174,7 +174,7 @@ def channel_plan(
             heads=keys.heads,
             width=keys.width,
             width_v=values.width,
-            place="linear",
+            kind="linear",
             capacity=values.tokens,
             by_channel=True,
         )
@@ -182,8 +182,8 @@ def channel_plan(
         plan, query = None, query_shape(arrays["q"], "q", operation)
         if is_served(Form(live, arrays, query, cache, options)):
             plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
-        found = live.plans.keep(key, (plan,))
-    known: AttentionPlan | None = found[0]
+        entry = live.plans.keep(key, (plan,))
+    known: AttentionPlan | None = entry[0]
     return known
 
 
@@ -199,7 +199,7 @@ def scored_plan(
         asked: what turns products into scores.
     """
     key = plan_key(operation, arrays, ("scored", *asked, values.rows.format, *values[1:]))
-    plan = live.plans.get(key)
+    plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:
         scores = arrays["k"]
         sequence, head, row, _ = scores.strides
@@ -209,7 +209,7 @@ def scored_plan(
             heads=scores.shape[1],
             width=arrays["q"].shape[3],
             width_v=values.width,
-            place="table" if values.page else "ring" if values.ring else "linear",
+            kind="table" if values.page else "ring" if values.ring else "linear",
             capacity=values.tokens,
             page=values.page,
             blocks=values.blocks,
@@ -218,5 +218,4 @@ def scored_plan(
         )
         options = AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options))
-    found: AttentionPlan = plan
-    return found
+    return plan

@@ -202,19 +202,19 @@ def contiguous_call(
     request = request.checked(operation)
     k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats, starts = caches
     live = runtime_of(q, k_cache)
-    length, given, of_groups = 0, {"q": q}, NO_ARRAYS
+    length, arguments, of_groups = 0, {"q": q}, NO_ARRAYS
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
         codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
         of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
         head_dim_v = None
     else:
-        given |= {"k": k_cache, "v": v_cache}
+        arguments |= {"k": k_cache, "v": v_cache}
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
     else:
-        given["lens"] = seq_lens = index_array(seq_lens, "seq_lens", operation)
-    arrays = views_of(operation, given, NAMES, head_dim_v)
+        arguments["lens"] = seq_lens = index_array(seq_lens, "seq_lens", operation)
+    arrays = views_of(operation, arguments, NAMES, head_dim_v)
     arrays |= of_groups
     if v_cache is None and v_scale is None:
         v_scale = k_scale
@@ -290,7 +290,7 @@ def contiguous_cache(
         heads=k.shape[1],
         width=of_k.columns(k.shape[3]) if of_k else k.shape[3],
         width_v=of_v.columns(v.shape[3]) if of_v else v.shape[3],
-        place="ring" if ring else "linear",
+        kind="ring" if ring else "linear",
         capacity=k.shape[2],
         sinks=sinks,
         ring=ring,

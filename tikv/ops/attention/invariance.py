@@ -85,7 +85,7 @@ def fixed_splits(
     splits = -(-longest // keys)
     if selects:
         pass
-    elif cache.place == "ring":
+    elif cache.kind == "ring":
         if longest >= cache.capacity:  # the ring is full, or may be: its slots do not grow with positions
             splits = -(-cache.ring // keys) + 1 + -(-cache.sinks // keys)
     elif span is not None:
@@ -97,5 +97,5 @@ def queries_of_launch(live: runtime.Runtime, query: QueryShape, splits: int, wid
     """How many queries one launch takes, as its parts are kept until they are merged; all queries if `whole`."""
     if not live.invariant or whole or splits == 1:
         return query.queries
-    found = max(1, MOST_PARTS // max(1, query.batch * query.heads * splits * width_v))
-    return min(query.queries, found if found < 16 else found // 16 * 16)
+    most = max(1, MOST_PARTS // max(1, query.batch * query.heads * splits * width_v))
+    return min(query.queries, most if most < 16 else most // 16 * 16)

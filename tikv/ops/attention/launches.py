@@ -14,13 +14,13 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
 from tikv.launch.cuda import driver
 from tikv.ops import checks
-from tikv.ops.attention.chosen import indices_by_head
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
+from tikv.ops.attention.selected import indices_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
-from tikv.ops.turned import turn_launch
+from tikv.ops.rotate_queries import rotation_launch
 
 if TYPE_CHECKING:
     from tikv.ops.attention.families.family import Family
@@ -34,7 +34,7 @@ def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: i
 
     They include how far the queries are ahead of the keys.
     """
-    if cache.place == "ring" and length >= 2**30:
+    if cache.kind == "ring" and length >= 2**30:
         enough = cache.sinks + 2 * cache.ring + queries
         short = enough + (length - enough) % cache.ring
         length, first_valid = short, max(0, first_valid - (length - short))
@@ -47,17 +47,17 @@ def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
     A captured CUDA graph keeps using the memory of its capture, so old memory is kept if there may be such a graph: a
     captured launch is on a stream of its own.
     """
-    kept = live.scratch
-    if not kept or kept[-1].nbytes < nbytes:
-        if kept and not live.side_streams:
+    scratch = live.scratch
+    if not scratch or scratch[-1].nbytes < nbytes:
+        if scratch and not live.side_streams:
             live.synchronize()
-            kept.clear()
+            scratch.clear()
         capturing = live.is_cuda and driver.capturing(live.index)
         make = Memory if capturing else lasting_memory  # memory made during a capture belongs to the graph anyway
-        least = 2 * kept[-1].nbytes if kept and kept[-1].nbytes < MOST_DOUBLED else LEAST_SCRATCH
-        kept.append(make(max(nbytes, least), live))
-    found: Memory = kept[-1]
-    return found
+        least = 2 * scratch[-1].nbytes if scratch and scratch[-1].nbytes < MOST_DOUBLED else LEAST_SCRATCH
+        scratch.append(make(max(nbytes, least), live))
+    newest: Memory = scratch[-1]
+    return newest
 
 
 class AttendedTokens(NamedTuple):
@@ -173,16 +173,16 @@ class AttentionLaunches(Plan):
         if memory is not self.memory:
             self.memory, self.launches, self.first_valid = memory, None, 0
 
-    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+    def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays; lengths that the host knows are set in each run."""
-        arrays = dict(zip(self.names, given, strict=True))
+        arrays = dict(zip(self.names, views, strict=True))
         live, cache, memory = self.live, self.cache, self.memory
         assert memory is not None
         family, launches = self.family, list[Launch]()
         if self._seed is not None:
             q = arrays["q"]
             arrays["q"] = memory.array(q.shape, q.dtype, self.scratch.rotated)
-            launches.append(turn_launch(live, self.operation, q, arrays["q"], self._seed))
+            launches.append(rotation_launch(live, self.operation, q, arrays["q"], self._seed))
         style, split, query = live.kernel_style, self.splits > 1, self.query
         unused = memory.array((1,), dtypes.float32)
         to, bits = arrays.get("out", arrays["q"]), family.word_bits
@@ -302,7 +302,7 @@ class AttentionLaunches(Plan):
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
         scales = [cache.scales[0].array.dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
         return Choices(
-            place=cache.place,
+            place=cache.kind,
             page=cache.page,
             sinks=cache.sinks > 0,
             cache=cache.k.storage,
@@ -340,19 +340,19 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.parameters import AttentionStrides
 
         to, lens, table = arrays.get("out", arrays["q"]), arrays.get("lens"), arrays.get("table")
-        found: list[int] = [*query_shape(arrays["q"], "q", self.operation).strides, _first(arrays["q"])]
-        found += [*query_shape(to, "out", self.operation).strides, _first(to)]
-        found += self._lse_strides(arrays.get("lse"))
+        strides: list[int] = [*query_shape(arrays["q"], "q", self.operation).strides, _first(arrays["q"])]
+        strides += [*query_shape(to, "out", self.operation).strides, _first(to)]
+        strides += self._lse_strides(arrays.get("lse"))
         both = (self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])
         for (rows, a), of in zip(both, self.family.word_bits, strict=True):
             unit = of // (a.dtype.itemsize * 8)
-            found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
-            found.append(a.offset * 8 // of)
-        found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
+            strides += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
+            strides.append(a.offset * 8 // of)
+        strides += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
         of_sequence = 2 if self.cache.starts else 1
-        found += [lens.strides[0] * of_sequence if lens is not None else 0, _first(lens)]
-        found += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
-        return AttentionStrides(*found)
+        strides += [lens.strides[0] * of_sequence if lens is not None else 0, _first(lens)]
+        strides += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
+        return AttentionStrides(*strides)
 
     def _lse_strides(self, lse: ArrayView | None) -> tuple[int, int, int]:
         """The strides of a sequence, a head and a query, in the given array or in scratch memory."""
@@ -373,7 +373,7 @@ class AttentionLaunches(Plan):
             heads=cache.heads,
             queries=query.queries,
             row_blocks=row_blocks,
-            capacity=cache.capacity if cache.place != "table" or cache.blocks else 0,
+            capacity=cache.capacity if cache.kind != "table" or cache.blocks else 0,
             sinks=cache.sinks,
             window=MAX_TOKENS if options.span is None else min(options.span, MAX_TOKENS),
             ring=cache.ring,

@@ -87,8 +87,8 @@ class Timings(NamedTuple):
 
 def path() -> pathlib.Path:
     """The file's path: the one that TIKV_ATTENTION_TABLE names, or one in the user's cache folder."""
-    if given := os.environ.get(VARIABLE):
-        return pathlib.Path(given)
+    if named := os.environ.get(VARIABLE):
+        return pathlib.Path(named)
     if sys.platform == "darwin":
         folder = pathlib.Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -107,47 +107,47 @@ def device_of(arch: str) -> str:
 
 def timings(live: runtime.Runtime) -> Timings | None:
     """The timings of the live runtime's device with the installed version of torch; or None."""
-    return _found(path(), device_of(live.arch))[0]
+    return _timings_and_why(path(), device_of(live.arch))[0]
 
 
 def why(live: runtime.Runtime) -> str:
     """Where the timings come from, or why nothing was measured, as text for people."""
-    return _found(path(), device_of(live.arch))[1]
+    return _timings_and_why(path(), device_of(live.arch))[1]
 
 
 @functools.cache
-def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
+def _timings_and_why(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
     default = "tikv's own defaults: "
     if str(file) == OFF:
         return None, f"{default}{VARIABLE}={OFF}"
     try:
-        found = _read(file).get(device)
+        times = _read(file).get(device)
     except FileNotFoundError:
         return None, f"{default}nothing was measured here; run `tikv bench --attention` to measure"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{default}{str(file)!r} cannot be read ({error!r}); `tikv bench --attention` replaces it"
         runtime.log.warning("impl='auto' chooses attention by %s", why)
         return None, why
-    if found is None:
+    if times is None:
         return None, f"{default}nothing was measured on this device; run `tikv bench --attention` to measure"
-    if found.torch != (installed := runtime.version_of("torch")):
+    if times.torch != (installed := runtime.version_of("torch")):
         now = "no torch" if installed is None else f"torch {installed}"
-        why = f"{str(file)!r} was measured with torch {found.torch}, and {now} is installed"
+        why = f"{str(file)!r} was measured with torch {times.torch}, and {now} is installed"
         return None, f"{default}{why}; run `tikv bench --attention` to measure again"
-    return found, f"measured on {found.day}, in {str(file)!r}"
+    return times, f"measured on {times.day}, in {str(file)!r}"
 
 
 def _read(file: pathlib.Path) -> dict[str, Timings]:
-    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if told["form"] != FORM:
-        raise ValueError(f"it has form {told['form']}, and this version of tikv reads form {FORM}")
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if table["form"] != FORM:
+        raise ValueError(f"it has form {table['form']}, and this version of tikv reads form {FORM}")
     return {
-        device: Timings(found["day"], found["torch"], tuple(Timing(**row) for row in found["rows"]))
-        for device, found in told["devices"].items()
+        device: Timings(record["day"], record["torch"], tuple(Timing(**row) for row in record["rows"]))
+        for device, record in table["devices"].items()
     }
 
 
-def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
+def write(live: runtime.Runtime, times: Timings) -> pathlib.Path:
     """Write the timings of the live runtime's device into the file; those of other devices stay.
 
     Raises:
@@ -163,16 +163,16 @@ def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
         devices = _read(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         devices = {}  # there is no file, or it cannot be read, which `report` has said
-    devices[device_of(live.arch)] = found
-    told = {name: timed.as_dict() for name, timed in devices.items()}
+    devices[device_of(live.arch)] = times
+    records = {name: timed.as_dict() for name, timed in devices.items()}
     beside = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"form": FORM, "devices": told}, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps({"form": FORM, "devices": records}, indent=1) + "\n", encoding="utf-8")
         beside.replace(file)
     except OSError as error:
         raise TikvError(
             f"bench: {str(file)!r} cannot be written ({error}). Set {VARIABLE} to the name of another file."
         ) from None
-    _found.cache_clear()
+    _timings_and_why.cache_clear()
     return file

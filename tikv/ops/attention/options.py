@@ -32,7 +32,7 @@ class CacheLayout(NamedTuple):
     heads: int
     width: int
     width_v: int
-    place: str  # "linear", "ring" or "table"
+    kind: str  # "linear", "ring" or "table"
     capacity: int  # the greatest length: slots, or tokens that the table can name
     page: int = 0
     blocks: int = 0
@@ -57,8 +57,8 @@ class CacheLayout(NamedTuple):
     @property
     def scale_strides(self) -> tuple[int, int, int, int]:
         """The steps, in entries, between the scales of sequences, blocks, tokens and heads; V's if it has scales."""
-        found = self.v.scale or self.k.scale
-        return (found.sequence, found.block, found.token, found.head) if found else (0, 0, 0, 0)
+        scale = self.v.scale or self.k.scale
+        return (scale.sequence, scale.block, scale.token, scale.head) if scale else (0, 0, 0, 0)
 
 
 class AttentionOptions(NamedTuple):
@@ -160,14 +160,14 @@ def check_form(
             )
     if options.mass and cache.k.format is not None:
         raise no_mass_of(cache.k.format, operation)
-    for scale in [found.array for found in cache.scales]:
+    for scale in [s.array for s in cache.scales]:
         if scale.dtype not in READ_SCALES:
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales must be float16 or float32.")
         checks.same_dtype(cache.scales[0].array, scale, "k_scale", "v_scale", operation)
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     if cache.heads == 0 or query.heads % cache.heads:
-        order = " Heads come before tokens, in q and in caches." * (cache.place != "table")
+        order = " Heads come before tokens, in q and in caches." * (cache.kind != "table")
         raise ShapeError(
             f"{operation}: {query.heads} query heads do not divide among {cache.heads} KV heads (q: {describe(q)}, K: "
             f"{describe(k)}). Use a multiple of {cache.heads}.{order}"
@@ -177,15 +177,15 @@ def check_form(
             raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
     for name, value in (("scale", options.scale), ("softcap", options.softcap)):
         if value is not None and not (math.isfinite(value) and (name == "scale" or value > 0)):
-            wanted = "finite" if name == "scale" else "positive"
-            raise OptionError(f"{operation}: {name}={value} is not a {wanted} number.")
+            needed = "finite" if name == "scale" else "positive"
+            raise OptionError(f"{operation}: {name}={value} is not a {needed} number.")
     if options.splits is not None:
         checks.integer(options.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
     if "lens" in arrays:
         checks.indices(arrays["lens"], "lengths", operation)
         checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) per KV head", operation)
-        given = batch * (2 if cache.starts else 1)
-        checks.extent(arrays["lens"].shape[0], given, "the number of lengths", operation, f"K: {describe(k)}")
+        count = batch * (2 if cache.starts else 1)
+        checks.extent(arrays["lens"].shape[0], count, "the number of lengths", operation, f"K: {describe(k)}")
         if lens_by_head(arrays):
             checks.extent(
                 arrays["lens"].shape[1], cache.heads, "the heads of the lengths", operation, f"K: {describe(k)}"
@@ -211,9 +211,9 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
         CapacityError, PositionError: it is not.
     """
     if length > limit:
-        holds = f"the table names {cache.capacity} slots" if cache.place == "table" else f"capacity={cache.capacity}"
-        error = PositionError if cache.place == "table" else CapacityError
-        ring = ", or ring=True" if cache.place != "table" and not operation.startswith("KVCacheStore.") else ""
+        holds = f"the table names {cache.capacity} slots" if cache.kind == "table" else f"capacity={cache.capacity}"
+        error = PositionError if cache.kind == "table" else CapacityError
+        ring = ", or ring=True" if cache.kind != "table" and not operation.startswith("KVCacheStore.") else ""
         raise error(f"{operation}: {what} is {length}, but {holds}. Use lengths of at most {limit}{ring}.")
     if length < 0 or 0 < length < queries:
         raise PositionError(
@@ -248,22 +248,22 @@ def check_table(
 
 
 def views_of(
-    operation: str, given: dict[str, Any], names: Mapping[str, str], head_dim_v: Any = None
+    operation: str, arrays: dict[str, Any], names: Mapping[str, str], head_dim_v: Any = None
 ) -> dict[str, ArrayView]:
     """Views of q and the other given arrays, by role; `names` gives the parameter of each role.
 
     Raises:
         ShapeError: as in `values_of`, if V is None.
     """
-    q = given["q"]
-    if head_dim_v is None and given.get("v", q) is not None:
+    q = arrays["q"]
+    if head_dim_v is None and arrays.get("v", q) is not None:
         if type(q) is ArrayView:  # it is a store's, and need not be remembered
-            return {role: view(array, names[role], operation) for role, array in given.items()}
-        views = view_all(tuple(given.values()), [names[role] for role in given], operation)
-        return dict(zip(given, views, strict=True))
-    found = {role: view(array, names[role], operation) for role, array in given.items() if role != "v"}
-    found["v"] = values_of(found["k"], given["v"], head_dim_v, names["v"], operation)
-    return {role: found[role] for role in given}
+            return {role: view(array, names[role], operation) for role, array in arrays.items()}
+        views = view_all(tuple(arrays.values()), [names[role] for role in arrays], operation)
+        return dict(zip(arrays, views, strict=True))
+    by_role = {role: view(array, names[role], operation) for role, array in arrays.items() if role != "v"}
+    by_role["v"] = values_of(by_role["k"], arrays["v"], head_dim_v, names["v"], operation)
+    return {role: by_role[role] for role in arrays}
 
 
 def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
@@ -275,13 +275,13 @@ def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) 
     if head_dim_v is not None:
         head_dim_v = checks.integer(head_dim_v, "head_dim_v", operation, low=1)
     if v is not None:
-        found = view(v, name, operation)
-        if head_dim_v not in (None, found.shape[-1]):
+        values = view(v, name, operation)
+        if head_dim_v not in (None, values.shape[-1]):
             raise ShapeError(
-                f"{operation}: both {name}, {describe(found)}, and head_dim_v={head_dim_v} are given. Leave "
+                f"{operation}: both {name}, {describe(values)}, and head_dim_v={head_dim_v} are given. Leave "
                 f"head_dim_v out, or pass {name}=None for values that are the first columns of the keys."
             )
-        return found
+        return values
     if head_dim_v is None:
         raise ShapeError(f"{operation}: {name} is None. Say how many columns of the keys are the values: head_dim_v=.")
     if not k.shape or head_dim_v > k.shape[-1]:
@@ -313,10 +313,10 @@ def add_scales(
 
 def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
     """The scales of K and V, if there are any; both have the same strides."""
-    found = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
-    if len(found) < 2:
-        return found
-    a, b = found
+    scales = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
+    if len(scales) < 2:
+        return scales
+    a, b = scales
     if a.strides != b.strides and a.shape == b.shape:
         raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
     return a, b

@@ -107,8 +107,8 @@ def paged_decode_attention(
     )  # fmt: skip
     pools = PagedCaches(k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v)
     call = paged_call(operation, q, pools, request)
-    found = call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
-    return refuse_backward(found, q, k_pool, v_pool)
+    result = call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
+    return refuse_backward(result, q, k_pool, v_pool)
 
 
 # The parameters, by the array that attention reads.
@@ -143,7 +143,7 @@ def paged_call(
     request = request.checked(operation)
     k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
     live = runtime_of(q, k_pool)
-    length, given, of_groups = 0, {"q": q}, NO_ARRAYS
+    length, arguments, of_groups = 0, {"q": q}, NO_ARRAYS
     block_tables = index_array(block_tables, "block_tables", operation)
     if v_pool is None and layout == "VLLM":
         raise OptionError(
@@ -156,13 +156,13 @@ def paged_call(
         of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
         head_dim_v = None
     else:
-        given |= {"k": k_pool, "v": v_pool}
-    given["table"] = block_tables
+        arguments |= {"k": k_pool, "v": v_pool}
+    arguments["table"] = block_tables
     if isinstance(context_lens, INTEGERS):
         length = checks.integer(context_lens, "context_lens", operation)
     else:
-        given["lens"] = context_lens = index_array(context_lens, "context_lens", operation)
-    arrays = views_of(operation, given, NAMES, head_dim_v)
+        arguments["lens"] = context_lens = index_array(context_lens, "context_lens", operation)
+    arrays = views_of(operation, arguments, NAMES, head_dim_v)
     arrays |= of_groups
     if v_pool is None and v_scale is None:
         v_scale = k_scale
@@ -281,7 +281,7 @@ def _pool_layout(
         heads=heads,
         width=shape.width,
         width_v=shapes[1].width,
-        place="table",
+        kind="table",
         capacity=table_blocks * shape.page,
         page=shape.page,
         blocks=shape.blocks,

@@ -14,7 +14,6 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.chosen import check_chosen, check_indices
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
@@ -27,6 +26,7 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
+from tikv.ops.attention.selected import check_indices, check_selected
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, most_keys
 from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
@@ -66,7 +66,7 @@ class ReadyAttention(NamedTuple):
     start: Callable[[], None] | None = None  # None if there is nothing to compute
     launches: AttentionLaunches | None = None
     arrays: Mapping[str, ArrayView] = MappingProxyType({})
-    given: Any = None  # the caller's array for the log-sum-exp, if there is one
+    lse: Any = None  # the caller's array for the log-sum-exp, if there is one
     owners: tuple[Any, ...] = ()  # objects that own the memory, which views do not keep alive
 
     def prepared(self, *owners: Any) -> ReadyAttention:
@@ -79,14 +79,14 @@ class ReadyAttention(NamedTuple):
         """Attend, and return the result or results."""
         if self.start is not None:
             self.start()
-        return _handed_over(self.results, self.given)
+        return _handed_over(self.results, self.lse)
 
 
-def _handed_over(results: tuple[Any, ...], given: Any) -> Any:
+def _handed_over(results: tuple[Any, ...], lse: Any) -> Any:
     """What the caller gets: one result or several, one of which may be an array that it gave."""
     if len(results) == 1:
         return handed_over(results[0])
-    return tuple([a if a is given else handed_over(a) for a in results])
+    return tuple([a if a is lse else handed_over(a) for a in results])
 
 
 class AttentionPlan(Plan):
@@ -133,7 +133,7 @@ class AttentionPlan(Plan):
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
         self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
         self.by_head = lens_by_head(arrays)
-        self.limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity  # the greatest length
+        self.limit = checks.MAX_POSITION if cache.kind == "ring" else cache.capacity  # the greatest length
         self.needed = self.query.queries if options.causal and not options.short else 0  # the least length, if not 0
 
     def attend(
@@ -154,31 +154,32 @@ class AttentionPlan(Plan):
             impl: one of `IMPLEMENTATIONS`.
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
-        found = self._add_results(like, arrays, results)
+        outputs = self._add_results(like, arrays, results)
         if impl != "taichi" and self._torch_serves(arrays, lengths, tokens, results.return_lse, impl):
             if not self.by_torch.attend(self.operation, arrays, lengths.longest, tokens.first_valid):
                 self._launches(arrays, lengths).attend(arrays, tokens)
         elif not self.empty:
             self._launches(arrays, lengths).attend(arrays, tokens)
-        return _handed_over(found, results.lse)
+        return _handed_over(outputs, results.lse)
 
     def ready(
         self, like: Any, arrays: dict[str, ArrayView], tokens: AttendedTokens = ALL, results: Results = NEW
     ) -> ReadyAttention:
         """`attend` with tikv's kernels, without the launches: values are checked and results are allocated."""
         lengths, tokens = self._checked_tokens(arrays, tokens)
-        found = self._add_results(like, arrays, results)
+        outputs = self._add_results(like, arrays, results)
         if self.empty:
-            return ReadyAttention(found, given=results.lse)
+            return ReadyAttention(outputs, lse=results.lse)
         launches = self._launches(arrays, lengths)
-        return ReadyAttention(found, functools.partial(launches.attend, arrays, tokens), launches, arrays, results.lse)
+        start = functools.partial(launches.attend, arrays, tokens)
+        return ReadyAttention(outputs, start, launches, arrays, results.lse)
 
     def _checked_tokens(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> tuple[Lengths, AttendedTokens]:
         """The most keys that a query may have, and the tokens in the kernels' form; their values are checked."""
         if "parents" in arrays:
             check_parents(self.operation, arrays["parents"], self.live)
         if tokens.first_valid:  # reduced to 32 bits together with a length on the host
-            high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
+            high = 2**31 - 1 if "lens" in arrays or self.cache.kind != "ring" else checks.MAX_POSITION
             tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
         return self._lengths(arrays, tokens.length, tokens.ahead), tokens
 
@@ -187,28 +188,28 @@ class AttentionPlan(Plan):
         live, operation, (out, return_lse, lse, is_partial, is_new, lead, as_read) = self.live, self.operation, results
         shape, lse_shape = (self.shape, self.lse_shape) if as_read is None else ((*lead, self.shape[-1]), lead)
         if out is None:
-            found = new_like(like, shape, arrays["q"].dtype, live)
-            to = view_of_new(found, "out", operation)
+            output = new_like(like, shape, arrays["q"].dtype, live)
+            to = view_of_new(output, "out", operation)
         else:
-            found, to = out, view_without_owner(out, "out", operation)
+            output, to = out, view_without_owner(out, "out", operation)
             if not is_new:
                 self._check_out(arrays, to, shape, is_partial)
         arrays["out"] = to if as_read is None else as_read(to)
         if not return_lse and not self.options.mass:
-            return (found,)
-        wanted = [found]
+            return (output,)
+        outputs = [output]
         if return_lse:
             if lse is None:
-                wanted.append(new_like(like, lse_shape, dtypes.float32, live))
-                to = view_of_new(wanted[-1], "lse", operation)
+                outputs.append(new_like(like, lse_shape, dtypes.float32, live))
+                to = view_of_new(outputs[-1], "lse", operation)
                 arrays["lse"] = to if as_read is None else as_read(to)
             else:
-                wanted.append(lse)
+                outputs.append(lse)
                 arrays["lse"] = view_without_owner(lse, "lse", operation)
         if self.options.mass:
-            wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
-            arrays["mass"] = view_of_new(wanted[-1], "mass", operation)
-        return tuple(wanted)
+            outputs.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
+            arrays["mass"] = view_of_new(outputs[-1], "mass", operation)
+        return tuple(outputs)
 
     def _check_out(
         self, arrays: dict[str, ArrayView], out: ArrayView, shape: tuple[int, ...], is_partial: bool
@@ -303,11 +304,11 @@ class AttentionPlan(Plan):
         return checks.integer(value, "first_valid", self.operation, high=high)
 
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
-        """Check lengths that the host knows, and chosen tokens; return the most keys that a query may have."""
+        """Check lengths that the host knows, and selected tokens; return the most keys that a query may have."""
         lengths = Lengths(self.cache.capacity) if self.device_only else self._known_lengths(arrays, length, ahead)
         if not self.family.selects:
             return lengths
-        check_chosen(self.operation, arrays, self.cache, length, self.live)
+        check_selected(self.operation, arrays, self.cache, length, self.live)
         return Lengths(arrays["indices"].shape[-1])
 
     def _known_lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int) -> Lengths:
@@ -354,11 +355,11 @@ class AttentionPlan(Plan):
         self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
     ) -> tuple[tuple[int, ...], Entries]:
         """Check lengths and blocks that the host knows; how the keys are split selects the launches."""
-        found = {FOLLOWED[name]: a for name, a in arrays.items() if name in FOLLOWED}
+        followed = {FOLLOWED[name]: a for name, a in arrays.items() if name in FOLLOWED}
         length = numbers.get("seq_lens", numbers.get("context_lens", 0))
         oldest = self._first_valid(numbers.get("first_valid", 0), 2**31 - 1)
-        on_host = "lens" not in found or oldest > 0
-        choice = (*self._shares(self._lengths(found, length)), on_host)
+        on_host = "lens" not in followed or oldest > 0
+        choice = (*self._shares(self._lengths(followed, length)), on_host)
         newer = self.options.newer
         return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
 
@@ -398,13 +399,13 @@ class AttentionCall(NamedTuple):
 
     def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
         """`attend` without the launches: every step that can fail is done, and `run` of the result computes."""
-        found = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
-        return found.prepared(like, results, *self.owners)
+        ready = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
+        return ready.prepared(like, results, *self.owners)
 
     def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
         """`weigh` in the same way."""
-        found = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
-        return found.prepared(lse, mass, *self.owners)
+        ready = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
+        return ready.prepared(lse, mass, *self.owners)
 
     def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
         """`AttentionPlan.weigh` over these arrays."""

@@ -68,7 +68,7 @@ class AttendRequest(NamedTuple):
         types = tuple(map(type, self[:CHOICES]))
         if types in _checked_types:
             return self
-        found = self._replace(
+        converted = self._replace(
             layout=checks.name(self.layout, "layout", operation, checks.LAYOUTS),
             scale=real(self.scale, "scale", operation),
             softcap=real(self.softcap, "softcap", operation),
@@ -83,8 +83,8 @@ class AttendRequest(NamedTuple):
             lse_base2=checks.flag(self.lse_base2, "lse_base2", operation),
             shared_prefix=checks.name(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX),
         )
-        _checked_types.keep(tuple(map(type, found.choices)), True)
-        return found
+        _checked_types.keep(tuple(map(type, converted.choices)), True)
+        return converted
 
     @property
     def terms(self) -> Terms:
@@ -127,8 +127,8 @@ class AttendRequest(NamedTuple):
                 or a tree, of some of the queries with indices, or of `keys` in groups of codes.
         """
         return_mass: bool = self.return_mass
-        wanted: int | None = self.mass_queries
-        if wanted is None and not return_mass:
+        queries: int | None = self.mass_queries
+        if queries is None and not return_mass:
             return 0
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
         if return_mass and keys is not None:
@@ -137,13 +137,13 @@ class AttendRequest(NamedTuple):
             raise OptionError(f"{operation}: return_mass cannot be combined with {uncounted[0]}. Pass one of the two.")
         if not return_mass:
             raise OptionError(
-                f"{operation}: mass_queries={wanted} needs return_mass=True. Pass it too, or leave mass_queries out."
+                f"{operation}: mass_queries={queries} needs return_mass=True. Pass it too, or leave mass_queries out."
             )
-        if wanted is not None:
-            wanted = checks.integer(wanted, "mass_queries", operation, low=1)
+        if queries is not None:
+            queries = checks.integer(queries, "mass_queries", operation, low=1)
             if self.indices is not None:
                 raise OptionError(
-                    f"{operation}: mass_queries={wanted} cannot be combined with indices, which return the mass of "
+                    f"{operation}: mass_queries={queries} cannot be combined with indices, which return the mass of "
                     "each query. Leave mass_queries out, and take the last rows."
                 )
         if self.seq_lens is not None:
@@ -151,7 +151,7 @@ class AttendRequest(NamedTuple):
                 f"{operation}: return_mass cannot be combined with seq_lens: the mass covers the tokens that the "
                 "store counts. Leave one of them out."
             )
-        return wanted
+        return queries
 
     def refuse(self, operation: str, names: Iterable[str], why: str, remedy: str) -> None:
         """Refuse these options.

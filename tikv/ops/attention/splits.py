@@ -39,7 +39,7 @@ class Shares(NamedTuple):
 
 def most_keys(cache: CacheLayout, lengths: Lengths) -> int:
     """The most keys that a head may have."""
-    return min(lengths.longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+    return min(lengths.longest, cache.ring + cache.sinks if cache.kind == "ring" else cache.capacity)
 
 
 def choose_mass_splits(cache: CacheLayout, lengths: Lengths) -> int:
@@ -54,15 +54,15 @@ def whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
     This holds for any number of blocks that a multiprocessor may hold. 256 tasks in 5 splits keep 132 multiprocessors
     of 4 blocks busy for 2.4 waves of 3, and reach 0.81 of their speed; in 12 splits, for 5.8 of 6.
     """
-    found, best = least, 0.0
+    best, busiest = least, 0.0
     for splits in range(least, min(most, 4 * least) + 1):
         waves = [tasks * splits / (multiprocessors * n) for n in RESIDENT]
         busy = min(n / math.ceil(n) for n in waves)
         if busy >= BUSY:
             return splits
-        if busy > best:
-            found, best = splits, busy
-    return found
+        if busy > busiest:
+            best, busiest = splits, busy
+    return best
 
 
 @functools.cache
@@ -73,13 +73,13 @@ def fewest_splits(tasks: int, most: int, multiprocessors: int, resident: int, fi
     blocks than fit at once, the last wave must leave few places idle. On an H200, 256 tasks of 8,192 keys take 265 us
     in 1 split, and 281 in 3.
     """
-    found, best = 1, 0.0
+    best, busiest = 1, 0.0
     for splits in range(1, most + 1):
         blocks, room = tasks * splits, multiprocessors * resident
         waves = blocks / room
         busy = min(1.0, blocks / (filling * multiprocessors)) if waves <= 1 else waves / math.ceil(waves)
         if busy >= (FILLED if waves <= 1 else FEW_IDLE):
             return splits
-        if busy > best:
-            found, best = splits, busy
-    return found
+        if busy > busiest:
+            best, busiest = splits, busy
+    return best

@@ -27,21 +27,21 @@ class Terms(NamedTuple):
 
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask with 8 keys per byte."""
-        found: dict[str, ArrayView] = {}
+        views: dict[str, ArrayView] = {}
         if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
-            return found
+            return views
         for name, array in zip(self._fields, self, strict=True):
             if array is None or name in ("mask", "parents"):
                 continue
-            found[name] = (view_indices if name == "indices" else view)(array, name, operation)
+            views[name] = (view_indices if name == "indices" else view)(array, name, operation)
         if self.mask is not None and self.parents is not None:
             raise OptionError(f"{operation}: mask and parents say the same in two ways. Pass one of them.")
         if self.parents is not None:
-            found["parents"] = view_indices(self.parents, "parents", operation)
+            views["parents"] = view_indices(self.parents, "parents", operation)
         if self.mask is not None:
             name, array = _bytes_of(self.mask, operation)
-            found[name] = view(array, "mask", operation)
-        return found
+            views[name] = view(array, "mask", operation)
+        return views
 
 
 NO_TERMS = Terms()
@@ -87,8 +87,8 @@ def check_terms(
     """
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
-    if options.mass and (given := [name for name in UNCOUNTED if name in arrays]):
-        shown = given[0].removesuffix("_bits")
+    if options.mass and (uncounted := [name for name in UNCOUNTED if name in arrays]):
+        shown = uncounted[0].removesuffix("_bits")
         raise OptionError(f"{operation}: return_mass cannot be combined with {shown}. Pass one of the two.")
     name = tree_of(arrays)
     if not name:
@@ -106,7 +106,7 @@ def check_terms(
         raise OptionError(
             f"{operation}: a {name.removesuffix('_bits')} and causal=False both say what queries see. Pass one of them."
         )
-    if cache.place == "ring" and tokens > cache.ring:
+    if cache.kind == "ring" and tokens > cache.ring:
         raise CapacityError(
             f"{operation}: {tokens} new tokens do not fit the {cache.ring} slots of the ring, so some of the tree "
             f"would be overwritten. Use at most {cache.ring} new tokens."
@@ -167,15 +167,15 @@ def term_numbers(arrays: Mapping[str, ArrayView], tree: ArrayView | None, tokens
     from tikv.kernels.attention.parameters import AttentionTerms
 
     sinks, slopes = arrays.get("sink_logits"), arrays.get("alibi_slopes")
-    found: Any = AttentionTerms()
+    terms: Any = AttentionTerms()
     if sinks is not None:
-        found = found._replace(sink_head=sinks.strides[0], sink_first=sinks.offset // 4)
+        terms = terms._replace(sink_head=sinks.strides[0], sink_first=sinks.offset // 4)
     if slopes is not None:
         sequence = slopes.strides[0] if slopes.ndim == 2 else 0
-        found = found._replace(slope_sequence=sequence, slope_head=slopes.strides[-1], slope_first=slopes.offset // 4)
+        terms = terms._replace(slope_sequence=sequence, slope_head=slopes.strides[-1], slope_first=slopes.offset // 4)
     if tree is not None:
-        found = found._replace(tree_first=tree.offset // 4, tree_words=tree_words(tokens))
-    return found
+        terms = terms._replace(tree_first=tree.offset // 4, tree_words=tree_words(tokens))
+    return terms
 
 
 def tree_launch(live: runtime.Runtime, arrays: Mapping[str, ArrayView], words: ArrayView) -> Launch:

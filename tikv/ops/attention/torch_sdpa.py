@@ -30,7 +30,7 @@ def why_not_torch(
         return "torch is not installed"
     if live.is_spirv:
         return f"torch cannot share memory on {live.arch}"
-    if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
+    if cache.kind != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
     if options.newer or options.short:
         return "some queries see newer tokens, or come before the first token"
@@ -38,8 +38,8 @@ def why_not_torch(
         return "torch attends over all tokens, and indices choose some"
     if lens_by_head(arrays):
         return "KV heads have different lengths"
-    if given := [name for name in NAMES if name in arrays]:
-        return f"{given[0].removesuffix('_bits')} is not passed on to torch"
+    if terms := [name for name in NAMES if name in arrays]:
+        return f"{terms[0].removesuffix('_bits')} is not passed on to torch"
     if not q.dtype is k.dtype is v.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name} and V {v.dtype.name}; torch needs one dtype for all three"
     if len({a.device for a in (q, k, v)}) > 1:
@@ -58,9 +58,9 @@ def torch_is_faster(
     """
     if live.invariant:
         return False
-    found = measured.timings(live)
-    if found is not None and found.knows(kind, dtype.name):
-        least = found.least_queries(kind, dtype.name, head_dim)
+    timings = measured.timings(live)
+    if timings is not None and timings.knows(kind, dtype.name):
+        least = timings.least_queries(kind, dtype.name, head_dim)
         return least is not None and queries >= least
     if live.is_cpu:
         return queries >= LEAST_QUERIES.get(dtype, queries + 1)
@@ -81,15 +81,15 @@ def report(live: runtime.Runtime) -> str:
         return "tikv: the bits of torch's results depend on the batch, and tikv.init(invariant=True) is set"
     if live.is_spirv:
         return f"tikv: torch cannot share memory on {live.arch}"
-    found = measured.timings(live)
-    if found is not None:
-        chosen = found.choices()
+    timings = measured.timings(live)
+    if timings is not None:
+        choices = timings.choices()
     elif live.is_cpu:
         least = [f"{queries} queries of {dtype.name}" for dtype, queries in LEAST_QUERIES.items()]
-        chosen = f"torch from {' or '.join(least)}, otherwise tikv"
+        choices = f"torch from {' or '.join(least)}, otherwise tikv"
     else:
-        chosen = "torch where tensor cores are not used, otherwise tikv"
-    return f"{measured.why(live)}; {chosen}"
+        choices = "torch where tensor cores are not used, otherwise tikv"
+    return f"{measured.why(live)}; {choices}"
 
 
 class TorchAttention:
@@ -140,7 +140,7 @@ class TorchAttention:
             if low >= high:
                 to[:, :, first:end].zero_()
                 continue
-            found = torch.nn.functional.scaled_dot_product_attention(
+            result = torch.nn.functional.scaled_dot_product_attention(
                 queries[:, :, first:end],
                 k[:, :, low - oldest : high - oldest],
                 v[:, :, low - oldest : high - oldest],
@@ -148,8 +148,8 @@ class TorchAttention:
                 scale=options.scale,
                 enable_gqa=True,
             )
-            to[:, :, first:end].copy_(found)
-            if causal and not math.isfinite(found.sum(dtype=torch.float32)):
+            to[:, :, first:end].copy_(result)
+            if causal and not math.isfinite(result.sum(dtype=torch.float32)):
                 return False
         return True
 
@@ -185,7 +185,7 @@ class TorchAttention:
         sees = (key <= at) & (key > at - span) if slides else key <= at
         if not self.live.is_cpu:
             return sees
-        found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
-        if not slides and found.nbytes <= MOST_CACHED_BYTES:
-            self._cached_mask = found
-        return found[:, -keys:]
+        mask = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
+        if not slides and mask.nbytes <= MOST_CACHED_BYTES:
+            self._cached_mask = mask
+        return mask[:, -keys:]

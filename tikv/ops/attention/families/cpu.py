@@ -75,12 +75,12 @@ class Cpu(Family):
         if rows >= attend.NUMBER_ROWS or not cache.alike:
             return 1, near, side
         if by_head or cache.k.format is not None:  # heads of a task share one list of keys; codes need unpacking
-            if cache.place == "table" and not (cache.k.head or in_pieces):
+            if cache.kind == "table" and not (cache.k.head or in_pieces):
                 near, side = min(cache.page + cache.page % 2, near), attend.PREFETCH_PAGES  # a page has one head
             return 1, near, side
         if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
             side = attend.PREFETCH_TOKENS
-        elif cache.place == "table" and cache.k.head < cache.k.block:
+        elif cache.kind == "table" and cache.k.head < cache.k.block:
             near, side = min(cache.page + cache.page % 2, loops.CHUNK), attend.PREFETCH_PAGES
         else:
             return 1, near, side

@@ -85,7 +85,7 @@ class TensorRows(Tiles):
         cache = form.cache
         long = form.options.softcap is not None or cache.sinks > 0
         if form.live.invariant:
-            long = long or form.selects or cache.place == "ring" or cache.page % KEYS != 0
+            long = long or form.selects or cache.kind == "ring" or cache.page % KEYS != 0
             return attend.invariant_tile_of(cache.width, cache.width_v, form.rows, long)
         return attend.tile_of(max(cache.width, cache.width_v), form.rows, long=_is_long(form, long))
 
@@ -178,7 +178,7 @@ class TensorChannels(Tiles):
 
 def _is_long(form: Form, long: bool) -> bool:
     """Whether the code of a kernel is long, see `attend.tile_of`."""
-    return long if form.selects else form.query.queries > 1 and (long or form.cache.place == "table")
+    return long if form.selects else form.query.queries > 1 and (long or form.cache.kind == "table")
 
 
 def _why_not_scales(form: Form) -> str:
@@ -199,7 +199,7 @@ def _copies_tiles(form: Form) -> bool:
     """Whether warps copy tiles of a cache into shared memory: see `kernels.attention.sm80.copies`."""
     cache = form.cache
     storage, widths = cache.k.storage, (cache.width, cache.width_v)
-    if cache.place != "linear" or form.selects or not copies.blocks_of(storage, *widths):
+    if cache.kind != "linear" or form.selects or not copies.blocks_of(storage, *widths):
         return False
     numbers = copies.copied(storage, *widths).numbers
     return not launch.why_no_hopper(form.live) and form.scales_begin_at(min(copies.WORD, numbers))

@@ -1,4 +1,4 @@
-"""The array `indices`, by which a caller chooses the tokens that each query reads, and its checks."""
+"""The array `indices`, by which a caller selects the tokens that each query reads, and its checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_indices(
     checks.addressable(a, a.dtype.itemsize, live, "indices", operation)
 
 
-def check_chosen(
+def check_selected(
     operation: str, arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
 ) -> None:
     """Check that each index known to the host is -1 or a token of its sequence; in debug mode, also for duplicates.
@@ -59,7 +59,7 @@ def check_chosen(
         PositionError: an index is not, or a query has it twice.
         CapacityError: a ring's length is too large for its indices to be counted.
     """
-    if "lens" not in arrays and cache.place == "ring" and length >= MOST_RING_LENGTH:
+    if "lens" not in arrays and cache.kind == "ring" and length >= MOST_RING_LENGTH:
         raise CapacityError(
             f"{operation}: indices count from the first token, and length={length} is beyond {MOST_RING_LENGTH}. "
             "Pass lengths as an array."
@@ -97,5 +97,5 @@ def _ends(
         return np.array(length)
     lens = host_indices(arrays["lens"], live)
     if lens is None:
-        return np.array(2**62 if cache.place == "ring" else cache.capacity)
+        return np.array(2**62 if cache.kind == "ring" else cache.capacity)
     return lens.max(axis=1) if lens.ndim == 2 and not indices_by_head(arrays) else lens

@@ -13,7 +13,7 @@ from tikv.ops.plan import Launch
 SERIAL_NUMBERS = 1 << 14  # on CPU, below this the calling thread finishes before another one wakes
 
 
-def turn_launch(live: runtime.Runtime, operation: str, q: ArrayView, to: ArrayView, seed: int) -> Launch:
+def rotation_launch(live: runtime.Runtime, operation: str, q: ArrayView, to: ArrayView, seed: int) -> Launch:
     """The launch that rotates rows (B, H, D) or (B, H, T, D) of any strides into `to`, contiguous and of that shape.
 
     Raises:
@@ -25,7 +25,7 @@ def turn_launch(live: runtime.Runtime, operation: str, q: ArrayView, to: ArrayVi
     width, rows = q.shape[-1], math.prod(q.shape[:-1])
     items = rows if live.is_cpu else -(-rows * (width // HELD) // BLOCK) * BLOCK
     checks.countable(items, operation)
-    for name, a in (("q", q), ("q, turned", to)):
+    for name, a in (("q", q), ("q, rotated", to)):
         checks.addressable(a, a.dtype.itemsize, live, name, operation)
     serial = live.is_cpu and rows * width < SERIAL_NUMBERS
     n = block_of(width)
