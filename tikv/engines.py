@@ -130,7 +130,7 @@ class Engine:
         """A flat ndarray of `word` as a torch tensor over the same memory, on `mps_arch`."""
         raise NotImplementedError
 
-    def place(self, i: int) -> Any:
+    def argument_index(self, i: int) -> Any:
         """The index of argument `i` in a launch context. Entry `j` of a vector is (i, j) for every engine."""
         return (i,)
 
@@ -225,7 +225,7 @@ class _Quadrants(Engine):
     def compiled(self, program: Any, traced: Any) -> Any:
         return super().compiled(program, traced).compiled_kernel_data
 
-    def place(self, i: int) -> Any:
+    def argument_index(self, i: int) -> Any:
         return i
 
     def address_of(self, function: Any) -> int:

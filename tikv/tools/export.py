@@ -383,7 +383,7 @@ def _facts(each: launch.Recorded, made: ahead.Ahead, spirv: bytes) -> dict[str, 
         if word := kernel.words[i]:
             told |= {"array_of": word, "binding": bindings.get(i), "read": argument.read, "written": argument.written}
         else:
-            told |= {"numbers": "float32" if kernel.is_float[i] else "int32", "at": argument.places}
+            told |= {"numbers": "float32" if kernel.is_float[i] else "int32", "at": argument.offsets}
             told |= {"names": list(names[i])} if i in names else {}
         arguments.append(told)
     per_group = task["advisory_num_threads_per_group"]
