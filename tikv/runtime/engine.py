@@ -65,7 +65,7 @@ def selection(asked: str = "auto") -> tuple[Engine, str]:
         return engines.ALL[asked], "asked for"
     if by_environment != "auto":
         return engines.ALL[by_environment], "TIKV_ENGINE names it"
-    return engines.chosen_by_itself()
+    return engines.selected_by_itself()
 
 
 def load(asked: str = "auto") -> Any:
