@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 def show_info(arguments: argparse.Namespace) -> int:
     """`tikv info`."""
-    found = doctor.info()
+    info = doctor.info()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(info, indent=2))
         return 0
-    memory = found["memory_bytes"]
-    state = "running" if found["started"] else "would be started"
+    memory = info["memory_bytes"]
+    state = "running" if info["started"] else "would be started"
     rows = [
-        ("tikv", found["version"]),
-        ("python", f"{found['python']} on {found['platform']}"),
-        *((name, version or "not installed") for name, version in found["packages"].items()),
-        ("engine", f"{found['engine']} ({found['engine_why']})"),
+        ("tikv", info["version"]),
+        ("python", f"{info['python']} on {info['platform']}"),
+        *((name, version or "not installed") for name, version in info["packages"].items()),
+        ("engine", f"{info['engine']} ({info['engine_why']})"),
         (
             "arch",
-            f"{found['arch']} ({state}; auto tries {', '.join(found['arch_order'])}; {found['arch_why']})",
+            f"{info['arch']} ({state}; auto tries {', '.join(info['arch_order'])}; {info['arch_why']})",
         ),
-        ("device", found["device"]),
+        ("device", info["device"]),
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
-        ("launcher", f"{found['launcher']['launcher']} ({found['launcher']['why']})"),
-        ("subgroups", found["subgroups"]),
-        ("place='host'", found["place_host"]),
+        ("launcher", f"{info['launcher']['launcher']} ({info['launcher']['why']})"),
+        ("subgroups", info["subgroups"]),
+        ("place='host'", info["place_host"]),
     ]
     table.show("tikv info", ("what", "value"), rows)
     return 0
@@ -87,14 +87,14 @@ def show_checks(checks: Sequence[doctor.Check]) -> None:
         rows,
         {"PASS": "green", "FAIL": "red", "absent": "yellow"},
     )
-    told = [f"{c.arch}: {c.detail}.{' ' * bool(c.remedy)}{c.remedy}" for c in checks]
+    paragraphs = [f"{c.arch}: {c.detail}.{' ' * bool(c.remedy)}{c.remedy}" for c in checks]
     if any(c.first_calls for c in checks):
-        told.insert(
+        paragraphs.insert(
             0,
             "The first call of each kind compiles a kernel and keeps it on disk, where a later process finds it. Calls "
             "after the first take none of this time.",
         )
-    for text in told:
+    for text in paragraphs:
         width = min(80, table.line_width() or 80)
         print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False))
 
@@ -110,15 +110,15 @@ def write_report(archs: tuple[str, ...], path: str) -> int:
 
     target = replacing.target_of(path, "doctor", suffix="")
     with progress("tikv doctor", report.steps(archs)) as step:
-        found = report.report(archs, step=step)
-    text = json.dumps(found, indent=1) + "\n"
+        results = report.report(archs, step=step)
+    text = json.dumps(results, indent=1) + "\n"
     replacing.replace(target, text.encode(), "doctor", suffix="")
     header = ("arch", "check", "operations in each dtype", "benches")
-    table.show("tikv doctor: tested here, now", header, report.summary(found))
-    print(f"{'the report, up to where it was stopped,' if found['stopped'] else 'the report'} is in {target}")
-    if found["stopped"]:
+    table.show("tikv doctor: tested here, now", header, report.summary(results))
+    print(f"{'the report, up to where it was stopped,' if results['stopped'] else 'the report'} is in {target}")
+    if results["stopped"]:
         raise KeyboardInterrupt
-    return report.exit_status(found)
+    return report.exit_status(results)
 
 
 def show_variants(arguments: argparse.Namespace) -> int:
@@ -151,12 +151,12 @@ def show_support(arguments: argparse.Namespace) -> int:
 
     asked = asked_archs(arguments)
     archs = tuple(asked or runtime.ARCHS)
-    found: list[doctor.Trial] = []
+    trials: list[doctor.Trial] = []
     stopped = False
     with progress("tikv support", len(archs) * support.trials()) as step:
 
         def done(trial: doctor.Trial) -> None:
-            found.append(trial)
+            trials.append(trial)
             before = archs.index(trial.arch) * support.trials()
             step(f"{trial.arch} {trial.operation} {trial.dtype}", before + support.over_with(trial))
 
@@ -166,11 +166,11 @@ def show_support(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             stopped = True
     if arguments.json:
-        print(json.dumps([vars(trial) for trial in found], indent=2))
+        print(json.dumps([vars(trial) for trial in trials], indent=2))
     else:
         styles = {"tested": "green", "FAIL": "red", "not offered": "dim"}
         for arch in archs:
-            mine = {(trial.operation, trial.dtype): trial for trial in found if trial.arch == arch}
+            mine = {(trial.operation, trial.dtype): trial for trial in trials if trial.arch == arch}
             whole = mine.pop(("all", "all"), None)
             if whole is not None:
                 print(f"{arch}: {whole.status}: {whole.detail}\n")
@@ -182,13 +182,13 @@ def show_support(arguments: argparse.Namespace) -> int:
                 table.show(f"tikv support, {arch}: tested here, now", ("operation", *support.DTYPES), rows, styles)
                 table.tell("not offered: refused with an error; empty: not tried")
                 print()
-        for trial in found:
+        for trial in trials:
             if trial.status == doctor.FAILED:
                 print(f"FAIL {trial.arch} {trial.operation} {trial.dtype}: {trial.detail}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
-    missing = {trial.arch for trial in found if trial.status == doctor.NOT_HERE} & set(asked)
-    return int(bool(missing) or any(trial.status == doctor.FAILED for trial in found))
+    missing = {trial.arch for trial in trials if trial.status == doctor.NOT_HERE} & set(asked)
+    return int(bool(missing) or any(trial.status == doctor.FAILED for trial in trials))
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -216,8 +216,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             stopped = True
     if arguments.json and runs:
-        told = [{"machine": machine, "rows": [row.as_dict() for row in rows]} for machine, rows in runs]
-        print(json.dumps(told[0] if len(archs) == 1 else told, indent=2))
+        results = [{"machine": machine, "rows": [row.as_dict() for row in rows]} for machine, rows in runs]
+        print(json.dumps(results[0] if len(archs) == 1 else results, indent=2))
     elif not arguments.json:
         for machine, rows in runs:
             show_bench(machine, rows)
@@ -245,10 +245,10 @@ def bench_attention(arguments: argparse.Namespace, archs: list[str]) -> int:
         for row in timed.measure(machine, arguments.seconds):
             rows.append(row)
             step(f"{row.kind}, {row.dtype}, {row.queries} queries of {row.head_dim}", len(rows))
-    found = timed.timings(rows)
-    file = measured.write(machine.live, found)
+    timings = timed.timings(rows)
+    file = measured.write(machine.live, timings)
     if arguments.json:
-        print(json.dumps({"machine": bench.about(machine.live.arch), "file": str(file), **found.as_dict()}, indent=2))
+        print(json.dumps({"machine": bench.about(machine.live.arch), "file": str(file), **timings.as_dict()}, indent=2))
         return 0
     for kind in measured.KINDS:
         table.show(
@@ -283,16 +283,16 @@ def run_export(arguments: argparse.Namespace) -> int:
     sizes = export.Sizes(arguments.head_dim, arguments.q_heads, arguments.kv_heads, arguments.block_size)
     folder = export.check(arguments.folder, archs, operations, dtypes, sizes)
     with progress("tikv export", len(export.pairs(operations, dtypes))) as step:
-        found = export.export(folder, archs, operations, dtypes, sizes, step)
+        index = export.export(folder, archs, operations, dtypes, sizes, step)
     rows = []
-    for name, kernel in found["kernels"].items():
+    for name, kernel in index["kernels"].items():
         launched = f"{kernel['threadgroups']} x {kernel['threads_per_threadgroup']}"
         files = ", ".join(kernel[arch] for arch in ("spirv", "metal") if arch in kernel)
         checked = "valid" if kernel["validated"] else "not checked: no spirv-val"
         rows.append((name, files, checked, launched, f"{kernel['threadgroup_memory_bytes']:,}"))
     table.show("tikv export", ("kernel", "files", "SPIR-V", "threads", "bytes a group shares"), rows)
     table.tell(
-        f"{len(rows)} kernels for {len(found['launches'])} launches; {folder / export.INDEX} says how to bind arguments"
+        f"{len(rows)} kernels for {len(index['launches'])} launches; {folder / export.INDEX} says how to bind arguments"
     )
     return 0
 
@@ -325,17 +325,17 @@ def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
 
 def back_ends(text: str) -> list[str]:
     """An argument that is one back end, or several with commas between them."""
-    found = list(dict.fromkeys(text.split(",")))
-    for name in found:
+    archs = list(dict.fromkeys(text.split(",")))
+    for name in archs:
         if name not in (*runtime.ARCHS, "auto"):
             raise argparse.ArgumentTypeError(f"{name!r} is not one of auto, {', '.join(runtime.ARCHS)}")
-    return found
+    return archs
 
 
 def add_archs(command: argparse.ArgumentParser, what: str) -> None:
     """Let a command accept back ends, by position or as --arch."""
     help_text = f"only these back ends: {', '.join(runtime.ARCHS)} or auto; the exit status is 1 unless each {what}"
-    command.add_argument("place", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
+    command.add_argument("back_ends", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
     command.add_argument(
         "--arch", action="append", default=[], type=back_ends, metavar="ARCH[,ARCH...]", help="the same as ARCH"
     )
@@ -343,7 +343,7 @@ def add_archs(command: argparse.ArgumentParser, what: str) -> None:
 
 def asked_archs(arguments: argparse.Namespace) -> list[str]:
     """The back ends that were named, each once; an empty list means all."""
-    named = itertools.chain(*arguments.place, *arguments.arch)
+    named = itertools.chain(*arguments.back_ends, *arguments.arch)
     return list(dict.fromkeys(runtime.candidate_archs()[0] if name == "auto" else name for name in named))
 
 

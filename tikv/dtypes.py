@@ -164,20 +164,20 @@ def parse(dtype: Any, operation: str, also: str = "", offered: tuple[DType, ...]
     """
     if isinstance(dtype, DType):
         return dtype
-    found = None
+    parsed = None
     if isinstance(dtype, str):
-        found = _BY_NAME.get(dtype.removeprefix("torch."))
+        parsed = _BY_NAME.get(dtype.removeprefix("torch."))
     elif type(dtype).__module__ == "torch":
-        found = of_torch(dtype)
+        parsed = of_torch(dtype)
     elif dtype is not None:  # NumPy takes None for float64
         try:
-            found = of_numpy(np.dtype(dtype))
+            parsed = of_numpy(np.dtype(dtype))
         except TypeError:
-            found = None
-    if found is None:
+            parsed = None
+    if parsed is None:
         names = ", ".join(row.name for row in offered)
         raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {names}{also}.")
-    return found
+    return parsed
 
 
 NUMPY_WORDS = {

@@ -130,7 +130,7 @@ class Engine:
         """A flat ndarray of `word` as a torch tensor over the same memory, on `mps_arch`."""
         raise NotImplementedError
 
-    def place(self, i: int) -> Any:
+    def argument_index(self, i: int) -> Any:
         """The index of argument `i` in a launch context. Entry `j` of a vector is (i, j) for every engine."""
         return (i,)
 
@@ -138,8 +138,8 @@ class Engine:
         """The address of a real function's C++ object: pybind11 stores it right after Python's own part."""
         import ctypes
 
-        found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
-        return found or 0
+        address: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
+        return address or 0
 
     def bitcode(self, path: str) -> Any:
         """The functions of an LLVM bitcode file, which CUDA kernels call with local variables."""
@@ -225,7 +225,7 @@ class _Quadrants(Engine):
     def compiled(self, program: Any, traced: Any) -> Any:
         return super().compiled(program, traced).compiled_kernel_data
 
-    def place(self, i: int) -> Any:
+    def argument_index(self, i: int) -> Any:
         return i
 
     def address_of(self, function: Any) -> int:
@@ -233,8 +233,8 @@ class _Quadrants(Engine):
 
         # nanobind: the word after Python's own part is the offset of the address from the object's start.
         offset = ctypes.c_int32.from_address(id(function) + object.__basicsize__).value
-        found: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
-        return found or 0
+        address: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
+        return address or 0
 
     def over_subgroup(self, reduction: str) -> Any:
         # Here the function that has Taichi's name gives the result to the first thread only.
@@ -247,8 +247,8 @@ ALL: dict[str, Engine] = {engine.name: engine for engine in (TAICHI, QUADRANTS)}
 
 def that_shares_mps() -> Engine:
     """The engine that lets PyTorch see its memory on MPS."""
-    (found,) = [engine for engine in ALL.values() if engine.mps_arch is not None]
-    return found
+    (engine,) = [engine for engine in ALL.values() if engine.mps_arch is not None]
+    return engine
 
 
 def version_of(distribution: str) -> str | None:
@@ -265,12 +265,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     """A version as numbers that compare; a suffix, as in 1.8.0rc1, is left out."""
     import re
 
-    found = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(number) for number in found[0].split(".")] if found else []
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(number) for number in match[0].split(".")] if match else []
     return tuple(numbers + [0] * (3 - len(numbers)))
 
 
-def chosen_by_itself() -> tuple[Engine, str]:
+def selected_by_itself() -> tuple[Engine, str]:
     """(engine, why) if the caller names none: the one that runs or is imported, else Taichi if it is available."""
     running = [engine for engine in ALL.values() if engine.program is not None]
     if len(running) == 1:

@@ -53,9 +53,9 @@ def missing(what: str, error: ImportError, extra: str = "") -> MissingPackageErr
     else:
         fault = f"cannot be used ({(str(error).strip() or 'without a reason').splitlines()[0]})"
     extra = extra or EXTRAS.get(package, "")
-    found = MissingPackageError(f"{what} needs {package}, which {fault}. {install(extra) if extra else INSTALL}.")
-    found.name = package
-    return found
+    failure = MissingPackageError(f"{what} needs {package}, which {fault}. {install(extra) if extra else INSTALL}.")
+    failure.name = package
+    return failure
 
 
 INSTALL = "Install taichi-kv with all that it needs (pip install taichi-kv; in a clone pip install -e .)"

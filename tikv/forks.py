@@ -24,13 +24,13 @@ def never_free(objects: Iterable[Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
-def _keep_ndarrays(engine: Engine, kept: Any) -> None:
+def _keep_ndarrays(engine: Engine, program: Any) -> None:
     """Leave the memory of ndarrays to the parent: CUDA's driver, asked here to free it, ends the process."""
     kind = engine.part("lang._ndarray").ScalarNdarray
     delete, settings, program_of = kind.__del__, engine.part("lang.impl").get_runtime, engine.program_of
 
     def delete_own(array: Any) -> None:
-        if program_of(settings()) is not kept:
+        if program_of(settings()) is not program:
             delete(array)
 
     kind.__del__ = delete_own

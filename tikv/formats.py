@@ -182,13 +182,13 @@ class Quant:
         if type(self.residual) is not int or not (
             self.group <= self.residual < MOST_RESIDUAL if self.axis == "tokens" else self.residual == 0
         ):
-            wanted = f"residual={self.group}, the group, or more" if self.axis == "tokens" else "0 with axis='head_dim'"
-            raise OptionError(f"Quant: residual={self.residual!r} is not supported. Use {wanted}.")
+            remedy = f"residual={self.group}, the group, or more" if self.axis == "tokens" else "0 with axis='head_dim'"
+            raise OptionError(f"Quant: residual={self.residual!r} is not supported. Use {remedy}.")
         if self.rotate not in (None, HADAMARD):
             raise OptionError(f"Quant: rotate={self.rotate!r} is not supported. Use None or {HADAMARD!r}.")
         if type(self.seed) is not int or not 0 <= self.seed < MOST_SEED or (self.seed and self.rotate is None):
-            wanted = f"an int from 0 to {MOST_SEED - 1}" if self.rotate else f"0, or rotate={HADAMARD!r}"
-            raise OptionError(f"Quant: seed={self.seed!r} is not supported. Use {wanted}.")
+            remedy = f"an int from 0 to {MOST_SEED - 1}" if self.rotate else f"0, or rotate={HADAMARD!r}"
+            raise OptionError(f"Quant: seed={self.seed!r} is not supported. Use {remedy}.")
         if self.rotate and self.axis == "tokens":
             raise OptionError(
                 "Quant: rotate with axis='tokens' is not supported: each channel has its own scales there, and rotated "
@@ -204,7 +204,7 @@ class Quant:
     def row(self) -> GroupFormat:
         """The row of the table that encodes the groups, whatever their axis."""
         name = f"quant{self.bits}_{self.group}"
-        return GROUP_FORMATS[name] if self.rotate is None else turned(name, self.seed)
+        return GROUP_FORMATS[name] if self.rotate is None else rotated(name, self.seed)
 
     @property
     def format(self) -> GroupFormat:
@@ -251,24 +251,24 @@ GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, G
 OF_CODE = {row.code: row for row in FORMATS.values()}
 _OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}
 
-_TURNED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
+_ROTATED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
 
 # What a message about a dtype adds if a format is accepted too.
 OR_FORMATS = ", q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
 
 
-def format_of(kept: DType | GroupFormat) -> Format | None:
+def format_of(stored: DType | GroupFormat) -> Format | None:
     """The format in which rows are stored; None for a model's own dtypes.
 
     Examples:
         >>> print(format_of(dtypes.int8), format_of(dtypes.float16))
         int8 None
     """
-    return kept if isinstance(kept, Format) else _OF_DTYPE.get(kept)
+    return stored if isinstance(stored, Format) else _OF_DTYPE.get(stored)
 
 
 @functools.cache
-def turned(name: str, seed: int) -> GroupFormat:
+def rotated(name: str, seed: int) -> GroupFormat:
     """The row of that name for rows that are rotated with the signs of that seed."""
     return replace(GROUP_FORMATS[name], seed=seed)
 
@@ -291,7 +291,7 @@ def parse_format(value: Any) -> GroupFormat | None:
         return value
     if not isinstance(value, str):
         return None
-    found = _TURNED.fullmatch(value)
-    if found and found[1] in GROUP_FORMATS and int(found[2] or 0) < MOST_SEED:
-        return turned(found[1], int(found[2] or 0))
+    match = _ROTATED.fullmatch(value)
+    if match and match[1] in GROUP_FORMATS and int(match[2] or 0) < MOST_SEED:
+        return rotated(match[1], int(match[2] or 0))
     return GROUP_FORMATS.get(value)

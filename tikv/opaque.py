@@ -63,8 +63,8 @@ def _with_all_it_calls() -> Callable[[types.CodeType], None]:
     """The call that makes Dynamo skip a function and all that it calls; in older torch, the function alone."""
     frames: Any = sys.modules["torch"]._C._dynamo.eval_frame
     if not hasattr(frames, "_FrameExecStrategy"):
-        found: Callable[[types.CodeType], None] = getattr(frames, "skip_code", lambda code: None)
-        return found
+        skip_code: Callable[[types.CodeType], None] = getattr(frames, "skip_code", lambda code: None)
+        return skip_code
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     return lambda code: frames.set_code_exec_strategy(code, skip)
 

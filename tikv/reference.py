@@ -79,14 +79,14 @@ def slots(position: int, num_tokens: int, capacity: int, window: int | None = No
         raise ValueError(f"slots: sinks={sinks}, window={window} and capacity={capacity} do not fit")
     wheel = deque(range(sinks, window))
     wheel.rotate(-max(0, position - sinks))
-    found = []
+    indices = []
     for token in range(position, position + num_tokens):
         if token < sinks:
-            found.append(token)
+            indices.append(token)
         else:
-            found.append(wheel[0])
+            indices.append(wheel[0])
             wheel.rotate(-1)
-    return found
+    return indices
 
 
 def copy(
@@ -172,10 +172,10 @@ def compact(cache: Array, keep: Any) -> Array:
         array([1., 3., 2., 3.])
     """
     after: Array = cache.copy()
-    for sequence, chosen, to in zip(cache, keep, after, strict=True):
+    for sequence, selection, to in zip(cache, keep, after, strict=True):
         for h, rows in enumerate(sequence):
-            kept = rows[chosen if chosen.ndim == 1 else chosen[h]]
-            to[h, : len(kept)] = kept
+            selected = rows[selection if selection.ndim == 1 else selection[h]]
+            to[h, : len(selected)] = selected
     return after
 
 
@@ -344,10 +344,10 @@ def sum_of_squares(rows: Array) -> Array:
         sums[..., : part.shape[-1]] += part
     while sums.shape[-1] > 16:
         sums = np.add(*np.split(sums, 2, axis=-1))
-    found: Array = (sums[..., ::4] + sums[..., 1::4]) + (sums[..., 2::4] + sums[..., 3::4])
-    while found.shape[-1] > 1:
-        found = np.add(*np.split(found, 2, axis=-1))
-    return found[..., 0]
+    totals: Array = (sums[..., ::4] + sums[..., 1::4]) + (sums[..., 2::4] + sums[..., 3::4])
+    while totals.shape[-1] > 1:
+        totals = np.add(*np.split(totals, 2, axis=-1))
+    return totals[..., 0]
 
 
 def norm_rope(
@@ -394,13 +394,13 @@ def norm_rope(
     columns = list(range(rope_dim))
     halves = columns[: rope_dim // 2], columns[rope_dim // 2 :]
     split = (columns[::2], columns[1::2]) if mode.endswith("interleaved") else halves
-    turned: Array = x.copy()
+    rotated: Array = x.copy()
     for column, (i, j) in enumerate(zip(*split, strict=True)):
         for t, position in enumerate(positions):
             c, s = cos[position, column].astype(dtype), sin[position, column].astype(dtype)
-            turned[t, :, i] = x[t, :, i] * c - x[t, :, j] * s
-            turned[t, :, j] = x[t, :, j] * c + x[t, :, i] * s
-    return turned
+            rotated[t, :, i] = x[t, :, i] * c - x[t, :, j] * s
+            rotated[t, :, j] = x[t, :, j] * c + x[t, :, i] * s
+    return rotated
 
 
 def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = False, dtype: Any = np.float32) -> Array:
@@ -418,9 +418,9 @@ def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = F
     flat = rows.reshape(-1, 1, width)
     cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
     rope_dim = 2 * angle.shape[1]
-    turned = norm_rope(flat, range(len(flat)), mode=mode, cos=cos, sin=sin, rope_dim=rope_dim, dtype=dtype)
-    found: Array = np.where(np.ravel(moved_by)[:, None, None] == 0, flat.astype(dtype), turned).reshape(rows.shape)
-    return found
+    rotated = norm_rope(flat, range(len(flat)), mode=mode, cos=cos, sin=sin, rope_dim=rope_dim, dtype=dtype)
+    result: Array = np.where(np.ravel(moved_by)[:, None, None] == 0, flat.astype(dtype), rotated).reshape(rows.shape)
+    return result
 
 
 def split_qkv(qkv: Array, num_q_heads: int, num_kv_heads: int) -> tuple[Array, Array, Array]:
@@ -483,8 +483,8 @@ def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.
             x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(-1, n)
             apart *= 2
         x = (x * x.dtype.type(n**-0.5)).reshape(rows.shape)
-        found: Array = x * signs if back else x
-    return found
+        rotated: Array = x * signs if back else x
+    return rotated
 
 
 _ELEMENTS: dict[str, Any] = {
@@ -599,12 +599,12 @@ def dequantize_groups(
         q = codes.view(_ELEMENTS[rule]).astype(np.float32)
     each = q.shape[-1] // scales.shape[-1]
     with np.errstate(all="ignore"):
-        found = q * np.repeat(scales.astype(np.float32), each, axis=-1)
+        numbers = q * np.repeat(scales.astype(np.float32), each, axis=-1)
         if biases is not None:
-            found = found + np.repeat(biases.astype(np.float32), each, axis=-1)
+            numbers = numbers + np.repeat(biases.astype(np.float32), each, axis=-1)
         if rule == "nvfp4":
-            found = found * np.float32(tensor_scale)
-        return encode(found.astype(np.float32), dtype)
+            numbers = numbers * np.float32(tensor_scale)
+        return encode(numbers.astype(np.float32), dtype)
 
 
 class History:
@@ -699,11 +699,11 @@ def tree_mask(parents: Sequence[int] | Array) -> Array:
         >>> tree_mask([-1, 0, 0]).astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
-    found = np.eye(len(parents), dtype=bool)
+    mask = np.eye(len(parents), dtype=bool)
     for t, parent in enumerate(parents):
         if parent >= 0:
-            found[t] |= found[parent]
-    return found
+            mask[t] |= mask[parent]
+    return mask
 
 
 def visible_in_tree(
@@ -725,10 +725,10 @@ def visible_in_tree(
     """
     first = length - len(mask)
     depths = np.maximum(mask.sum(axis=1) - 1, 0)
-    own = first + int(depths[query])
+    query_position = first + int(depths[query])
     tokens = list(range(first)) + [first + int(t) for t in np.flatnonzero(mask[query])]
-    positions = [p if p < first else min(own, first + int(depths[p - first])) for p in tokens]
-    seen = [i for i, p in enumerate(positions) if window is None or p < sinks or p > own - (window - sinks)]
+    positions = [p if p < first else min(query_position, first + int(depths[p - first])) for p in tokens]
+    seen = [i for i, p in enumerate(positions) if window is None or p < sinks or p > query_position - (window - sinks)]
     return [tokens[i] for i in seen], [positions[i] for i in seen]
 
 
@@ -803,8 +803,8 @@ def page_scores(queries: Array, least: Array, greatest: Array) -> Array:
         [2.0]
     """
     q = queries.astype(np.float64)[:, None]
-    found: Array = (q * np.where(q > 0, greatest.astype(np.float64), least.astype(np.float64))).sum(axis=(0, 2))
-    return found
+    scores: Array = (q * np.where(q > 0, greatest.astype(np.float64), least.astype(np.float64))).sum(axis=(0, 2))
+    return scores
 
 
 def select(scores: Array, k: int, valid: int, *, page: int = 1, sinks: int = 0, recent: int = 0) -> list[int]:
@@ -817,8 +817,8 @@ def select(scores: Array, k: int, valid: int, *, page: int = 1, sinks: int = 0, 
     ranks = []
     for entry, score in enumerate(scores):
         tokens = range(entry * page, min((entry + 1) * page, valid))
-        kept = any(token < sinks or token >= valid - recent for token in tokens)
-        if tokens and (kept or score != -np.inf):
-            ranks.append((not kept, not np.isnan(score), 0.0 if np.isnan(score) else -float(score), entry))
-    chosen = sorted(rank[-1] for rank in sorted(ranks)[:k])
-    return [token for entry in chosen for token in range(entry * page, min((entry + 1) * page, valid))]
+        always = any(token < sinks or token >= valid - recent for token in tokens)
+        if tokens and (always or score != -np.inf):
+            ranks.append((not always, not np.isnan(score), 0.0 if np.isnan(score) else -float(score), entry))
+    selected = sorted(rank[-1] for rank in sorted(ranks)[:k])
+    return [token for entry in selected for token in range(entry * page, min((entry + 1) * page, valid))]

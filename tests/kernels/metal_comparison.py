@@ -65,7 +65,7 @@ def main(spirv, libraries, group, every):
     want = called("cpu", group)
     for here.options in every:
         here.launched.clear()
-        subgroups._found.clear()  # they are tried out at each width
+        subgroups._reasons.clear()  # they are tried out at each width
         got, wrong = called("metal", group), []
         for number, ((call, a), (same_call, b)) in enumerate(zip(got, want, strict=True)):
             assert call == same_call

@@ -27,7 +27,7 @@ def fresh_plans():
 @pytest.fixture(params=["native", "direct", "public"])
 def route(request, fresh_plans):
     """Kernels are bound by this launcher."""
-    before = launcher._chosen
+    before = launcher._selected
     if request.param == "native":
         request.getfixturevalue("known_ptx")
     launch.choose_launcher(request.param)

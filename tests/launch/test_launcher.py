@@ -14,7 +14,7 @@ from tikv.launch.cuda import driver, legacy_stream, ptx
 def choice(monkeypatch):
     """No launcher chosen, nothing known yet about the driver."""
     monkeypatch.delenv("TIKV_LAUNCHER", raising=False)
-    monkeypatch.setattr(launcher, "_chosen", None)
+    monkeypatch.setattr(launcher, "_selected", None)
     monkeypatch.setattr(launcher, "_unavailable", {})
     monkeypatch.setattr(launcher, "fallbacks", {})
     return monkeypatch

@@ -30,7 +30,7 @@ def untried(arch, monkeypatch):
     monkeypatch.delenv("TIKV_SUBGROUPS", raising=False)
     monkeypatch.setattr(live, "why_no_subgroups", None)
     monkeypatch.setattr(live, "_plans", BoundedCache())
-    monkeypatch.setattr(subgroups, "_found", BoundedCache())
+    monkeypatch.setattr(subgroups, "_reasons", BoundedCache())
     return live
 
 

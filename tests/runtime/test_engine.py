@@ -194,7 +194,7 @@ def test_the_choice_where_nobody_names_one(monkeypatch, installed, imported, run
         for name, fact in facts.items():
             monkeypatch.setattr(type(engine), name, fact)
     monkeypatch.setattr(engines, "_has_no_taichi", lambda: without_taichi)
-    engine, why = engines.chosen_by_itself()
+    engine, why = engines.selected_by_itself()
     assert (engine.name, why) == expected
 
 

@@ -26,8 +26,8 @@ _numbers = itertools.count()  # no number is used twice, so an entry kept under 
 
 def _form_number(form: tuple[Any, ...]) -> int:
     """A small number for what a bound launch depends on: everything except the address, but with its alignment."""
-    found = _forms.get(form)
-    return _forms.keep(form, next(_numbers)) if found is None else found
+    number = _forms.get(form)
+    return _forms.keep(form, next(_numbers)) if number is None else number
 
 
 # Views by the form of an array and the new shape and strides; of an address only the alignment is part of the key.
@@ -97,13 +97,13 @@ class ArrayView:
 
     def at_address(self, ptr: int) -> ArrayView:
         """Another array of this form, at an address with the same alignment; it does not keep its memory alive."""
-        found: ArrayView = object.__new__(ArrayView)
-        found.ptr = ptr
-        found.shape, found.strides, found.dtype = self.shape, self.strides, self.dtype
-        found.device, found.writable, found.handle = self.device, self.writable, None
-        found.offset, found.owner, found.host = self.offset, None, None
-        found.span, found.key = self.span, self.key
-        return found
+        view: ArrayView = object.__new__(ArrayView)
+        view.ptr = ptr
+        view.shape, view.strides, view.dtype = self.shape, self.strides, self.dtype
+        view.device, view.writable, view.handle = self.device, self.writable, None
+        view.offset, view.owner, view.host = self.offset, None, None
+        view.span, view.key = self.span, self.key
+        return view
 
     def without_owner(self) -> ArrayView:
         """The same view without a reference to the owner, for objects that outlive a call."""
@@ -118,17 +118,17 @@ class ArrayView:
         owner = self.owner
         if not hasattr(owner, "block"):
             raise CopyError(f"copy.deepcopy: {self!r} is a view of another object's memory. Copy that object instead.")
-        found = copy.deepcopy(owner, memo)
+        new_owner = copy.deepcopy(owner, memo)
         return ArrayView(
-            found.ptr + self.ptr - owner.ptr,
+            new_owner.ptr + self.ptr - owner.ptr,
             self.shape,
             self.strides,
             self.dtype,
             self.device,
             writable=self.writable,
-            handle=None if self.handle is None else found.handle,
+            handle=None if self.handle is None else new_owner.handle,
             offset=self.offset,
-            owner=found,
+            owner=new_owner,
         )
 
     def restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
@@ -140,9 +140,9 @@ class ArrayView:
         like = _restrided.get(key)
         if like is None:
             like = _restrided.keep(key, self._restrided(shape, strides, self.ptr + jump, self.offset).without_owner())
-        found = like.at_address(self.ptr + jump)
-        found.owner = self.owner
-        return found
+        view = like.at_address(self.ptr + jump)
+        view.owner = self.owner
+        return view
 
     def _restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], ptr: int, offset: int) -> ArrayView:
         return ArrayView(
@@ -196,8 +196,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_contiguous(array: ArrayView) -> bool:
     """Whether elements follow one another in row-major order; the stride of an axis of length one is ignored."""
-    wanted = contiguous_strides(array.shape)
-    return 0 in array.shape or all(n == 1 or s == w for n, s, w in zip(array.shape, array.strides, wanted, strict=True))
+    row_major = contiguous_strides(array.shape)
+    axes = zip(array.shape, array.strides, row_major, strict=True)
+    return 0 in array.shape or all(n == 1 or stride == packed for n, stride, packed in axes)
 
 
 def numpy_address(array: Host) -> int:
@@ -234,10 +235,10 @@ class Views(list[ArrayView]):
             if (p ^ v.ptr) % ALIGNMENT:
                 return None
             views.append(v if p == v.ptr else v.at_address(p))
-        found: Views = Views.__new__(Views)
-        found.extend(views)
-        found.key, found.pointers = self.key, pointers
-        return found
+        moved: Views = Views.__new__(Views)
+        moved.extend(views)
+        moved.key, moved.pointers = self.key, pointers
+        return moved
 
 
 class FollowedViews(Views):

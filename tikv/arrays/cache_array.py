@@ -160,8 +160,8 @@ class CacheArray(runtime.NotCopied):
                 f"CacheArray.__array__: copy=False is not possible: {describe(self._array)} on {self.device} must "
                 f"be copied to become {np.dtype(dtype or self.dtype.numpy)} in NumPy. Leave copy out."
             )
-        found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        host = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
+        return host if dtype is None else host.astype(dtype, copy=False)
 
     def reshape(self, *shape: Any) -> Any:
         """The elements in another shape, which may have one -1; a view of the memory if indexing gives one."""
@@ -227,9 +227,9 @@ class CacheArray(runtime.NotCopied):
         axes, wider = tuple(range(self.ndim)) if axis is None else axis, native.to(dtypes.to_torch(wide.name))
         if as_it_is:
             return getattr(wider, f"a{name}")(axes, keepdim=keepdims).to(native.dtype)
-        found = wider.sum(axes, keepdim=keepdims)
+        total = wider.sum(axes, keepdim=keepdims)
         # A division, as in NumPy: on a GPU torch multiplies by an inverse, which rounds differently.
-        return found if name == "sum" else found / (native.numel() // max(found.numel(), 1))
+        return total if name == "sum" else total / (native.numel() // max(total.numel(), 1))
 
     def item(self) -> Any:
         """The only element, as a Python number."""
@@ -293,9 +293,9 @@ class CacheArray(runtime.NotCopied):
         array, live = self.view_for("CacheArray.clone"), self._runtime
         if not live.is_cuda or "torch" not in sys.modules:
             return CacheArray(to_device(read_host(array, live), live), live)
-        found = CacheArray(new_array(array.shape, array.dtype, live), live)
-        found.torch().copy_(self.torch())
-        return found
+        clone = CacheArray(new_array(array.shape, array.dtype, live), live)
+        clone.torch().copy_(self.torch())
+        return clone
 
     def __copy__(self) -> CacheArray:
         return self.clone()
@@ -340,13 +340,13 @@ class CacheArray(runtime.NotCopied):
         __abs__: Callable[[], Any]
 
 
-def _for_torch(given: Any) -> Any:
+def _for_torch(arguments: Any) -> Any:
     """The arguments of a torch function, with a tensor in place of each `CacheArray`."""
-    if isinstance(given, CacheArray):
-        return given.torch()
-    if isinstance(given, dict):
-        return {name: _for_torch(a) for name, a in given.items()}
-    return type(given)(map(_for_torch, given)) if type(given) in (list, tuple) else given
+    if isinstance(arguments, CacheArray):
+        return arguments.torch()
+    if isinstance(arguments, dict):
+        return {name: _for_torch(a) for name, a in arguments.items()}
+    return type(arguments)(map(_for_torch, arguments)) if type(arguments) in (list, tuple) else arguments
 
 
 def _operators(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -104,7 +104,7 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     # JAX's arrays are immutable, whatever they say: writing into one is undefined.
     immutable = getattr(managed, "flags", 0) & _READ_ONLY or type(array).__module__.startswith("jax")
     # The capsule was not consumed, so its own destructor frees the export when the view is freed.
-    found = ArrayView(
+    view = ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
         strides,
@@ -114,16 +114,16 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
         owner=(array, capsule),
     )
     if not tensor.data:
-        require_memory(found.at_address(0), name, operation)
-    return found
+        require_memory(view.at_address(0), name, operation)
+    return view
 
 
 def _in(capsule: Any) -> Any:
     """The C structure that a capsule holds; None if its name is unknown, or if it was consumed already."""
     for name, structure in _STRUCTURES.items():
         if _capsule_is_valid(capsule, name):
-            found = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(structure)).contents
-            return found if getattr(found, "major", _VERSION[0]) == _VERSION[0] else None
+            managed = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(structure)).contents
+            return managed if getattr(managed, "major", _VERSION[0]) == _VERSION[0] else None
     return None
 
 

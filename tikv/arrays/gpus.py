@@ -10,18 +10,18 @@ from tikv.arrays.array_view import ArrayView
 from tikv.runtime import start
 
 
-def runtime_of(*given: Any) -> runtime.Runtime:
+def runtime_of(*arrays: Any) -> runtime.Runtime:
     """The live runtime of the GPU of the first array that lies on a GPU; if no array does, of torch's current GPU.
 
     Args:
-        given: arrays of any kind, or objects with `codes`; `view` refuses others later.
+        arrays: arrays of any kind, or objects with `codes`; `view` refuses others later.
     """
     live = start._current  # what `current` does, but without a call, since every operation comes here
     if live is None or live.front.prog is not live.program:
         live = start.current()
     if live.num_gpus < 2:
         return live
-    for each in given:
+    for each in arrays:
         index = _gpu_of(each)
         if index is not None:
             return live.on_gpu(index)

@@ -34,8 +34,8 @@ class _ForAnother(CacheArray):
 
     def hand_over(self) -> Any:
         """The memory as an array of that library, on the device of the array `like`."""
-        found, device = self._take(self), getattr(self._like, "device", None)
-        return found if device is None or found.device == device else found.to_device(device)
+        array, device = self._take(self), getattr(self._like, "device", None)
+        return array if device is None or array.device == device else array.to_device(device)
 
 
 def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
@@ -84,11 +84,11 @@ _tried: BoundedCache[tuple[type, str, Any], bool] = BoundedCache()
 def _takes(kind: type, take: Callable[[Any], Any], dtype: DType, make: Any, live: runtime.Runtime) -> bool:
     """Whether a library accepts arrays of this dtype: tried once beforehand, so that no result is lost."""
     key = kind, dtype.name, make
-    found = _tried.get(key)
-    if found is None:
+    accepted = _tried.get(key)
+    if accepted is None:
         try:
-            found = tuple(take(CacheArray(make((1,), dtype, live, zeroed=True), live)).shape) == (1,)
+            accepted = tuple(take(CacheArray(make((1,), dtype, live, zeroed=True), live)).shape) == (1,)
         except Exception:  # each library has errors of its own
-            found = False
-        _tried.keep(key, found)
-    return found
+            accepted = False
+        _tried.keep(key, accepted)
+    return accepted

@@ -47,18 +47,18 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     if last is not None and last.count != len(arrays):
         last = None
     if last is not None:
-        found = last.views
+        remembered = last.views
         fits, pointers = last.fits, None if last.fits is None else _addresses(arrays)
         if fits is not None and pointers is not None:
-            if pointers == found.pointers:
+            if pointers == remembered.pointers:
                 if fits(*arrays):
-                    return found
+                    return remembered
             elif (pointers in last.unnested or not _any_nested(arrays)) and fits(*arrays):
                 if pointers not in last.unnested:
-                    for array, pointer, seen, name in zip(arrays, pointers, found, names, strict=False):
+                    for array, pointer, seen, name in zip(arrays, pointers, remembered, names, strict=False):
                         check_torch_memory(array, pointer, seen, name, operation)
                     last.unnested[pointers] = True
-                elsewhere = found.at_addresses(pointers)
+                elsewhere = remembered.at_addresses(pointers)
                 if elsewhere is not None:
                     last.views = elsewhere
                     return elsewhere
@@ -74,9 +74,9 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
         if last.fits is None:  # the same tensors as in the previous call are worth a guard too
             last.fits = torch_guard(arrays)
         return last.views
-    found = Views(views)
-    _remember(operation, arrays, found, last)
-    return found
+    all_views = Views(views)
+    _remember(operation, arrays, all_views, last)
+    return all_views
 
 
 def _addresses(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
@@ -149,8 +149,8 @@ def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
         _torch_guards = _find_torch_guards(torch) or False
         return torch_guard(tensors)
     shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    found: Callable[..., bool] = _torch_guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-    return found
+    guard: Callable[..., bool] = _torch_guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return guard
 
 
 def _find_torch_guards(torch: Any) -> Any:

@@ -98,20 +98,20 @@ class Memory:
         """The same bytes in memory of their own, copied on the device."""
         live = self.runtime
         runtime.require_alive(live, "copy.deepcopy")
-        found = type(self)(self.nbytes, live)
+        memory = type(self)(self.nbytes, live)
         live.synchronize()
         if isinstance(self.block, np.ndarray):
-            found.block[:] = self.block
-        elif type(found.block) is not type(self.block):  # torch has been imported since
+            memory.block[:] = self.block
+        elif type(memory.block) is not type(self.block):  # torch has been imported since
             whole = (-(-self.nbytes // ALIGNMENT) * ALIGNMENT,)
-            write_host(read_host(self.array(whole, dtypes.int8), live), found.array(whole, dtypes.int8))
+            write_host(read_host(self.array(whole, dtypes.int8), live), memory.array(whole, dtypes.int8))
         elif hasattr(self.block, "copy_from"):
             with live.engine_calls():
-                found.block.copy_from(self.block)
+                memory.block.copy_from(self.block)
         else:
-            found.block.copy_(self.block)
+            memory.block.copy_(self.block)
             sys.modules["torch"].cuda.synchronize(self.device)
-        return found
+        return memory
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
         """A contiguous array in this memory, `byte_offset` from its start."""
@@ -183,9 +183,9 @@ def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
     """A copy of a host array in device memory of the live runtime."""
     dtype = dtypes.of_numpy(array.dtype)
     assert dtype is not None
-    found = new_array(array.shape, dtype, live)
-    write_host(np.ascontiguousarray(array), found)
-    return found
+    target = new_array(array.shape, dtype, live)
+    write_host(np.ascontiguousarray(array), target)
+    return target
 
 
 def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
@@ -216,10 +216,10 @@ def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
     buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
     buffer.owner = array.owner
     itemsize = array.dtype.itemsize
-    found: np.ndarray[Any, Any] = np.ndarray(
+    elements: np.ndarray[Any, Any] = np.ndarray(
         array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides]
     )
-    return found
+    return elements
 
 
 def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
@@ -237,8 +237,8 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
             words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     strides = [s * itemsize for s in array.strides]
-    found: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype.numpy, raw, 0, strides).copy()
-    return found
+    elements: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype.numpy, raw, 0, strides).copy()
+    return elements
 
 
 def _read_cuda(array: ArrayView, live: runtime.Runtime) -> bytes:

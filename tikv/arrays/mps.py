@@ -112,9 +112,9 @@ class MpsTurns(runtime.Turns):
         fitting = [block for block in self._free if nbytes <= block.memory.nbytes <= 4 * nbytes]
         if not fitting:
             return _Block(nbytes, self._live)
-        found = min(fitting, key=lambda block: block.memory.nbytes)
-        self._free.remove(found)
-        return found
+        smallest = min(fitting, key=lambda block: block.memory.nbytes)
+        self._free.remove(smallest)
+        return smallest
 
     def give_back(self, block: _Block) -> None:
         """Keep a block for later calls, unless too much is kept already."""

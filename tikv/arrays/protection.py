@@ -45,11 +45,11 @@ def _populate() -> Callable[[int, int, int], int] | None:
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError, AttributeError, ValueError):
-        found = ctypes.CDLL(None).madvise
-        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-        own = mmap.mmap(-1, PAGE)
-        if found(ctypes.addressof(ctypes.c_char.from_buffer(own)), PAGE, _POPULATE_WRITE) == 0:
-            return found
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes, madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+        page = mmap.mmap(-1, PAGE)
+        if madvise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE, _POPULATE_WRITE) == 0:
+            return madvise
     return None
 
 
@@ -57,8 +57,8 @@ def _is_mapped_read_only(page: int) -> bool:
     address = page * PAGE
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as lines:
         for line in lines:
-            places, rights = line.split(maxsplit=2)[:2]
-            first, end = (int(place, 16) for place in places.split("-"))
+            span, rights = line.split(maxsplit=2)[:2]
+            first, end = (int(number, 16) for number in span.split("-"))
             if first <= address < end:
                 return "w" not in rights
     return False

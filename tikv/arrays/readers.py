@@ -63,11 +63,11 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
             if a tensor of the same form has been seen at its address.
         StaleRuntimeError: a `ti.ndarray` or `CacheArray` belongs to a runtime that no longer exists.
     """
-    found = view_without_owner(array, name, operation)
-    if found.owner is None and found is not array:
-        found = found.at_address(found.ptr)
-        found.owner = array
-    return found
+    array_view = view_without_owner(array, name, operation)
+    if array_view.owner is None and array_view is not array:
+        array_view = array_view.at_address(array_view.ptr)
+        array_view.owner = array
+    return array_view
 
 
 def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
@@ -176,9 +176,9 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     if seen is not None:
         return seen
     number = id(array)
-    found = _see_numpy(array, name, operation)
-    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
-    return found
+    array_view = _see_numpy(array, name, operation)
+    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), array_view)
+    return array_view
 
 
 def _see_numpy(array: Any, name: str, operation: str) -> ArrayView:
@@ -359,6 +359,6 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     # The interface does not say which GPU it is; CuPy and others also have `__dlpack_device__`.
     number = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else 0
     _wait_for_producer(array, described.get("stream"), number)
-    found = ArrayView(pointer or 0, shape, strides, dtype, f"cuda:{number}", writable=not read_only, owner=array)
-    require_memory(found, name, operation)
-    return found
+    array_view = ArrayView(pointer or 0, shape, strides, dtype, f"cuda:{number}", writable=not read_only, owner=array)
+    require_memory(array_view, name, operation)
+    return array_view

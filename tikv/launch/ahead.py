@@ -66,14 +66,14 @@ def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
     module = ti.aot.Module(ti.vulkan, caps=[getattr(ti.DeviceCapability, name) for name in CAPABILITIES])
     # Not from the cache on disk: a task keeps the name from another process there, and files are named after it.
     config = live.program.config()
-    kept, config.offline_cache = config.offline_cache, False
+    offline_cache, config.offline_cache = config.offline_cache, False
     try:
         for number, kernel in enumerate(kernels):
             with live.lock, live.compiling(kernel.fast_math):
                 module.add_kernel(kernel.function, name=f"kernel{number}")
         module.save(str(folder))
     finally:
-        config.offline_cache = kept
+        config.offline_cache = offline_cache
     for path in folder.glob("*.spv"):
         path.write_bytes(with_plain_names(path.read_bytes()))
 
@@ -94,19 +94,19 @@ def _allow_several_modules(front: Any) -> None:
 def saved_in(folder: Path) -> list[Ahead]:
     """The kernels that `save` put into a folder, in order. A kernel is one task, so one launch."""
     facts = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["kernels"]
-    found = {}
+    kernels = {}
     for kernel in facts:
         (task,) = kernel["tasks_attribs"]
         number = int(kernel["name"].removeprefix("kernel"))
-        found[number] = Ahead(folder / f"{task['name']}.spv", task, kernel["ctx_attribs"])
-    return [found[number] for number in range(len(found))]
+        kernels[number] = Ahead(folder / f"{task['name']}.spv", task, kernel["ctx_attribs"])
+    return [kernels[number] for number in range(len(kernels))]
 
 
 class Argument(NamedTuple):
-    """The place of a kernel's argument in the buffer of arguments, and how the kernel uses it."""
+    """Where a kernel's argument lies in the buffer of arguments, and how the kernel uses it."""
 
     name: str
-    places: list[int]  # of its numbers, in bytes; of an array, of its extent
+    offsets: list[int]  # of its numbers, in bytes; of an array, of its extent
     is_float: list[bool]
     read: bool  # of an array
     written: bool
@@ -117,12 +117,14 @@ def arguments_of(kernel: Ahead) -> list[Argument]:
     facts = kernel.arguments
     names = {entry["key"][0]: entry["value"]["name"].removeprefix("_") for entry in facts["arg_attribs_vec_"]}
     access = {entry["key"][0]: entry["value"] for entry in facts["arr_access"]}
-    found = []
+    arguments = []
     for i, element in enumerate(facts["args_type_"]["content"]["elements_"]):
         numbers = list(_numbers_in(element["type"], element["offset"]))
-        places, kinds = [at for at, _ in numbers], [kind == _FLOAT32 for _, kind in numbers]
-        found.append(Argument(names[i], places, kinds, bool(access.get(i, 0) & _READ), bool(access.get(i, 0) & _WRITE)))
-    return found
+        offsets, kinds = [at for at, _ in numbers], [kind == _FLOAT32 for _, kind in numbers]
+        arguments.append(
+            Argument(names[i], offsets, kinds, bool(access.get(i, 0) & _READ), bool(access.get(i, 0) & _WRITE))
+        )
+    return arguments
 
 
 def _numbers_in(kind: Any, offset: int) -> Iterator[tuple[int, int | None]]:
@@ -178,15 +180,15 @@ def with_plain_names(spirv: bytes) -> bytes:
     Their names, such as tmp3122_i32, have the engine's numbers, which depend on all that the process compiled before.
     """
     numbers: dict[bytes, int] = {}
-    found = [spirv[: 4 * _HEADER]]
+    parts = [spirv[: 4 * _HEADER]]
     for operation, *rest in _instructions(spirv):
         body = struct.pack(f"<{len(rest)}I", *rest)
         if operation == _NAME and (name := _TEMPORARY.match(body, 4)):
             number = numbers.setdefault(name[1], len(numbers) + 1)
             text = b"tmp%d%s\0" % (number, name[2])
             body = body[:4] + text + b"\0" * (-len(text) % 4)
-        found += [struct.pack("<I", (len(body) // 4 + 1) << 16 | operation), body]
-    return b"".join(found)
+        parts += [struct.pack("<I", (len(body) // 4 + 1) << 16 | operation), body]
+    return b"".join(parts)
 
 
 def operations_of(spirv: bytes) -> set[int]:

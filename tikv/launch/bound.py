@@ -95,7 +95,7 @@ class KeptBound(Bound):
         self._set_entry = self.context.set_struct_arg_int
         self._launch = kernel.runtime.program.launch_kernel
         self._compiled = kernel.compiled
-        self._places = [kernel.runtime.engine.place(i) for i in range(len(arguments))]
+        self._indices = [kernel.runtime.engine.argument_index(i) for i in range(len(arguments))]
         self._pointers = [value.ptr if isinstance(value, ArrayView) else 0 for value in arguments]
         self._spans = [value.span if isinstance(value, ArrayView) else 0 for value in arguments]
 
@@ -105,7 +105,7 @@ class KeptBound(Bound):
     def set_pointer(self, i: int, pointer: int) -> None:
         if pointer != self._pointers[i]:
             self._pointers[i] = -1  # Ctrl-C may come at any line
-            self._set_array(self._places[i], pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
+            self._set_array(self._indices[i], pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
             self._pointers[i] = pointer
 
     def set_entry(self, i: int, j: int, value: int) -> None:
@@ -170,26 +170,26 @@ def _filled_context(bound: Bound) -> Any:
     """A launch context of the engine's with the bound arguments in it."""
     kernel = bound.kernel
     context = kernel.traced.make_launch_context()
-    place = kernel.runtime.engine.place
+    index_of = kernel.runtime.engine.argument_index
     for i, value in enumerate(bound.arguments):
         if kernel.words[i]:
             if isinstance(value, memoryview):
                 context.set_arg_external_array_with_shape(
-                    place(i), np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
+                    index_of(i), np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
                 )
             elif value.handle is not None:
-                context.set_arg_ndarray(place(i), value.handle.arr)
+                context.set_arg_ndarray(index_of(i), value.handle.arr)
             else:
                 extent = bound.iterations if i == 0 else 1
-                context.set_arg_external_array_with_shape(place(i), value.ptr, value.span, [extent], 0)
+                context.set_arg_external_array_with_shape(index_of(i), value.ptr, value.span, [extent], 0)
         elif kernel.lengths[i]:
             put = context.set_struct_arg_float if kernel.is_float[i] else context.set_struct_arg_int
             for j, entry in enumerate(value):
                 put([i, j], entry)
         elif kernel.is_float[i]:
-            context.set_arg_float(place(i), value)
+            context.set_arg_float(index_of(i), value)
         else:
-            context.set_arg_int(place(i), value)
+            context.set_arg_int(index_of(i), value)
     return context
 
 
@@ -200,5 +200,5 @@ def _flat_array(array: ArrayView, word: str, extent: int | None) -> Any:
     if array.device == "cpu":
         return host_bytes(array.ptr, count * dtype.itemsize).view(dtype)
     torch = extras.need("torch", "launch: TIKV_LAUNCHER=public on CUDA")
-    found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
-    return found.view(dtypes.to_torch(dtype.name))
+    tensor = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
+    return tensor.view(dtypes.to_torch(dtype.name))

@@ -46,17 +46,17 @@ class Kernel(CompiledKernel):
         bound = bind_recorded(self, iterations, arguments)
         if bound is not None:
             return bound
-        chosen = launcher.launcher_of(self.runtime)[0]
-        if chosen == "native":
+        launcher_name = launcher.launcher_of(self.runtime)[0]
+        if launcher_name == "native":
             bound = self._bind_native(iterations, arguments)
             if bound is not None:
                 return bound
-            chosen = "direct"
+            launcher_name = "direct"
         if self.needs_native:
             what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
             raise NeedsNativeLauncher(
                 f"{self.name}: this kernel needs {what} that only the native launcher provides, and that launcher "
-                f"is not used here ({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset "
+                f"is not used here ({launcher.fallbacks.get(self.name, f'the launcher is {launcher_name!r}')}). Unset "
                 "TIKV_LAUNCHER."
             )
         if self.runtime.index:
@@ -66,8 +66,8 @@ class Kernel(CompiledKernel):
             )
         self.compile()
         if self.runtime.is_cuda:
-            return (PublicOnCuda if chosen == "public" else DirectOnCuda)(self, iterations, arguments)
-        if chosen == "public":
+            return (PublicOnCuda if launcher_name == "public" else DirectOnCuda)(self, iterations, arguments)
+        if launcher_name == "public":
             return PublicBound(self, iterations, arguments)
         return (KeptBound if self.runtime.is_cpu else FreshBound)(self, iterations, arguments)
 
@@ -82,7 +82,7 @@ class Kernel(CompiledKernel):
                 with notice.compiling(self.title, self.runtime.arch):
                     self.native = load_native(self)
             except ArchError as error:
-                if driver.capturing(self.runtime.index) or launcher.wanted_launcher() == "native":
+                if driver.capturing(self.runtime.index) or launcher.launcher_setting() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
                 runtime.log.warning(
@@ -95,14 +95,14 @@ class Kernel(CompiledKernel):
 def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
     """The compiled kernel for a factory and its choices in a runtime; compiled on first use, then kept."""
     key = (factory, choices)
-    found: Kernel | None = live.kernels.get(key)
-    if found is None:
+    compiled: Kernel | None = live.kernels.get(key)
+    if compiled is None:
         with live.lock:
-            found = live.kernels.get(key)
-            if found is None:
+            compiled = live.kernels.get(key)
+            if compiled is None:
                 runtime.log.info("compiling %s, once", factory.__name__)
-                found = live.kernels[key] = Kernel(live, factory, choices)
-    return found
+                compiled = live.kernels[key] = Kernel(live, factory, choices)
+    return compiled
 
 
 def bind_again(recorded: Recorded) -> Bound:

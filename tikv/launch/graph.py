@@ -33,20 +33,20 @@ class TaichiGraph:
         builder = graph.GraphBuilder()
         for n, (kernel, arguments) in enumerate(launches):
             kernel.compile()
-            given = []
+            parameters = []
             for i, argument in enumerate(arguments):
                 number = runtime.ti.f32 if kernel.is_float[i] else runtime.ti.i32
                 if kernel.words[i]:
-                    given.append(arrays[argument])
+                    parameters.append(arrays[argument])
                     continue
                 name = f"{n}.{i}"
                 if kernel.lengths[i]:
-                    given.append(graph.Arg(kinds.MATRIX, name, runtime.ti.types.vector(kernel.lengths[i], number)))
+                    parameters.append(graph.Arg(kinds.MATRIX, name, runtime.ti.types.vector(kernel.lengths[i], number)))
                     self._values[name] = runtime.ti.Vector(list(argument), number)
                 else:
-                    given.append(graph.Arg(kinds.SCALAR, name, number))
+                    parameters.append(graph.Arg(kinds.SCALAR, name, number))
                     self._values[name] = argument
-            builder._graph_builder.dispatch(kernel.traced, given)
+            builder._graph_builder.dispatch(kernel.traced, parameters)
         self._compiled = builder.compile()
         self._runtime = launches[0][0].runtime
 

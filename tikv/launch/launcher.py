@@ -10,7 +10,7 @@ from tikv.errors import ArchError
 from tikv.launch.cuda import driver
 
 LAUNCHERS = ("native", "direct", "public")
-_chosen: str | None = None
+_selected: str | None = None
 _unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; checked once per process
 
 # Kernels that the native launcher refused, and why, for as long as the process lives: the reason does not go away, and
@@ -26,15 +26,15 @@ def choose_launcher(name: str | None) -> None:
     Raises:
         ArchError: there is no such launcher.
     """
-    global _chosen
+    global _selected
     if name is not None and name not in LAUNCHERS:
         raise ArchError(f"launch: unknown launcher {name!r}. Use one of {', '.join(LAUNCHERS)}.")
-    _chosen = name
+    _selected = name
 
 
-def wanted_launcher() -> str | None:
+def launcher_setting() -> str | None:
     """The launcher asked for by name, if any."""
-    name = _chosen or os.environ.get("TIKV_LAUNCHER") or None
+    name = _selected or os.environ.get("TIKV_LAUNCHER") or None
     if name is not None and name not in LAUNCHERS:
         raise ArchError(
             f"launch: TIKV_LAUNCHER={name} is not a launcher. Use one of {', '.join(LAUNCHERS)}, or unset it."
@@ -48,32 +48,32 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     Raises:
         ArchError: native was asked for on CUDA, but cannot be used.
     """
-    wanted = wanted_launcher()
-    if wanted == "public":
-        return wanted, "asked for"
+    setting = launcher_setting()
+    if setting == "public":
+        return setting, "asked for"
     if not live.is_cuda:
         return "direct", f"the cheapest on {live.arch}"
-    if wanted == "direct":
-        return wanted, "asked for"
+    if setting == "direct":
+        return setting, "asked for"
     if not live.engine.has_known_ptx:
         why = f"the native launcher reads only Taichi's PTX, and this process uses {live.engine.title}"
-        if wanted:
+        if setting:
             raise ArchError(
                 f"launch: the native launcher was asked for but is not available: {why}. Use engine='taichi', or "
                 "unset TIKV_LAUNCHER."
             )
         return "direct", why
     if live.index not in _unavailable:
-        found = None
+        refusal = None
         try:
             driver.device(live.index)
         except ArchError as error:
-            found = error
-        _unavailable[live.index] = found
+            refusal = error
+        _unavailable[live.index] = refusal
     unavailable = _unavailable[live.index]
     if unavailable is None:
-        return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
-    if wanted:
+        return "native", "asked for" if setting else "cuda-bindings is installed and the driver answers"
+    if setting:
         raise ArchError(f"launch: the native launcher was asked for but is not available: {unavailable}") from None
     return "direct", str(unavailable)
 

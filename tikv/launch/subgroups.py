@@ -33,7 +33,7 @@ from tikv.launch import subgroups
 print({_RIGHT!r} if subgroups.gives_right_numbers(tikv.init(sys.argv[2])) else {_ENDED!r})
 """
 
-_found: BoundedCache[tuple[str, str], str] = BoundedCache()  # the result of a trial, by engine and arch
+_reasons: BoundedCache[tuple[str, str], str] = BoundedCache()  # the result of a trial, by engine and arch
 
 
 def why_no_subgroups(live: runtime.Runtime) -> str:
@@ -56,22 +56,22 @@ def subgroup_report(live: runtime.Runtime) -> str:
 
 
 def _why_not(live: runtime.Runtime) -> str:
-    wanted = os.environ.get("TIKV_SUBGROUPS") or "auto"
-    if wanted not in CHOICES:
+    setting = os.environ.get("TIKV_SUBGROUPS") or "auto"
+    if setting not in CHOICES:
         raise OptionError(
-            f"attention: TIKV_SUBGROUPS={wanted} is not a choice. Use one of {', '.join(CHOICES)}, or unset it."
+            f"attention: TIKV_SUBGROUPS={setting} is not a choice. Use one of {', '.join(CHOICES)}, or unset it."
         )
-    if wanted == "off":
+    if setting == "off":
         return "TIKV_SUBGROUPS is off"
     # Every Mac's GPU that the engines run on reduces over its SIMD groups; a Vulkan driver says whether it does.
     if live.arch == "vulkan" and not runtime.vulkan_subgroups():
         return "the driver does not report them"
-    if wanted == "on":
+    if setting == "on":
         return ""
     key = live.engine.name, live.arch
-    why = _found.get(key)
+    why = _reasons.get(key)
     if why is None:
-        why = _found.keep(key, tried(live))
+        why = _reasons.keep(key, tried(live))
         if why:
             runtime.log.warning("attention on %s does not use subgroup operations: %s", live.arch, why)
     return why
@@ -92,10 +92,10 @@ def gives_right_numbers(live: runtime.Runtime) -> bool:
     from tikv.kernels import lanes
 
     trial = kernel(live, lanes.make_self_test, lanes.SUBGROUP)
-    found = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
+    results = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
     with live.lock, live.compiling(trial.fast_math):
-        trial.function(found)
-    right: bool = lanes.self_test_passed(found)
+        trial.function(results)
+    right: bool = lanes.self_test_passed(results)
     return right
 
 

@@ -29,21 +29,21 @@ def joined(*vectors: Sequence[int]) -> Joined:
         >>> joined(Size(3, 4), (0, 0))
         (3, 4, 0, 0)
     """
-    found = Joined(itertools.chain.from_iterable(vectors))
-    found._fields = tuple(name for vector in vectors for name in getattr(vector, "_fields", ("",) * len(vector)))
-    return found
+    entries = Joined(itertools.chain.from_iterable(vectors))
+    entries._fields = tuple(name for vector in vectors for name in getattr(vector, "_fields", ("",) * len(vector)))
+    return entries
 
 
 def places_of(fields: Iterable[tuple[int, Sequence[str]]]) -> dict[str, tuple[int, int]]:
     """Name -> (argument, place in it), of each name that occurs once among the (argument, names of its entries)."""
-    found: dict[str, tuple[int, int]] = {}
+    positions: dict[str, tuple[int, int]] = {}
     twice = {""}
     for argument, names in fields:
-        for place, name in enumerate(names):
-            if name in found:
+        for position, name in enumerate(names):
+            if name in positions:
                 twice.add(name)
-            found[name] = argument, place
-    return {name: place for name, place in found.items() if name not in twice}
+            positions[name] = argument, position
+    return {name: position for name, position in positions.items() if name not in twice}
 
 
 def fields_of(arguments: Iterable[Any], is_float: Sequence[bool]) -> list[tuple[int, Sequence[str]]]:

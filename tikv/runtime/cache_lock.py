@@ -60,15 +60,15 @@ def wait_for(lock: Path) -> None:
 def _look_at(lock: Path) -> _Seen | None:
     """The lock, or None if there is no lock that this process may see."""
     try:
-        own = lock.stat()
-        changed = [own.st_mtime_ns, lock.parent.stat().st_mtime_ns]
+        status = lock.stat()
+        changed = [status.st_mtime_ns, lock.parent.stat().st_mtime_ns]
         with os.scandir(lock.parent) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     changed.append(entry.stat().st_mtime_ns)
     except OSError:
         return None
-    return _Seen(own.st_ino, own.st_mtime_ns, max(changed))
+    return _Seen(status.st_ino, status.st_mtime_ns, max(changed))
 
 
 def _remove(lock: Path, seen: _Seen) -> bool:
@@ -79,8 +79,8 @@ def _remove(lock: Path, seen: _Seen) -> bool:
     aside = lock.with_name(f"{lock.name}.{os.getpid()}")
     try:
         lock.rename(aside)
-        own = aside.stat()
-        if (own.st_ino, own.st_mtime_ns) == (seen.number, seen.made) or lock.exists():
+        status = aside.stat()
+        if (status.st_ino, status.st_mtime_ns) == (seen.number, seen.made) or lock.exists():
             aside.unlink()
         else:
             aside.rename(lock)

@@ -33,8 +33,8 @@ class DeepCopied(NotCopied):
     __slots__ = ()
 
     def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
-        found = object.__new__(type(self))
-        memo[id(self)] = found
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
         for name, value in vars(self).items():
-            object.__setattr__(found, name, copy.deepcopy(value, memo))
-        return found
+            object.__setattr__(duplicate, name, copy.deepcopy(value, memo))
+        return duplicate

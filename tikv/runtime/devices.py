@@ -149,13 +149,13 @@ def vulkan_devices() -> list[tuple[str, str]]:
 
     A software driver such as lavapipe answers "cpu": good for tests, never chosen by "auto".
     """
-    found = []
+    devices = []
     with _physical_devices() as (vulkan, handles):
         for handle in handles:
             raw = _properties(vulkan, handle)
             kind = int.from_bytes(raw[16:20], sys.byteorder)
-            found.append((raw[20:276].split(b"\0", 1)[0].decode(errors="replace"), _VULKAN_KINDS.get(kind, "other")))
-    return found
+            devices.append((raw[20:276].split(b"\0", 1)[0].decode(errors="replace"), _VULKAN_KINDS.get(kind, "other")))
+    return devices
 
 
 def vulkan_subgroups() -> bool:
@@ -189,8 +189,8 @@ def _reduces(vulkan: Any, handle: Any) -> bool:
     subgroups = _SubgroupProperties(_SUBGROUP_PROPERTIES, None)
     if not _ask(vulkan, handle, subgroups):
         return False
-    wanted = _BASIC | _ARITHMETIC
-    return bool(subgroups.stages & _COMPUTE) and subgroups.operations & wanted == wanted
+    operations = _BASIC | _ARITHMETIC
+    return bool(subgroups.stages & _COMPUTE) and subgroups.operations & operations == operations
 
 
 def device_name(arch: str) -> str:
@@ -279,8 +279,8 @@ def memory_bytes(arch: str, index: int = 0) -> int | None:
     if arch == "cuda":
         return _cuda_device(index)[1] or None
     if arch == "vulkan":
-        own, shares = _vulkan_memory()
-        return max(own, memory_bytes("cpu") or 0 if shares else 0) or None
+        dedicated, shares = _vulkan_memory()
+        return max(dedicated, memory_bytes("cpu") or 0 if shares else 0) or None
     if arch in ("cpu", "metal") and hasattr(os, "sysconf"):
         with contextlib.suppress(ValueError, OSError):
             return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits())
@@ -294,14 +294,14 @@ def _group_limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), proc: str
     with contextlib.suppress(OSError), open(proc, encoding="utf-8") as lines:
         fields = [line.rstrip("\n").split(":", 2) for line in lines]
         paths += [f[2] for f in fields if len(f) == 3 and (not f[1] or "memory" in f[1].split(","))]
-    found = []
+    limits = []
     for path in paths:
         inside = pathlib.PurePosixPath(path.lstrip("/"))
         for group in (inside, *inside.parents):
             for file in (root / group / "memory.max", root / "memory" / group / "memory.limit_in_bytes"):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    found.append(int(file.read_text(encoding="utf-8")))
-    return [n for n in found if n > 0]
+                    limits.append(int(file.read_text(encoding="utf-8")))
+    return [n for n in limits if n > 0]
 
 
 @functools.cache
@@ -320,10 +320,10 @@ def _vulkan_memory() -> tuple[int, bool]:
 def shares_memory(arch: str, index: int = 0) -> bool:
     """Whether the device computes in the host's memory and has none of its own."""
     if arch == "cuda":
-        cuda, device, found = _cuda(), ctypes.c_int(), ctypes.c_int()
+        cuda, device, integrated = _cuda(), ctypes.c_int(), ctypes.c_int()
         if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), index):
             return False
-        return cuda.cuDeviceGetAttribute(ctypes.byref(found), _INTEGRATED, device) == 0 and found.value > 0
+        return cuda.cuDeviceGetAttribute(ctypes.byref(integrated), _INTEGRATED, device) == 0 and integrated.value > 0
     if arch == "vulkan":
         return all(kind in ("cpu", "integrated") for _, kind in vulkan_devices())
     return arch in ("cpu", "metal")
@@ -335,12 +335,12 @@ def lock_pages(nbytes: int, index: int) -> int:
     Raises:
         MemoryError: there is not enough memory.
     """
-    cuda, found = _cuda(), ctypes.c_void_p()
+    cuda, address = _cuda(), ctypes.c_void_p()
     with current_gpu(index):
-        status = cuda.cuMemHostAlloc(ctypes.byref(found), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
-    if status or not found.value:
+        status = cuda.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
+    if status or not address.value:
         raise MemoryError(f"CUDA's driver could not lock {nbytes} bytes (error {status})")
-    return found.value
+    return address.value
 
 
 def unlock_pages(address: int, index: int) -> None:

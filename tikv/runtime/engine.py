@@ -41,7 +41,7 @@ _LEVELS = ("trace", "debug", "info", "warn", "error", "critical")  # levels of a
 before_end: list[Callable[[Any], None]] = []  # these are called with a program that is about to end
 
 
-def wanted(asked: str = "auto") -> tuple[Engine, str]:
+def selection(asked: str = "auto") -> tuple[Engine, str]:
     """(engine, why): the engine in use, else the one asked for, the one that TIKV_ENGINE names, or the best one.
 
     Raises:
@@ -65,7 +65,7 @@ def wanted(asked: str = "auto") -> tuple[Engine, str]:
         return engines.ALL[asked], "asked for"
     if by_environment != "auto":
         return engines.ALL[by_environment], "TIKV_ENGINE names it"
-    return engines.chosen_by_itself()
+    return engines.selected_by_itself()
 
 
 def load(asked: str = "auto") -> Any:
@@ -77,7 +77,7 @@ def load(asked: str = "auto") -> Any:
     """
     if _module is None or asked != "auto":
         with _lock:
-            engine, why = wanted(asked)
+            engine, why = selection(asked)
             if _module is None:
                 _import(engine, why)
     return _module
@@ -139,7 +139,7 @@ def engine_in_use() -> Engine:
 def engine_report() -> dict[str, Any]:
     """Which engine is in use, or would be, its version, and why; or what is wrong with it. Imports nothing."""
     try:
-        engine, why = wanted()
+        engine, why = selection()
     except OptionError as error:
         return {"engine": "none", "title": "the engine", "version": None, "why": str(error)}
     name, version = engine.name, engine.version()
@@ -153,7 +153,7 @@ def engine_report() -> dict[str, Any]:
 def shares_mps() -> bool:
     """Whether the engine that is or would be in use lets PyTorch see its memory on MPS. Imports nothing."""
     try:
-        return wanted()[0].mps_arch is not None
+        return selection()[0].mps_arch is not None
     except OptionError:  # of TIKV_ENGINE: the first operation says so
         return False
 
@@ -250,7 +250,7 @@ def is_imported() -> bool:
     if _module is not None:
         return True
     try:
-        return wanted()[0].is_imported
+        return selection()[0].is_imported
     except OptionError:  # of TIKV_ENGINE: the first operation says so
         return False
 
@@ -268,7 +268,7 @@ def after_fork() -> None:
 def is_left_behind() -> bool:
     """Whether this process was forked from one in which the engine ran, and has not started one since."""
     program = front().prog
-    return program is not None and any(program is left for left in forks.left_behind)
+    return program is not None and any(program is inherited for inherited in forks.left_behind)
 
 
 def front() -> Any:
@@ -288,11 +288,11 @@ def start(arch: str, options: Mapping[str, Any]) -> None:
     ti = load()
     if not _engine.part("lang.misc").is_arch_supported(getattr(ti, arch)):  # the engine asks after it has ended the old
         raise RuntimeError("it finds no such device")
-    own = {**_engine.start_options(arch), "log_level": ti.WARN}
+    defaults = {**_engine.start_options(arch), "log_level": ti.WARN}
     folder = os.environ.get(_engine.cache_variable) or options.get("offline_cache_file_path")
     _wait_for_cache(folder or _engine.part("lang.impl").default_cfg().offline_cache_file_path)
     with contextlib.redirect_stdout(io.StringIO()), _floating_point_kept():
-        ti.init(arch=getattr(ti, arch), **{**own, **options, "enable_fallback": False})
+        ti.init(arch=getattr(ti, arch), **{**defaults, **options, "enable_fallback": False})
     _engine.settings.materialize()  # otherwise this thread must compile the first kernel
 
 
@@ -324,7 +324,7 @@ def require_arch(arch: str, asked: str) -> None:
         ArchError: the engine lacks it, and the message says which has it; or a different engine is in use.
         OptionError: there is no such engine.
     """
-    engine, _ = wanted(asked)
+    engine, _ = selection(asked)
     if arch not in engine.archs:
         (other,) = [other for other in engine.others if arch in other.archs]
         raise ArchError(

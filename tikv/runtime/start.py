@@ -125,23 +125,23 @@ class Runtime(NotCopied):
         first = self._first or self
         if not index:
             return first
-        found = first._others.get(index)
-        if found is None:
+        live = first._others.get(index)
+        if live is None:
             with self.lock:
-                found = first._others.setdefault(index, Runtime(self.front, first, index))
-        return found
+                live = first._others.setdefault(index, Runtime(self.front, first, index))
+        return live
 
     @property
     def plans(self) -> BoundedCache[Any, Any]:
         """Plans of one-shot calls, filled by `ops`; a thread that records has its own."""
-        own = thread_plans.plans
-        return self._plans if own is None else own
+        plans = thread_plans.plans
+        return self._plans if plans is None else plans
 
     @property
     def scratch(self) -> list[Any]:
         """Scratch memory between launches, filled by `ops`, the newest last; a thread that records has its own."""
-        own = thread_plans.plans
-        return self._scratch if own is None else own.setdefault("scratch", [])
+        plans = thread_plans.plans
+        return self._scratch if plans is None else plans.setdefault("scratch", [])
 
     @property
     def alive(self) -> bool:

@@ -44,8 +44,8 @@ def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_once(function: Any) -> Any:
         code = function.__code__
         key = read, code.co_filename, code.co_firstlineno, code.co_name
-        found = _sources.get(key)
-        return _sources.keep(key, read(function)) if found is None else found
+        source = _sources.get(key)
+        return _sources.keep(key, read(function)) if source is None else source
 
     return read_once
 
@@ -75,10 +75,10 @@ class _Trees:
 
     def transform(self, tree: ast.Module, context: Any) -> Any:
         """The engine's transform of a tree, which is then free for other calls."""
-        found = self.plain_transform(tree, context)
+        transformed = self.plain_transform(tree, context)
         if not (context.is_kernel or context.is_real_function):
             self.free.setdefault(self.source_of[id(tree)], []).append(tree)
-        return found
+        return transformed
 
 
 def _visit(builder: Any, context: Any, node: Any) -> Any:

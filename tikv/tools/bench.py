@@ -82,14 +82,14 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """This row as a dict for JSON."""
-        told = {
+        fields = {
             **vars(self),
             "gb_per_s": self.gb_per_s,
             "percent_of_memcpy": self.percent_of_memcpy,
             "noisy": self.noisy,
         }
-        told["peers_us"] = {name: round(us, 3) for name, us in self.peers_us.items()}
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
+        fields["peers_us"] = {name: round(us, 3) for name, us in self.peers_us.items()}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def memcpy_on_host(nbytes: int) -> Call:
@@ -147,10 +147,10 @@ class Machine:
     def numbers(self, dtype: str, *shape: int) -> Array:
         """Ordinary values: subnormals and NaN would slow some conversions down."""
         values = self.rng.random(shape, np.float32) - np.float32(0.5)
-        found: Array = values.astype(dtypes.parse(dtype, "bench").numpy)
-        return found
+        array: Array = values.astype(dtypes.parse(dtype, "bench").numpy)
+        return array
 
-    def place(self, array: Array) -> Any:
+    def on_device(self, array: Array) -> Any:
         """A copy where the back end works: a NumPy array on the CPU, device memory elsewhere."""
         if self.live.is_cpu:
             return array.copy()
@@ -197,40 +197,40 @@ def _prefill(machine: Machine, src: str, stored: str) -> tuple[int, Contenders]:
     tokens, position = 4096, 3
     rows = [machine.numbers(src, tokens, HEADS, WIDTH) for _ in "kv"]
     before = [machine.numbers(stored, HEADS, tokens + 8, WIDTH) for _ in "kv"]
-    wanted = [reference.copy(r, b, position=position) for r, b in zip(rows, before, strict=True)]
-    places = slice(position, position + tokens)
+    expected = [reference.copy(r, b, position=position) for r, b in zip(rows, before, strict=True)]
+    slots = slice(position, position + tokens)
 
-    k, v = (machine.place(row) for row in rows)
-    caches = [machine.place(b) for b in before]
-    found: Contenders = {
-        "tikv": Contender(lambda: copy.copy_kv(k, v, *caches, position=position), lambda: _zip(caches, wanted))
+    k, v = (machine.on_device(row) for row in rows)
+    caches = [machine.on_device(b) for b in before]
+    contenders: Contenders = {
+        "tikv": Contender(lambda: copy.copy_kv(k, v, *caches, position=position), lambda: _zip(caches, expected))
     }
     if machine.live.is_cpu:
         mine = [b.copy() for b in before]
 
         def by_numpy() -> None:
             for cache, row in zip(mine, rows, strict=True):
-                cache[:, places] = row.swapaxes(0, 1)
+                cache[:, slots] = row.swapaxes(0, 1)
 
-        found["numpy"] = Contender(by_numpy, lambda: _zip(mine, wanted))
+        contenders["numpy"] = Contender(by_numpy, lambda: _zip(mine, expected))
     if machine.torch is not None:
         tensors, theirs = [machine.tensor(r) for r in rows], [machine.tensor(b) for b in before]
 
         def by_torch() -> None:
             for cache, row in zip(theirs, tensors, strict=True):
-                cache[:, places].copy_(row.transpose(0, 1))
+                cache[:, slots].copy_(row.transpose(0, 1))
 
-        found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+        contenders["torch"] = Contender(by_torch, lambda: _zip(theirs, expected))
     if machine.mlx is not None:
-        given, filled = ([machine.mlx.array(a) for a in arrays] for arrays in (rows, before))
+        sources, filled = ([machine.mlx.array(a) for a in arrays] for arrays in (rows, before))
 
         def by_mlx() -> None:
-            for cache, row in zip(filled, given, strict=True):
-                cache[:, places] = machine.mlx.swapaxes(row, 0, 1)
+            for cache, row in zip(filled, sources, strict=True):
+                cache[:, slots] = machine.mlx.swapaxes(row, 0, 1)
             machine.mlx.async_eval(filled)
 
-        found["mlx"] = Contender(by_mlx, lambda: _zip(filled, wanted), wait=machine.mlx.synchronize)
-    return _moved(tokens, src, stored), found
+        contenders["mlx"] = Contender(by_mlx, lambda: _zip(filled, expected), wait=machine.mlx.synchronize)
+    return _moved(tokens, src, stored), contenders
 
 
 def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
@@ -240,14 +240,14 @@ def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
     cache = store.KVCacheStore(
         num_layers=layers, num_kv_heads=HEADS, head_dim=WIDTH, capacity=slots, window=slots, dtype="float16"
     )
-    k, v = (machine.place(row) for row in rows)
+    k, v = (machine.on_device(row) for row in rows)
 
-    def kept() -> list[tuple[Any, Array]]:
+    def last_tokens() -> list[tuple[Any, Array]]:
         streams = [stream for layer in range(layers) for stream in cache.tokens(layer)]
-        wanted = [row[layer].swapaxes(0, 1)[None] for layer in range(layers) for row in rows]
-        return [(np.asarray(s)[:, :, -1:], w) for s, w in zip(streams, wanted, strict=True)]
+        expected = [row[layer].swapaxes(0, 1)[None] for layer in range(layers) for row in rows]
+        return [(np.asarray(s)[:, :, -1:], e) for s, e in zip(streams, expected, strict=True)]
 
-    found: Contenders = {"tikv": Contender(lambda: cache.append_all(k, v), kept)}
+    contenders: Contenders = {"tikv": Contender(lambda: cache.append_all(k, v), last_tokens)}
     flat = [row[layer].swapaxes(0, 1) for layer in range(layers) for row in rows]
     if machine.live.is_cpu:
         mine = [np.zeros((HEADS, slots, WIDTH), np.float16) for _ in flat]
@@ -256,7 +256,7 @@ def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
             for to, row in zip(mine, flat, strict=True):
                 to[:, 5:6] = row
 
-        found["numpy"] = Contender(by_numpy, lambda: _zip([to[:, 5:6] for to in mine], flat))
+        contenders["numpy"] = Contender(by_numpy, lambda: _zip([to[:, 5:6] for to in mine], flat))
     if machine.torch is not None:
         tensors = [machine.tensor(np.ascontiguousarray(row)) for row in flat]
         theirs = [machine.tensor(np.zeros((HEADS, slots, WIDTH), np.float16)) for _ in flat]
@@ -266,20 +266,20 @@ def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
             for to, row in zip(theirs, tensors, strict=True):
                 to.index_copy_(1, index, row)
 
-        found["torch"] = Contender(by_torch, lambda: _zip([to[:, 5:6] for to in theirs], flat))
+        contenders["torch"] = Contender(by_torch, lambda: _zip([to[:, 5:6] for to in theirs], flat))
     if machine.mlx is not None:
-        given = [machine.mlx.array(np.ascontiguousarray(row)) for row in flat]
+        sources = [machine.mlx.array(np.ascontiguousarray(row)) for row in flat]
         filled = [machine.mlx.zeros((HEADS, slots, WIDTH), machine.mlx.float16) for _ in flat]
 
         def by_mlx() -> None:
-            for to, row in zip(filled, given, strict=True):
+            for to, row in zip(filled, sources, strict=True):
                 to[:, 5:6] = row
             machine.mlx.async_eval(filled)
 
-        found["mlx"] = Contender(
+        contenders["mlx"] = Contender(
             by_mlx, lambda: _zip([to[:, 5:6] for to in filled], flat), wait=machine.mlx.synchronize
         )
-    return layers * _moved(1, "float16", "float16"), found
+    return layers * _moved(1, "float16", "float16"), contenders
 
 
 def _pages(machine: Machine) -> tuple[int, Contenders]:
@@ -289,12 +289,12 @@ def _pages(machine: Machine) -> tuple[int, Contenders]:
     order = machine.rng.permutation(2 * tokens // BLOCK)[: tokens // BLOCK]
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1).astype(np.int32)
     empty = np.zeros((2 * tokens // BLOCK, BLOCK, HEADS, WIDTH), np.float16)
-    wanted = [reference.write_slots(row, empty, slots) for row in rows]
-    k, v, index = (machine.place(a) for a in (*rows, slots))
-    k_pool, v_pool = (machine.place(empty) for _ in "kv")
-    found: Contenders = {
+    expected = [reference.write_slots(row, empty, slots) for row in rows]
+    k, v, index = (machine.on_device(a) for a in (*rows, slots))
+    k_pool, v_pool = (machine.on_device(empty) for _ in "kv")
+    contenders: Contenders = {
         "tikv": Contender(
-            lambda: paged.write_slots(k, v, k_pool, v_pool, index), lambda: _zip([k_pool, v_pool], wanted)
+            lambda: paged.write_slots(k, v, k_pool, v_pool, index), lambda: _zip([k_pool, v_pool], expected)
         )
     }
     if machine.live.is_cpu:
@@ -305,7 +305,7 @@ def _pages(machine: Machine) -> tuple[int, Contenders]:
             for to, row in zip(flat, rows, strict=True):
                 to[slots] = row
 
-        found["numpy"] = Contender(by_numpy, lambda: _zip(mine, wanted))
+        contenders["numpy"] = Contender(by_numpy, lambda: _zip(mine, expected))
     if machine.torch is not None:
         theirs, tensors = [machine.tensor(empty) for _ in "kv"], [machine.tensor(row) for row in rows]
         where = machine.tensor(slots.astype(np.int64))
@@ -314,19 +314,19 @@ def _pages(machine: Machine) -> tuple[int, Contenders]:
             for to, row in zip(theirs, tensors, strict=True):
                 to.view(-1, HEADS, WIDTH).index_copy_(0, where, row)
 
-        found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+        contenders["torch"] = Contender(by_torch, lambda: _zip(theirs, expected))
     if machine.mlx is not None:
-        given, place = [machine.mlx.array(row) for row in rows], machine.mlx.array(slots)
+        sources, mlx_slots = [machine.mlx.array(row) for row in rows], machine.mlx.array(slots)
         filled = [machine.mlx.array(empty.reshape(-1, HEADS, WIDTH)) for _ in "kv"]
 
         def by_mlx() -> None:
-            for to, row in zip(filled, given, strict=True):
-                to[place] = row
+            for to, row in zip(filled, sources, strict=True):
+                to[mlx_slots] = row
             machine.mlx.async_eval(filled)
 
-        shaped = [want.reshape(-1, HEADS, WIDTH) for want in wanted]
-        found["mlx"] = Contender(by_mlx, lambda: _zip(filled, shaped), wait=machine.mlx.synchronize)
-    return _moved(tokens, "float16", "float16"), found
+        shaped = [want.reshape(-1, HEADS, WIDTH) for want in expected]
+        contenders["mlx"] = Contender(by_mlx, lambda: _zip(filled, shaped), wait=machine.mlx.synchronize)
+    return _moved(tokens, "float16", "float16"), contenders
 
 
 def _attention(machine: Machine) -> tuple[int, Contenders]:
@@ -334,49 +334,51 @@ def _attention(machine: Machine) -> tuple[int, Contenders]:
     tokens, queries = 4096, 4 * HEADS
     q = machine.numbers("float32", 1, queries, WIDTH)
     caches = [machine.numbers("float32", 1, HEADS, tokens, WIDTH) for _ in "kv"]
-    wanted = np.stack(
+    expected = np.stack(
         [
             reference.attention(row, caches[0][0, h // 4], caches[1][0, h // 4], scale=WIDTH**-0.5)[0]
             for h, row in enumerate(q[0])
         ]
     )[None]
-    asked, k_cache, v_cache, lens = (machine.place(a) for a in (q, *caches, np.array([tokens], np.int32)))
-    out = machine.place(np.zeros_like(q))
-    found: Contenders = {
+    asked, k_cache, v_cache, lens = (machine.on_device(a) for a in (q, *caches, np.array([tokens], np.int32)))
+    out = machine.on_device(np.zeros_like(q))
+    contenders: Contenders = {
         "tikv": Contender(
             lambda: attention.decode_attention(asked, k_cache, v_cache, lens, out=out, impl="taichi"),
-            lambda: [(out, wanted)],
+            lambda: [(out, expected)],
             1e-5,
         )
     }
     if machine.torch is not None:
         sdpa = machine.torch.nn.functional.scaled_dot_product_attention
         row, k, v = (machine.tensor(a) for a in (q[:, :, None], *caches))
-        kept: list[Any] = []
+        outputs: list[Any] = []
 
         def by_torch() -> None:
-            kept[:] = [sdpa(row, k, v, enable_gqa=True)]
+            outputs[:] = [sdpa(row, k, v, enable_gqa=True)]
 
-        found["torch"] = Contender(by_torch, lambda: [(kept[0][:, :, 0], wanted)], 1e-5)
+        contenders["torch"] = Contender(by_torch, lambda: [(outputs[0][:, :, 0], expected)], 1e-5)
     if machine.mlx is not None:
-        attend, given = machine.mlx.fast.scaled_dot_product_attention, [q[:, :, None], *caches]
-        asking, *stored = (machine.mlx.array(a) for a in given)
+        attend, inputs = machine.mlx.fast.scaled_dot_product_attention, [q[:, :, None], *caches]
+        asking, *stored = (machine.mlx.array(a) for a in inputs)
         made: list[Any] = []
 
         def by_mlx() -> None:
             made[:] = [attend(asking, *stored, scale=WIDTH**-0.5)]
             machine.mlx.async_eval(made)
 
-        found["mlx"] = Contender(by_mlx, lambda: [(made[0][:, :, 0], wanted)], 1e-5, wait=machine.mlx.synchronize)
-    return sum(cache.nbytes for cache in caches), found
+        contenders["mlx"] = Contender(
+            by_mlx, lambda: [(made[0][:, :, 0], expected)], 1e-5, wait=machine.mlx.synchronize
+        )
+    return sum(cache.nbytes for cache in caches), contenders
 
 
 def _moved(tokens: int, src: str, stored: str) -> int:
     return roofline.bytes_moved(tokens, HEADS, WIDTH, dtypes.parse(src, "bench"), dtypes.parse(stored, "bench"))
 
 
-def _zip(got: list[Any], wanted: list[Array]) -> list[tuple[Any, Array]]:
-    return list(zip(got, wanted, strict=True))
+def _zip(got: list[Any], expected: list[Array]) -> list[tuple[Any, Array]]:
+    return list(zip(got, expected, strict=True))
 
 
 CASES: dict[str, Callable[[Machine], tuple[int, Contenders]]] = {
@@ -442,9 +444,9 @@ def time_case(machine: Machine, case: str, seconds: float) -> Row:
     while len(times["tikv"]) < ROUNDS or time.perf_counter() < end:
         for name, (call, wait) in calls.items():
             times[name].append(machine.seconds(call, repeats[name], wait))
-    us = {name: min(found) * 1e6 for name, found in times.items()}
+    us = {name: min(samples) * 1e6 for name, samples in times.items()}
     ours, copy = us.pop("tikv"), us.pop("memcpy")
-    spread = max(statistics.median(found) / min(found) for found in times.values())
+    spread = max(statistics.median(samples) / min(samples) for samples in times.values())
     return Row(case, machine.live.arch, moved, ours, copy, us, spread, left_out)
 
 

@@ -207,14 +207,14 @@ def _probe(arch: str, timeout: float, kernels: str) -> Check:
     if not lines:
         last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         return Check(arch, "FAIL", last, 0.0, REMEDIES[arch])
-    found = json.loads(lines[-1])
-    times = found.get("first_calls")
+    answer = json.loads(lines[-1])
+    times = answer.get("first_calls")
     return Check(
         arch,
-        found["status"],
-        found["detail"],
-        found.get("seconds", 0.0),
-        "" if found["status"] == "PASS" else REMEDIES[arch],
+        answer["status"],
+        answer["detail"],
+        answer.get("seconds", 0.0),
+        "" if answer["status"] == "PASS" else REMEDIES[arch],
         None if times is None else (times[0], times[1]),
     )
 
@@ -226,12 +226,12 @@ def doctor(archs: tuple[str, ...] = runtime.ARCHS, step: Callable[[str, int], No
         archs: the back ends.
         step: called before each with its name, and how many are done.
     """
-    found = []
+    checks = []
     for number, arch in enumerate(archs):
         if step is not None:
             step(arch, number)
-        found.append(check(arch))
-    return found
+        checks.append(check(arch))
+    return checks
 
 
 def exit_status(checks: list[Check]) -> int:
@@ -271,10 +271,10 @@ def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None
         A trial for each operation and each dtype that it supports; a single trial for a back end that is not on this
         machine; one more with status "FAIL" if a process ended early.
     """
-    found: list[Trial] = []
+    trials: list[Trial] = []
 
     def add(trial: Trial) -> None:
-        found.append(trial)
+        trials.append(trial)
         if done is not None:
             done(trial)
 
@@ -287,11 +287,11 @@ def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None
                 for line in child.stdout:
                     if not line.startswith("{"):
                         continue
-                    told = json.loads(line)
-                    if "absent" in told:
-                        add(Trial(arch, "all", "all", NOT_HERE, told["absent"]))
+                    message = json.loads(line)
+                    if "absent" in message:
+                        add(Trial(arch, "all", "all", NOT_HERE, message["absent"]))
                     else:
-                        add(Trial(**told))
+                        add(Trial(**message))
             except BaseException:
                 child.kill()
                 raise
@@ -302,7 +302,7 @@ def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None
                 errors.seek(0)
                 last = (errors.read().strip().splitlines() or ["no message"])[-1]
                 add(Trial(arch, "all", "all", FAILED, f"exit status {child.returncode}: {last}"))
-    return found
+    return trials
 
 
 __all__ = ["Check", "TikvError", "as_json", "check", "doctor", "exit_status", "info", "support"]

@@ -47,12 +47,12 @@ class Calls:
 
     def __init__(self, live: runtime.Runtime, sizes: Sizes, dtype: str) -> None:
         self.live, self.sizes = live, sizes
-        self.name, self.given_name = dtype, dtype if dtype in FLOATS else "float16"
-        self.stored, self.given = (dtypes.parse(name, "export").numpy for name in (self.name, self.given_name))
+        self.name, self.input_name = dtype, dtype if dtype in FLOATS else "float16"
+        self.stored, self.input_dtype = (dtypes.parse(name, "export").numpy for name in (self.name, self.input_name))
 
     def zeros(self, *shape: int, dtype: Any = None) -> Any:
         """Zeros, by default in the dtype of the calls' inputs."""
-        host = np.zeros(shape, self.given if dtype is None else dtype)
+        host = np.zeros(shape, self.input_dtype if dtype is None else dtype)
         return arrays.CacheArray(arrays.to_device(host, self.live), self.live)
 
     def ints(self, *numbers: int) -> Any:
@@ -341,7 +341,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write the files of kernels, each once, and the file that lists them."""
     files: dict[str, tuple[str, bytes]] = {}  # by the kernel's name
-    found: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
     for call, each in recorded:
         name = each.kernel.name
         if name not in files:
@@ -349,23 +349,24 @@ def _write(
             count = sum(stem.startswith(start) for stem, _ in files.values())
             spirv = ahead.with_capabilities(saved[name].spirv.read_bytes())
             files[name] = f"{start}{count}", spirv
-            found[files[name][0]] = {"name": name, **_facts(each, saved[name], spirv)}
+            kernels[files[name][0]] = {"name": name, **_facts(each, saved[name], spirv)}
         call["kernel"] = files[name][0]
-        call["arguments"] = [_given(value) for value in each.arguments]
+        call["arguments"] = [_as_json(value) for value in each.arguments]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (stem, spirv) in files.items():
             path = folder / f"{stem}.spv"
             path.write_bytes(spirv)
-            found[stem]["validated"] = bool(ahead.is_valid(path))
+            kernels[stem]["validated"] = bool(ahead.is_valid(path))
             if "metal" in archs:
                 (folder / f"{stem}.metal").write_text(ahead.metal_of(saved[name].spirv), encoding="utf-8")
-                found[stem]["metal"] = f"{stem}.metal"
+                kernels[stem]["metal"] = f"{stem}.metal"
             if "vulkan" in archs:
-                found[stem]["spirv"] = f"{stem}.spv"
+                kernels[stem]["spirv"] = f"{stem}.spv"
             else:
                 path.unlink()
-        listed = {"form": FORM, "sizes": sizes._asdict(), "kernels": found, "launches": [call for call, _ in recorded]}
+        launches = [call for call, _ in recorded]
+        listed = {"form": FORM, "sizes": sizes._asdict(), "kernels": kernels, "launches": launches}
         (folder / INDEX).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise CacheFileError(f"export: cannot write to {str(folder)!r}: {error}.") from None
@@ -379,13 +380,13 @@ def _facts(each: launch.Recorded, made: ahead.Ahead, spirv: bytes) -> dict[str, 
     bindings = {bind["buffer"]["root_id"][0]: bind["binding"] for bind in task["buffer_binds"]}
     arguments: list[dict[str, Any]] = []
     for i, argument in enumerate(ahead.arguments_of(made)):
-        told: dict[str, Any] = {"name": argument.name}
+        entry: dict[str, Any] = {"name": argument.name}
         if word := kernel.words[i]:
-            told |= {"array_of": word, "binding": bindings.get(i), "read": argument.read, "written": argument.written}
+            entry |= {"array_of": word, "binding": bindings.get(i), "read": argument.read, "written": argument.written}
         else:
-            told |= {"numbers": "float32" if kernel.is_float[i] else "int32", "at": argument.places}
-            told |= {"names": list(names[i])} if i in names else {}
-        arguments.append(told)
+            entry |= {"numbers": "float32" if kernel.is_float[i] else "int32", "at": argument.offsets}
+            entry |= {"names": list(names[i])} if i in names else {}
+        arguments.append(entry)
     per_group = task["advisory_num_threads_per_group"]
     return {
         "entry_point": "main",
@@ -400,7 +401,7 @@ def _facts(each: launch.Recorded, made: ahead.Ahead, spirv: bytes) -> dict[str, 
     }
 
 
-def _given(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """An argument of a recorded launch, for JSON."""
     if isinstance(value, arrays.ArrayView):
         return {"dtype": value.dtype.name, "shape": list(value.shape)}

@@ -38,7 +38,7 @@ def report(
     Returns:
         A dict for JSON: ``form``, ``stopped`` (whether Ctrl-C ended it), ``info``, ``checks``, ``trials``, ``benches``.
     """
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "form": FORM, "stopped": False, "info": doctor.info(), "checks": [], "trials": [], "benches": [],
     }  # fmt: skip
     try:
@@ -46,21 +46,21 @@ def report(
             begin = number * steps(archs) // len(archs)
             step(f"{arch}: checks", begin)
             check = doctor.check(arch)
-            found["checks"].append(vars(check))
+            results["checks"].append(vars(check))
             if check.status == "absent":
                 continue
 
             def tried(trial: doctor.Trial, begin: int = begin) -> None:
-                found["trials"].append(vars(trial))
+                results["trials"].append(vars(trial))
                 step(f"{trial.arch}: {trial.operation} {trial.dtype}", begin + support.over_with(trial))
 
             doctor.support((arch,), tried)
             step(f"{arch}: benches", begin + 1 + support.trials())
-            found["benches"].append({"arch": arch, **_benched(arch, seconds)})
+            results["benches"].append({"arch": arch, **_benched(arch, seconds)})
         step("done", steps(archs))
     except KeyboardInterrupt:
-        found["stopped"] = True
-    return found
+        results["stopped"] = True
+    return results
 
 
 def _benched(arch: str, seconds: float) -> dict[str, Any]:
@@ -70,24 +70,24 @@ def _benched(arch: str, seconds: float) -> dict[str, Any]:
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"exit status {child.returncode}: {last}"}
-    found: dict[str, Any] = json.loads(child.stdout)
-    return found
+    results: dict[str, Any] = json.loads(child.stdout)
+    return results
 
 
-def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def summary(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """A row for each back end: its check, its trials counted by status, its benches."""
     rows = []
-    for check in found["checks"]:
+    for check in results["checks"]:
         arch = check["arch"]
-        trials = Counter(trial["status"] for trial in found["trials"] if trial["arch"] == arch)
-        benches = [told for told in found["benches"] if told["arch"] == arch]
-        timed = "".join(told.get("error") or f"{len(told['rows'])} cases" for told in benches)
+        trials = Counter(trial["status"] for trial in results["trials"] if trial["arch"] == arch)
+        benches = [entry for entry in results["benches"] if entry["arch"] == arch]
+        timed = "".join(entry.get("error") or f"{len(entry['rows'])} cases" for entry in benches)
         rows.append((arch, check["status"], ", ".join(f"{n} {status}" for status, n in trials.items()), timed))
     return rows
 
 
-def exit_status(found: dict[str, Any]) -> int:
+def exit_status(results: dict[str, Any]) -> int:
     """0 if the back end that "auto" would take passes its check, and nothing failed."""
-    broken = any(trial["status"] == doctor.FAILED for trial in found["trials"])
-    broken |= any("error" in told for told in found["benches"])
-    return int(broken) or doctor.exit_status([doctor.Check(**check) for check in found["checks"]])
+    broken = any(trial["status"] == doctor.FAILED for trial in results["trials"])
+    broken |= any("error" in entry for entry in results["benches"])
+    return int(broken) or doctor.exit_status([doctor.Check(**check) for check in results["checks"]])

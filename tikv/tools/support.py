@@ -62,9 +62,9 @@ class Bench:
 
     def pool(self, stored: str) -> tuple[list[Array], dict[str, Array]]:
         """Two NHD pools of 6 blocks of 4, and for int8 their scales."""
-        found = [self.rows(stored, 6, 4, 2, 16) for _ in "kv"]
+        pools = [self.rows(stored, 6, 4, 2, 16) for _ in "kv"]
         scales = {"k_scale", "v_scale"} if stored == "int8" else set()
-        return found, {name: abs(self.rows("float32", 6, 4, 2)) + np.float32(0.01) for name in sorted(scales)}
+        return pools, {name: abs(self.rows("float32", 6, 4, 2)) + np.float32(0.01) for name in sorted(scales)}
 
 
 def _into_codes(
@@ -73,9 +73,9 @@ def _into_codes(
     rows: Sequence[Array],
     shape: tuple[int, ...],
     run: Callable[[list[Any], list[Any]], Any],
-    wanted: Callable[[Array, Array], Array],
+    expected: Callable[[Array, Array], Array],
 ) -> Trials:
-    """Rows written by `run` into caches of codes of that shape; `wanted` does the same to each part of the codes."""
+    """Rows written by `run` into caches of codes of that shape; `expected` does the same to each part of the codes."""
     row = GROUP_FORMATS[stored]
     made = [_groups(bench, stored, *shape) for _ in rows]
     caches, befores = [quantised for quantised, _, _ in made], [parts for _, parts, _ in made]
@@ -85,7 +85,7 @@ def _into_codes(
         coded = reference.quantize_groups(new, row.bits, row.group, row.rule, scales)
         for part, got, old in zip(coded, cache, before, strict=False):
             if part is not None:
-                yield got, wanted(part, old), None
+                yield got, expected(part, old), None
 
 
 def _copy(bench: Bench, src: str, stored: str) -> Trials:
@@ -143,10 +143,10 @@ def _compact(bench: Bench, src: str, stored: str) -> Trials:
         keep, mask = np.sort(bench.rng.random((2, 3, 9)).argsort()[..., :5]), bench.rng.random((2, 9)) < 0.5
         yield compact.compact(bench.on_device(before), keep), reference.compact(before, keep), None
         to = compact.compact(bench.on_device(before), mask, out=bench.on_device(out))
-        kept = reference.compact(before, mask)
+        expected = reference.compact(before, mask)
         for b, n in enumerate(mask.sum(axis=1)):
-            kept[b, :, n:] = out[b, :, n:]
-        yield to, kept, None
+            expected[b, :, n:] = out[b, :, n:]
+        yield to, expected, None
 
 
 def _rotate(bench: Bench, src: str, stored: str) -> Trials:
@@ -218,8 +218,8 @@ def _gather_paged(bench: Bench, src: str, stored: str) -> Trials:
         return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         (pool, _), scales = bench.pool(stored)
-        given: dict[str, Any] = {"scale": bench.on_device(scales["k_scale"])} if scales else {}
-        got = paged.gather_paged(bench.on_device(pool), np.array([4, 1], np.int32), 7, **given)
+        options: dict[str, Any] = {"scale": bench.on_device(scales["k_scale"])} if scales else {}
+        got = paged.gather_paged(bench.on_device(pool), np.array([4, 1], np.int32), 7, **options)
         want = reference.gather_paged(pool, [4, 1], 7)
         if scales:
             scale = reference.gather_paged(scales["k_scale"][..., None], [4, 1], 7)
@@ -251,8 +251,8 @@ def _groups(bench: Bench, stored: str, *lead: int) -> tuple[Any, Any, Array]:
 
 def _quantize(bench: Bench, src: str, stored: str) -> Trials:
     if stored in GROUP_FORMATS:
-        quantised, wanted, _ = _groups(bench, stored, 7, 3)
-        for part, want in zip(quantised, wanted, strict=False):
+        quantised, expected, _ = _groups(bench, stored, 7, 3)
+        for part, want in zip(quantised, expected, strict=False):
             if want is not None:
                 yield part, want, None
     if src == stored:
@@ -306,13 +306,13 @@ def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
         return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, caches = bench.rows(src, 1, 4, 16), [bench.rows(stored, 1, 2, 8, 16) for _ in "kv"]
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         plain = caches
         if stored == "int8":
             scales = [abs(bench.rows("float32", 1, 2, 8)) / 64 for _ in "kv"]
             plain = [reference.dequantize(c, s) for c, s in zip(caches, scales, strict=True)]
-            given = {"k_scale": bench.on_device(scales[0]), "v_scale": bench.on_device(scales[1])}
-        got = attention.decode_attention(*map(bench.on_device, [q, *caches, _SEVEN]), impl="taichi", **given)
+            options = {"k_scale": bench.on_device(scales[0]), "v_scale": bench.on_device(scales[1])}
+        got = attention.decode_attention(*map(bench.on_device, [q, *caches, _SEVEN]), impl="taichi", **options)
         yield got, _attended(q[0], [c[0, :, :7] for c in plain]), _tolerance(src)
 
 
@@ -328,9 +328,9 @@ def _paged_decode_attention(bench: Bench, src: str, stored: str) -> Trials:
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, table = bench.rows(src, 1, 4, 16), np.array([[4, 1]], np.int32)
         caches, scales = bench.pool(stored)
-        given: dict[str, Any] = {name: bench.on_device(scale) for name, scale in scales.items()}
+        options: dict[str, Any] = {name: bench.on_device(scale) for name, scale in scales.items()}
         plain = [reference.dequantize(c, s) for c, s in zip(caches, scales.values(), strict=True)] if scales else caches
-        got = attention.paged_decode_attention(*map(bench.on_device, [q, *caches, table, _SEVEN]), **given)
+        got = attention.paged_decode_attention(*map(bench.on_device, [q, *caches, table, _SEVEN]), **options)
         seen = [reference.gather_paged(c, table[0], 7).swapaxes(0, 1) for c in plain]
         yield got, _attended(q[0], seen), _tolerance(src)
 
@@ -367,9 +367,9 @@ def _store(bench: Bench, src: str, stored: str) -> Trials:
     rows = bench.rows(src, 2, 7, 2, width)
     cache.append_all(bench.on_device(rows), bench.on_device(rows))
     for layer, positions in enumerate((range(7), (0, 4, 5, 6))):
-        kept = rows[layer, list(positions)].swapaxes(0, 1)[None]
+        tokens = rows[layer, list(positions)].swapaxes(0, 1)[None]
         for got in cache.tokens(layer):
-            yield got, _stored(kept, stored), None
+            yield got, _stored(tokens, stored), None
 
 
 def _paged_store(bench: Bench, src: str, stored: str) -> Trials:
@@ -398,11 +398,11 @@ def _graph(bench: Bench, src: str, stored: str) -> Trials:
     builder = GraphBuilder()
     builder.copy_kv("k", "v", "k_cache", "v_cache", position="position", window=8)
     graph = builder.compile()
-    given = {"k": bench.on_device(rows[0]), "v": bench.on_device(rows[1])}
+    sources = {"k": bench.on_device(rows[0]), "v": bench.on_device(rows[1])}
     caches = {"k_cache": bench.on_device(before[0]), "v_cache": bench.on_device(before[1])}
     want = before
     for position in (7, 8):
-        graph.run({**given, **caches, "position": position})
+        graph.run({**sources, **caches, "position": position})
         want = [reference.copy(r, w, position=position, window=8) for r, w in zip(rows, want, strict=True)]
     for got, expected in zip(caches.values(), want, strict=True):
         yield got, expected, None
@@ -485,9 +485,9 @@ def main(arch: str) -> None:
         return
     for operation in OPERATIONS:
         for dtype in DTYPES:
-            found = attempt(live, operation, dtype)
-            if found is not None:
-                print(json.dumps(asdict(found)), flush=True)
+            trial = attempt(live, operation, dtype)
+            if trial is not None:
+                print(json.dumps(asdict(trial)), flush=True)
 
 
 if __name__ == "__main__":

@@ -62,14 +62,14 @@ def parts(widths: Sequence[int], limit: int | None, gap: int, edge: int) -> list
         >>> parts([10, 8, 8, 8], 32, gap=2, edge=0)
         [[0, 1, 2], [0, 3]]
     """
-    found, used = [[0]], edge + widths[0]
+    groups, used = [[0]], edge + widths[0]
     for column in range(1, len(widths)):
-        if limit is not None and used + gap + widths[column] > limit and len(found[-1]) > 1:
-            found.append([0])
+        if limit is not None and used + gap + widths[column] > limit and len(groups[-1]) > 1:
+            groups.append([0])
             used = edge + widths[0]
-        found[-1].append(column)
+        groups[-1].append(column)
         used += gap + widths[column]
-    return found
+    return groups
 
 
 def _fitted(widths: list[int], limit: int | None, gap: int, edge: int) -> list[int]:
@@ -81,7 +81,7 @@ def _fitted(widths: list[int], limit: int | None, gap: int, edge: int) -> list[i
 
 
 def _lines(part: list[list[str]], widths: list[int]) -> list[str]:
-    found = []
+    lines = []
     for number, row in enumerate(part):
         wrapped = [
             [cell] if len(cell) <= width else textwrap.wrap(cell, width) or [""]
@@ -89,10 +89,10 @@ def _lines(part: list[list[str]], widths: list[int]) -> list[str]:
         ]
         for i in range(max(map(len, wrapped))):
             line = [column[i] if i < len(column) else "" for column in wrapped]
-            found.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
-            found.append("  ".join("-" * width for width in widths))
-    return found
+            lines.append("  ".join("-" * width for width in widths))
+    return lines
 
 
 def _rich_modules() -> Any:

@@ -59,7 +59,7 @@ class LaunchedOnCpu:
         self.size = source.arguments["args_bytes_"]
         self.bindings = {bind["binding"]: bind["buffer"]["root_id"][0] for bind in source.task["buffer_binds"]}
         self.groups = -(-source.task["advisory_total_num_threads"] // source.task["advisory_num_threads_per_group"])
-        self.function = MetalFunction(source.metal, options, folder, [a.places[0] for a in self.arguments])
+        self.function = MetalFunction(source.metal, options, folder, [a.offsets[0] for a in self.arguments])
 
     def __call__(self, kernel, arguments, iterations):
         given: list[Any] = []  # of an array its bytes and its extent, else the value
@@ -109,7 +109,7 @@ class LaunchedOnCpu:
         for argument, value in zip(self.arguments, given, strict=True):
             # Of an array its extent; where a pointer would stand there is a buffer instead.
             entries = (value[1],) if isinstance(value, tuple) else np.atleast_1d(value)
-            for at, is_float, entry in zip(argument.places, argument.is_float, entries, strict=False):
+            for at, is_float, entry in zip(argument.offsets, argument.is_float, entries, strict=False):
                 dtype = np.float32 if is_float else np.int32
                 packed[at : at + 4] = np.array([entry], dtype).view(np.uint8)
         buffers = {binding: packed if i == ahead.ARGUMENTS else given[i][0] for binding, i in self.bindings.items()}

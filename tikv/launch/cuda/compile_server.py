@@ -94,8 +94,8 @@ def _generated(
         if start:
             runtime.init("cuda", offline_cache=False, print_kernel_asm=True, fast_math=fast_math)
             _started_for = fast_math
-        for left in glob.glob("*.ptx"):
-            os.unlink(left)
+        for file in glob.glob("*.ptx"):
+            os.unlink(file)
         launch(factory, choices)
         written = [pathlib.Path(path) for path in glob.glob("*.ptx")]
         if len(written) == 1:

@@ -41,12 +41,12 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
         ArchError: it cannot be compiled in a child process; the message says why.
     """
     key = key_of(factory, choices, target)
-    found = disk_cache.read(key)
-    if found is None:
+    text = disk_cache.read(key)
+    if text is None:
         runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
-        found = _compile(factory, choices)
-        disk_cache.write(key, found)
-    return found
+        text = _compile(factory, choices)
+        disk_cache.write(key, text)
+    return text
 
 
 def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:

@@ -17,8 +17,8 @@ LIMIT_BYTES = 256 << 20  # a kernel takes 3 to 150 KB; above this, the least rec
 
 def folder() -> pathlib.Path:
     """Where kernels are kept: ``TIKV_CACHE_DIR``, else the platform's cache folder for the user."""
-    if chosen := os.environ.get("TIKV_CACHE_DIR"):
-        return pathlib.Path(chosen)
+    if path := os.environ.get("TIKV_CACHE_DIR"):
+        return pathlib.Path(path)
     if sys.platform == "win32":
         base = pathlib.Path(os.environ.get("LOCALAPPDATA") or pathlib.Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -47,35 +47,35 @@ def read(key: str) -> str | None:
 def write(key: str, text: str) -> None:
     """Keep a text under a key. If the folder cannot be written, each process compiles the kernel again."""
     body = text.encode()
-    place = folder()
+    directory = folder()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place, prefix=f"{key}.", suffix=".part", delete=False) as part:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=f"{key}.", suffix=".part", delete=False) as part:
             try:
                 part.write(MAGIC + _digest(key, body) + b"\n" + body)
                 part.close()
-                os.replace(part.name, place / f"{key}.ptx")
+                os.replace(part.name, directory / f"{key}.ptx")
             except BaseException:
                 os.unlink(part.name)
                 raise
-        _evict(place)
+        _evict(directory)
     except OSError as error:
-        runtime.log.warning("the kernel cache %s cannot be written: %s", place, error)
+        runtime.log.warning("the kernel cache %s cannot be written: %s", directory, error)
 
 
 def _digest(key: str, body: bytes) -> bytes:
     return hashlib.sha256(key.encode() + b"\n" + body).hexdigest().encode()
 
 
-def _evict(place: pathlib.Path) -> None:
+def _evict(directory: pathlib.Path) -> None:
     """Remove the least recently used entries until the others fit."""
-    found = []
-    for path in place.glob("*.ptx"):
+    entries = []
+    for path in directory.glob("*.ptx"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+            entries.append((status.st_mtime_ns, status.st_size, path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
         if total <= LIMIT_BYTES:
             break
         with contextlib.suppress(OSError):

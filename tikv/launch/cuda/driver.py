@@ -17,7 +17,7 @@ from tikv.errors import ArchError
 
 MULTIPROCESSOR_COUNT, CAPABILITY_MAJOR = 16, 75  # in the driver's CUdevice_attribute
 _lock = threading.Lock()
-_given: contextvars.ContextVar[int | None] = contextvars.ContextVar("tikv_stream", default=None)
+_used_stream: contextvars.ContextVar[int | None] = contextvars.ContextVar("tikv_stream", default=None)
 
 
 @functools.cache
@@ -87,14 +87,14 @@ class Device:
         cu = binding()
         with self.entered():
             module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
-            found = checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+            function = checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
             if shared_bytes:
                 most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                checked(cu.cuFuncSetAttribute(found, most, shared_bytes), "cuFuncSetAttribute")
+                checked(cu.cuFuncSetAttribute(function, most, shared_bytes), "cuFuncSetAttribute")
                 # The driver itself may leave less shared memory than all blocks that could run together need.
                 share = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                checked(cu.cuFuncSetAttribute(found, share, 100), "cuFuncSetAttribute")
-            return found
+                checked(cu.cuFuncSetAttribute(function, share, 100), "cuFuncSetAttribute")
+            return function
 
 
 def multiprocessors(index: int) -> int:
@@ -119,7 +119,7 @@ def generation(index: int) -> int:
 def _attribute(which: int, index: int, what: str) -> int:
     """A device's attribute, from the driver's own library: cuda-bindings need not be installed."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    found, number = ctypes.c_int(), ctypes.c_int()
+    handle, number = ctypes.c_int(), ctypes.c_int()
     try:
         cuda = ctypes.CDLL(library)
     except OSError as error:
@@ -128,8 +128,8 @@ def _attribute(which: int, index: int, what: str) -> int:
         ) from error
     status = (
         cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(found), index)
-        or cuda.cuDeviceGetAttribute(ctypes.byref(number), which, found)
+        or cuda.cuDeviceGet(ctypes.byref(handle), index)
+        or cuda.cuDeviceGetAttribute(ctypes.byref(number), which, handle)
     )
     if status:
         raise ArchError(
@@ -148,9 +148,9 @@ def device(index: int) -> Device:
     Raises:
         ArchError: the binding, driver or device is missing; or kernels, compiled for device 0, do not run on this one.
     """
-    found = _devices.get(index)
-    if found is not None:
-        return found
+    opened = _devices.get(index)
+    if opened is not None:
+        return opened
     first = device(0) if index else None
     with _lock:
         if index not in _devices:
@@ -218,9 +218,9 @@ def stream(index: int) -> int:
 
     It is the stream given to `use_stream`, otherwise torch's current stream on the device, otherwise 0.
     """
-    given = _given.get()
-    if given is not None:
-        return given
+    handle = _used_stream.get()
+    if handle is not None:
+        return handle
     if _torch_stream is not None or _find_torch():
         return _torch_stream(index)  # type: ignore[misc]
     return 0
@@ -233,26 +233,26 @@ def use_stream(handle: int) -> Iterator[None]:
     The stream must belong to the device of the stores that are used on it, and must live until they are gone and the
     work is done. Torch's streams need no such context: outside of one, launches go to torch's current stream.
     """
-    token = _given.set(int(handle))
+    token = _used_stream.set(int(handle))
     try:
         yield
     finally:
-        _given.reset(token)
+        _used_stream.reset(token)
 
 
 def capturing(index: int) -> bool:
     """Whether the stream that launches on a device go to is being captured into a CUDA graph."""
-    given = _given.get()
-    if given is None:
+    handle = _used_stream.get()
+    if handle is None:
         if _torch_capturing is None and not _find_torch():
             return False
         if len(_devices) < 2 or sys.modules["torch"].cuda.current_device() == index:
             return _torch_capturing()  # type: ignore[misc]
-        given = stream(index)
-        if not given:
+        handle = stream(index)
+        if not handle:
             return False  # the default stream cannot be captured
     cu = binding()
-    status = checked(cu.cuStreamIsCapturing(stream_object(given)), "cuStreamIsCapturing")
+    status = checked(cu.cuStreamIsCapturing(stream_object(handle)), "cuStreamIsCapturing")
     return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 

@@ -78,8 +78,8 @@ def load_native(kernel: CompiledKernel) -> Native:
     if driver.synchronize_all not in runtime.before_synchronize:
         runtime.before_synchronize.append(driver.synchronize_all)
     key = compiler.key_of(kernel.factory, kernel.choices, device.target)
-    found = _natives.get((device.index, key))
-    if found is None:
+    native = _natives.get((device.index, key))
+    if native is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
         text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
         resident = getattr(kernel.factory, "resident", None)
@@ -89,9 +89,9 @@ def load_native(kernel: CompiledKernel) -> Native:
         patched = ptx.patch(text, size, device.overlaps, not kernel.fast_math, blocks, pairs, shared_bytes > 0)
         function = device.load(patched.text, patched.entry, shared_bytes)
         early = device.overlaps and resident is None
-        found = Native(device, function, patched.block, offsets, size, early, shared_bytes)
-        _natives[device.index, key] = found
-    return found
+        native = Native(device, function, patched.block, offsets, size, early, shared_bytes)
+        _natives[device.index, key] = native
+    return native
 
 
 def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tuple[list[int], int]:

@@ -85,15 +85,15 @@ def _word_addresses(body: str) -> set[str]:
     def is_(register: str, form: str) -> bool:
         return len(defined.get(register, ())) == 1 and re.fullmatch(form, defined[register][0]) is not None
 
-    found = set()
+    registers = set()
     for register, lines in defined.items():
         sum_of = re.fullmatch(rf"add\.s64 {register}, (%rd\d+), (%rd\d+);", lines[0]) if len(lines) == 1 else None
         if sum_of:
             for a, b in (sum_of.groups(), sum_of.groups()[::-1]):
                 is_array = is_(a, rf"ld\.param\.u64 {a}, \[{ARGUMENTS}\+\d+\];")
                 if is_array and is_(b, rf"(mul\.wide\.[su]32 {b}, %r\d+, 8|shl\.b64 {b}, %rd\d+, 3);"):
-                    found.add(register)
-    return found
+                    registers.add(register)
+    return registers
 
 
 def _other_half(
@@ -105,10 +105,10 @@ def _other_half(
         if other and other["base"] == half["base"] and _offset(other) == _offset(half) ^ 4:
             # A load is moved up to line i, a store down to line j: its registers must have the same values there.
             moved = other["register"] if form is _LOAD else half["register"]
-            kept = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
+            patterns = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
             between = lines[i + 1 : j]
-            free = not any(kept[0].search(line) for line in between) if form is _LOAD else True
-            unset = not any(r.search(line.partition(",")[0]) for r in kept for line in between)
+            free = not any(patterns[0].search(line) for line in between) if form is _LOAD else True
+            unset = not any(r.search(line.partition(",")[0]) for r in patterns for line in between)
             return j if free and unset else None
         if ordered.search(lines[j]):
             return None
@@ -177,7 +177,7 @@ _JOINS = re.compile(r"^\$?\w+:")  # another path may join here
 _NOT_OVER = re.compile(r"^\$?\w+:|^\t(st|bar|bra|@|membar|fence|atom|red|call|ret)")
 
 
-class _Place(NamedTuple):
+class _Address(NamedTuple):
     """An address as a register plus a number of bytes."""
 
     base: str
@@ -193,19 +193,19 @@ def pairs(body: str) -> str:
     query heads per KV head.
     """
     lines = body.split("\n")
-    places = _fold_addresses(lines)
+    addresses = _fold_addresses(lines)
     least: dict[str, int] = {}
-    for place in places.values():
-        least[place.base] = min(place.behind, least.get(place.base, 0))
+    for address in addresses.values():
+        least[address.base] = min(address.behind, least.get(address.base, 0))
     joined = False
     for i, line in enumerate(lines):
         first = _WORD.match(line)
-        if first is None or first[1] not in places:
+        if first is None or first[1] not in addresses:
             continue
-        place = places[first[1]]
-        if (place.behind - least[place.base]) % 16:
+        address = addresses[first[1]]
+        if (address.behind - least[address.base]) % 16:
             continue
-        j = _next_word(lines, i, place, places)
+        j = _next_word(lines, i, address, addresses)
         if j is not None:
             both = f"\tld.global.v4.b32 \t{{%quad0, %quad1, %quad2, %quad3}}, [{first[1]}+0];"
             lines[i] = f"{both}\n\tmov.b32 \t%half0, %quad0;\n\tmov.b32 \t%half1, %quad1;"
@@ -215,25 +215,25 @@ def pairs(body: str) -> str:
     return text.replace("{\n", "{\n\t.reg .b32 \t%quad<4>;\n", 1) if joined else text
 
 
-def _next_word(lines: list[str], i: int, place: _Place, places: dict[str, _Place]) -> int | None:
+def _next_word(lines: list[str], i: int, address: _Address, addresses: dict[str, _Address]) -> int | None:
     """The next line that reads a word, if that word follows the one in line i and no barrier or jump is in between."""
     for j in range(i + 1, len(lines)):
         if _NOT_OVER.match(lines[j]):
             return None
         second = _WORD.match(lines[j])
         if second:
-            return j if places.get(second[1]) == _Place(place.base, place.behind + 8) else None
+            return j if addresses.get(second[1]) == _Address(address.base, address.behind + 8) else None
     return None
 
 
-def _fold_addresses(lines: list[str]) -> dict[str, _Place]:
-    """Rewrite each address whose index differs by a constant from an earlier one; return their places.
+def _fold_addresses(lines: list[str]) -> dict[str, _Address]:
+    """Rewrite each address whose index differs by a constant from an earlier one; return them all.
 
     A register that only one line sets has one value. The value of any other register may change after each line that
     sets it, and where paths join.
     """
     count = Counter(register for line in lines for register in _set_by(line))
-    places: dict[str, _Place] = {}
+    addresses: dict[str, _Address] = {}
     steps: dict[str, tuple[str, int]] = {}  # an index as another index and a distance
     scaled: dict[str, tuple[str, int, int]] = {}  # an index, a number for its value, and the bytes of an element
     pointers: dict[str, str] = {}  # the argument that a register holds
@@ -247,25 +247,25 @@ def _fold_addresses(lines: list[str]) -> dict[str, _Place]:
         if any(count[register] > 1 for register in to):
             when += 1
             continue
-        if (found := _ADD.match(line)) and count[found[2]] == 1:
-            steps[found[1]] = found[2], int(found[3])
-        elif found := _POINTER.match(line):
-            pointers[found[1]] = found[2]
-        elif found := _SCALE.match(line):
-            scaled[found[1]] = found[2], when if count[found[2]] > 1 else 0, int(found[3])
-        elif found := _SUM.match(line):
-            array, index = (found[2], found[3]) if found[3] in scaled else (found[3], found[2])
+        if (match := _ADD.match(line)) and count[match[2]] == 1:
+            steps[match[1]] = match[2], int(match[3])
+        elif match := _POINTER.match(line):
+            pointers[match[1]] = match[2]
+        elif match := _SCALE.match(line):
+            scaled[match[1]] = match[2], when if count[match[2]] > 1 else 0, int(match[3])
+        elif match := _SUM.match(line):
+            array, index = (match[2], match[3]) if match[3] in scaled else (match[3], match[2])
             if index not in scaled or count[array] > 1:
                 continue
             (root, value, size), step = scaled[index], 0
             while root in steps:
                 root, more = steps[root]
                 step += more
-            address, first = known.setdefault((pointers.get(array, array), root, value, size), (found[1], step))
-            if address != found[1]:
-                lines[i] = f"\tadd.s64 \t{found[1]}, {address}, {(step - first) * size};"
-            places[found[1]] = _Place(address, (step - first) * size)
-    return places
+            address, first = known.setdefault((pointers.get(array, array), root, value, size), (match[1], step))
+            if address != match[1]:
+                lines[i] = f"\tadd.s64 \t{match[1]}, {address}, {(step - first) * size};"
+            addresses[match[1]] = _Address(address, (step - first) * size)
+    return addresses
 
 
 def _set_by(line: str) -> list[str]:

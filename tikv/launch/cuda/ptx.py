@@ -128,10 +128,10 @@ def _strict(body: str) -> str:
 
 
 def _struct(entry: re.Match[str]) -> str:
-    found = _STRUCT.match(entry.group(2))
-    if found is None:
+    match = _STRUCT.match(entry.group(2))
+    if match is None:
         raise Unpatchable(f"parameters {entry.group(2).strip()!r}")
-    return found.group(1)
+    return match.group(1)
 
 
 def _bound_of(entry: re.Match[str]) -> tuple[str, str]:
@@ -157,7 +157,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
     """Read arguments from the parameter instead of through the struct's pointer."""
     if bound is not None:
         argument, runtime = bound
-        body, found = re.subn(
+        body, replaced = re.subn(
             rf"\tld\.param\.u64 \t({REGISTER}), \[{struct}\+8\];\n"
             rf"\tcvta\.to\.global\.u64 \t({REGISTER}), \1;\n"
             rf"\tld\.global\.u64 \t({REGISTER}), \[\2\+{runtime}\];\n"
@@ -165,7 +165,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
             rf"\tld.param.u32 \t\4, [{struct}+{argument}+0];\n",
             body,
         )
-        if found != 1:
+        if replaced != 1:
             raise Unpatchable("a loop bound that is not read where it was put")
         body = body.replace(f"[{struct}+{argument}+0]", f"[{ARGUMENTS}+{argument}]")
     # A `mov` of the struct's address, or of such a copy, gives it another name.

@@ -35,10 +35,10 @@ class Asked(NamedTuple):
             )
         numbers = [checks.integer(n, "tokens", OPERATION, low=1) for n in numbers]
         names = list(formats) if isinstance(formats, (list, tuple)) else None if formats is None else [formats]
-        found = names and [dtypes.parse(name, OPERATION) for name in names]
-        for dtype in found or ():
+        parsed = names and [dtypes.parse(name, OPERATION) for name in names]
+        for dtype in parsed or ():
             checks.option(dtype.name, "formats", OPERATION, QUERIES)
-        return cls(query_heads, sorted(set(numbers), reverse=True), found or None, bool(steps))
+        return cls(query_heads, sorted(set(numbers), reverse=True), parsed or None, bool(steps))
 
     def formats_of(self, stored: Any) -> list[DType]:
         """The dtypes of queries, keys and values for a store of this dtype."""
@@ -80,8 +80,8 @@ def lengths_held(tokens: int, most: int, windows: Sequence[int] = ()) -> list[in
     """Numbers of tokens held, up to `most`, at which calls with `tokens` new ones may need different kernels."""
     usual = [0, 1, 64, *(4**n for n in range(4, 16))]
     around = [n for window in windows for n in (window - 1, window, 2 * window)]
-    found = sorted({n for n in (*usual, *around, most) if 0 <= n <= most})
-    return found if tokens <= FEW else [n for n in found if n <= 64 or n in around]
+    lengths = sorted({n for n in (*usual, *around, most) if 0 <= n <= most})
+    return lengths if tokens <= FEW else [n for n in lengths if n <= 64 or n in around]
 
 
 def title_of(dtype: DType, tokens: int, held: int, window: int | None = None) -> str:

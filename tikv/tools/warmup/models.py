@@ -42,11 +42,11 @@ def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
     for i, layer in with_keys.items():
         kinds.setdefault((type(layer), layer.sliding_window, layer.limit, _shape_of(layer, asked)), i)
     for dtype in asked.formats or [_dtype_of(layer.config) for layer in list(with_keys.values())[:1]]:
-        own = _layers_of(copy.deepcopy(cache))
+        layers = _layers_of(copy.deepcopy(cache))
         for (_, window, _, shape), i in kinds.items():
             for tokens in asked.tokens:
-                for held in lengths_held(tokens, _room(own[i], tokens), [window] if window else []):
-                    run = functools.partial(_call, own[i], shape, tokens, held, getattr(torch, dtype.name))
+                for held in lengths_held(tokens, _room(layers[i], tokens), [window] if window else []):
+                    run = functools.partial(_call, layers[i], shape, tokens, held, getattr(torch, dtype.name))
                     yield Job(title_of(dtype, tokens, held, window), run)
 
 
@@ -93,8 +93,8 @@ def _shape_of(layer: Any, asked: Asked) -> Shape:
 def _dtype_of(config: Any) -> Any:
     """The configuration's dtype, as a row of `dtypes`; float32 if queries cannot have it."""
     named = getattr(config, "dtype", None)
-    found = None if named is None else dtypes.parse(named, OPERATION)
-    return found if found is not None and found.name in QUERIES else dtypes.float32
+    dtype = None if named is None else dtypes.parse(named, OPERATION)
+    return dtype if dtype is not None and dtype.name in QUERIES else dtypes.float32
 
 
 def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
@@ -102,17 +102,17 @@ def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
     live = runtime_of()
     device = "cuda" if live.is_cuda else "mps" if live.arch == "metal" else "cpu"
 
-    def given(n: int, heads: int, width: int) -> torch.Tensor:
+    def rows(n: int, heads: int, width: int) -> torch.Tensor:
         return torch.zeros(1, n, heads, width, dtype=dtype, device=device).transpose(1, 2)
 
     with torch.no_grad():
         layer.reset()
         if held:
-            layer.update(given(held, shape.kv_heads, shape.width), given(held, shape.kv_heads, shape.width_v))
+            layer.update(rows(held, shape.kv_heads, shape.width), rows(held, shape.kv_heads, shape.width_v))
         if held and tokens == 1 and isinstance(layer, RingLayer) and layer.for_steps:
             layer.make_ready()
         keys, values = layer.update(
-            given(tokens, shape.kv_heads, shape.width), given(tokens, shape.kv_heads, shape.width_v)
+            rows(tokens, shape.kv_heads, shape.width), rows(tokens, shape.kv_heads, shape.width_v)
         )
         if tokens == 1 and layer.config._attn_implementation == ATTENTION:  # torch takes prompts
-            attend(torch.nn.Module(), given(tokens, shape.query_heads, shape.width), keys, values, None)
+            attend(torch.nn.Module(), rows(tokens, shape.query_heads, shape.width), keys, values, None)
