@@ -19,6 +19,6 @@ MODULES = ("flash_attn", "flash_attn_interface", "flashinfer", "mlx", "vllm")
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{name}")
     opaque.mark()
-    return found
+    return module

@@ -85,14 +85,14 @@ def append_paged_kv_cache(
     operation = "flashinfer.append_paged_kv_cache"
     _check_layout(kv_layout, operation)
     k_pool, v_pool = _pools(paged_kv_cache, kv_layout, operation)
-    given = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    if not any(map(on_host, given.values())) and not current().debug:
+    indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    if not any(map(on_host, indices.values())) and not current().debug:
         write_pages(
             operation, append_key, append_value, k_pool, v_pool, batch_indices, positions, kv_indices, kv_indptr,
             kv_layout,
         )  # fmt: skip
         return
-    index = Indices(operation, given)
+    index = Indices(operation, indices)
     batch = index.array("batch_indices", (None,), "(nnz,)")
     position = index.array("positions", (batch.shape[0],), "(nnz,)")
     pages, starts = index.array("kv_indices", (None,), "(pages,)"), index.array("kv_indptr", (None,), "(B + 1,)")
@@ -362,7 +362,7 @@ def _lengths_and_table(
     entries = starts[:-1, None] + np.arange(max(1, counts.max(initial=0)))
     if not len(pages):
         return lens, np.full(entries.shape, -1)
-    return lens, pages[index.place(np.minimum(entries, len(pages) - 1))]
+    return lens, pages[index.as_int64(np.minimum(entries, len(pages) - 1))]
 
 
 def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.ndarray[Any, Any], queries: int) -> Any:
@@ -374,14 +374,14 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
         OptionError: a token before the new ones is hidden.
     """
     name = "custom_mask" if packed_mask is None else "packed_custom_mask"
-    given, sizes = mask if packed_mask is None else packed_mask, lens * queries
+    array, sizes = mask if packed_mask is None else packed_mask, lens * queries
     per_entry, dtype = (1, "bool") if packed_mask is None else (8, "uint8")
-    if not str(getattr(given, "dtype", type(given))).endswith(dtype):
-        raise DTypeError(f"{operation}: {name} is {getattr(given, 'dtype', type(given).__name__)}; it must be {dtype}.")
+    if not str(getattr(array, "dtype", type(array))).endswith(dtype):
+        raise DTypeError(f"{operation}: {name} is {getattr(array, 'dtype', type(array).__name__)}; it must be {dtype}.")
     entries = -(-sizes // per_entry)
-    if tuple(given.shape) != (int(entries.sum()),):
+    if tuple(array.shape) != (int(entries.sum()),):
         raise ShapeError(
-            f"{operation}: {name} is {tuple(given.shape)}; for {queries} queries over {lens.tolist()} tokens it "
+            f"{operation}: {name} is {tuple(array.shape)}; for {queries} queries over {lens.tolist()} tokens it "
             f"must be ({int(entries.sum())},)."
         )
     wrong = lens < queries
@@ -391,25 +391,25 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
             f"{operation}: request {b} has {int(lens[b])} tokens, fewer than its {queries} new ones. Count the new "
             "tokens in the page table too."
         )
-    library = library_of(given)
+    library = library_of(array)
     first = (np.cumsum(entries) - entries) * per_entry + lens - queries
     new = np.arange(queries)
     places: Any = first[:, None, None] + new[:, None] * lens[:, None, None] + new
     shifts: Any = np.arange(8)
     if library is not np:
-        places, shifts = (library.as_tensor(a, device=given.device) for a in (places, shifts))
-    bits = given
+        places, shifts = (library.as_tensor(a, device=array.device) for a in (places, shifts))
+    bits = array
     if packed_mask is not None:
-        bits = (given[:, None] >> shifts) & 1
+        bits = (array[:, None] >> shifts) & 1
     bits = bits.reshape(-1) != 0
-    found = bits[places]
-    hidden = int((sizes - queries * queries).sum()) - (int(bits.sum()) - int(found.sum()))
+    visible = bits[places]
+    hidden = int((sizes - queries * queries).sum()) - (int(bits.sum()) - int(visible.sum()))
     if hidden:
         raise OptionError(
             f"{operation}: {name} hides tokens before the {queries} new ones ({hidden} entries), which is not "
             "supported. Use a mask that shows them."
         )
-    return found
+    return visible
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
@@ -453,9 +453,9 @@ def get_batch_indices_positions(
     if not starts.shape[0]:
         raise ShapeError(f"{operation}: append_indptr is empty; it needs one more entry than there are requests.")
     lens, where = index.array("seq_lens", (starts.shape[0] - 1,), "(B,)"), index.library.where
-    for name, given in (("batch_indices", batch_indices), ("positions", positions)):
-        if given is not None:
-            _check_filled(given, name, nnz, operation)
+    for name, out in (("batch_indices", batch_indices), ("positions", positions)):
+        if out is not None:
+            _check_filled(out, name, nnz, operation)
     token = index.arange(nnz)
     batch = index.library.searchsorted(starts[1:], token, side="right")
     known = where(token >= starts[-1], index.library.zeros_like(batch), batch)
@@ -463,12 +463,12 @@ def get_batch_indices_positions(
     position = minus
     if lens.shape[0]:
         position = where(token >= starts[-1], minus, lens[known] - (starts[known + 1] - token))
-    found = [index.like_given(a) for a in (where(token >= starts[-1], minus, batch), position)]
-    for i, given in enumerate((batch_indices, positions)):
-        if given is not None:
-            given[:nnz] = found[i]
-            found[i] = given
-    return found[0], found[1]
+    results = [index.like_given(a) for a in (where(token >= starts[-1], minus, batch), position)]
+    for i, out in enumerate((batch_indices, positions)):
+        if out is not None:
+            out[:nnz] = results[i]
+            results[i] = out
+    return results[0], results[1]
 
 
 def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
@@ -477,13 +477,13 @@ def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
     Raises:
         ShapeError, DTypeError: it does not.
     """
-    found = view(array, name, operation)
-    checks.rank(found, (1,), name, "(nnz,)", operation)
-    checks.writable(found, name, operation)
-    if found.dtype not in dtypes.INDICES:
-        raise DTypeError(f"{operation}: {name} is {describe(found)}; indices must be int32 or int64.")
-    if found.shape[0] < entries:
-        raise ShapeError(f"{operation}: {name} is {describe(found)}, shorter than nnz={entries}.")
+    indices = view(array, name, operation)
+    checks.rank(indices, (1,), name, "(nnz,)", operation)
+    checks.writable(indices, name, operation)
+    if indices.dtype not in dtypes.INDICES:
+        raise DTypeError(f"{operation}: {name} is {describe(indices)}; indices must be int32 or int64.")
+    if indices.shape[0] < entries:
+        raise ShapeError(f"{operation}: {name} is {describe(indices)}, shorter than nnz={entries}.")
 
 
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
@@ -543,12 +543,12 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
             raise ShapeError(f"{operation}: mask is {shown}; it must be bool ({v.shape[0]},), one for each token.")
         where = np.asarray(mask) if library is np else library.as_tensor(mask, device=v.device)
     for to, result in ((v, merged[0]), (s, merged[1])):
-        chosen = None if where is None else where.reshape(-1, *[1] * (len(to.shape) - 1))
+        selected = None if where is None else where.reshape(-1, *[1] * (len(to.shape) - 1))
         if library is np:
-            np.copyto(to, result, where=True if chosen is None else chosen)
+            np.copyto(to, result, where=True if selected is None else selected)
         else:
-            kept = to.detach()
-            kept.copy_(result if chosen is None else library.where(chosen, result, kept))
+            detached = to.detach()
+            detached.copy_(result if selected is None else library.where(selected, result, detached))
 
 
 def merge_states(v: Any, s: Any) -> tuple[Any, Any]:

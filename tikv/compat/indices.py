@@ -69,17 +69,17 @@ class Indices:
         given: the arguments by name; None for those that were not given.
     """
 
-    def __init__(self, operation: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, operation: str, arguments: Mapping[str, Any]) -> None:
         self.operation = operation
-        self._given = given
-        elsewhere = [a for a in given.values() if not on_host(a)]
+        self._arguments = arguments
+        elsewhere = [a for a in arguments.values() if not on_host(a)]
         self.known = not elsewhere
         self.device = elsewhere[0].device if elsewhere else None
         self.library = library_of(*elsewhere)
 
     def has(self, name: str) -> bool:
         """Whether the argument was given."""
-        return self._given[name] is not None
+        return self._arguments[name] is not None
 
     def array(self, name: str, shape: tuple[int | None, ...], axes: str) -> Any:
         """An argument as int64, with these extents; None allows any.
@@ -87,16 +87,16 @@ class Indices:
         Raises:
             DTypeError, ShapeError: it is not valid.
         """
-        found = _integers(self._given[name], name, self.operation)
-        if len(found.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True)):
-            wanted = tuple("any" if n is None else n for n in shape)
+        array = _integers(self._arguments[name], name, self.operation)
+        if len(array.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, array.shape, strict=True)):
+            extents = tuple("any" if n is None else n for n in shape)
             raise ShapeError(
-                f"{self.operation}: {name} is {tuple(found.shape)} where {axes} = ({', '.join(map(str, wanted))}"
-                f"{',' if len(wanted) == 1 else ''}) is needed."
+                f"{self.operation}: {name} is {tuple(array.shape)} where {axes} = ({', '.join(map(str, extents))}"
+                f"{',' if len(extents) == 1 else ''}) is needed."
             )
-        return self.place(found)
+        return self.as_int64(array)
 
-    def place(self, array: Any) -> Any:
+    def as_int64(self, array: Any) -> Any:
         """Integers of NumPy or torch as int64, placed where the arithmetic runs."""
         if self.library is np:
             return np.asarray(array, np.int64)
@@ -125,8 +125,8 @@ class Indices:
             PeerPositionError: with the reason that `reason` gives for that place.
         """
         if self.known and wrong.any():
-            place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise PeerPositionError(f"{self.operation}: {reason(place)}")
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise PeerPositionError(f"{self.operation}: {reason(at)}")
 
     def check_starts(self, name: str, starts: Any, end: int, what: str) -> None:
         """Check, if the starts are known, that they ascend from 0 and that the last is not beyond the end.
@@ -141,9 +141,9 @@ class Indices:
 
     def like_given(self, array: Any) -> Any:
         """An array in int32, a torch tensor if any argument was one."""
-        given = library_of(*self._given.values())
-        found = array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
-        return given.from_numpy(found) if given is not self.library else found
+        library = library_of(*self._arguments.values())
+        result = array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
+        return library.from_numpy(result) if library is not self.library else result
 
 
 def for_operation(array: Any, like: Any) -> Any:

@@ -17,7 +17,7 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, describe, handed_over, new_array, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
-from tikv.compat.ragged_rows import RaggedRows, place
+from tikv.compat.ragged_rows import RaggedRows, on_device_of
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
@@ -105,28 +105,28 @@ class CacheCall:
         TikvError: arguments that do not fit each other or the cache. Nothing is written.
     """
 
-    def __init__(self, given: Arguments) -> None:
-        self.given, self.operation = given, given.operation
-        arrays = {name: getattr(given, name) for name in INDICES} | {given.table_name: given.table}
-        lengths = None if is_number(given.cache_seqlens) else given.cache_seqlens
+    def __init__(self, args: Arguments) -> None:
+        self.args, self.operation = args, args.operation
+        arrays = {name: getattr(args, name) for name in INDICES} | {args.table_name: args.table}
+        lengths = None if is_number(args.cache_seqlens) else args.cache_seqlens
         self.index = Indices(self.operation, arrays | {"cache_seqlens": lengths})
         self.views = self._views()
         self.asked = rows_of = ragged_rows.rows_of(self.index, "q", self.views["q"].shape, "cu_seqlens_q")
         self.batch = int(rows_of.counts.shape[0])
         self.queries = self._most_queries()
-        self.sight = _sight(given)
+        self.sight = _sight(args)
         added = self._new_rows()
         self.layout = self._layout(added)
         self.rotated_from = self.layout.before
         if self.index.has("rotary_seqlens"):
             self.rotated_from = self.index.array("rotary_seqlens", (self.batch,), "(B,)")
         self._check_options()
-        self.joint = None if given.qv is None else self._adjacent() or self._copied()
+        self.joint = None if args.qv is None else self._adjacent() or self._copied()
         queries = self._queries()
         self.write = None
         if added is not None:
             k, v = self._rows("k", added, True), self._rows("v", added, False, rotate=False)
-            slots = for_operation(self._slots(added), given.k_cache)
+            slots = for_operation(self._slots(added), args.k_cache)
             caches = self.views["k_cache"], self.views["v_cache"]
             self.write = paged.slots_call(self.operation, k, v, *caches, slots)
             self.write.prepare()
@@ -141,7 +141,7 @@ class CacheCall:
         for copy in self.joint.copies if self.joint else ():
             copy.run()
         self.attention.run()
-        q, k_cache, v_cache, k, v, qv = self.given[1:7]
+        q, k_cache, v_cache, k, v, qv = self.args[1:7]
         results = handed_over(self.out), handed_over(self.lse)
         out, lse = refuse_backward(results, q, k_cache, v_cache, k, v, qv)
         library = library_of(out)
@@ -154,9 +154,9 @@ class CacheCall:
         asked = self.asked
         at = asked.number - asked.counts[asked.sequence] + self.queries
         at = self.index.library.clip(at, 0, max(0, self.queries - 1))  # valid for rows of no sequence too
-        row, at, inside = (place(a, out) for a in (asked.sequence, at, asked.inside))
-        out = ragged_rows.chosen(inside[:, None, None], out[row, at], 0.0)
-        return out, ragged_rows.chosen(inside[:, None], lse[row, :, at], -math.inf).T
+        row, at, inside = (on_device_of(a, out) for a in (asked.sequence, at, asked.inside))
+        out = ragged_rows.selected(inside[:, None, None], out[row, at], 0.0)
+        return out, ragged_rows.selected(inside[:, None], lse[row, :, at], -math.inf).T
 
     def _views(self) -> dict[str, ArrayView]:
         """Views of the given arrays; checks their numbers of axes, and that arrays of a pair are both given.
@@ -164,38 +164,38 @@ class CacheCall:
         Raises:
             ShapeError, DTypeError: they are not.
         """
-        given, operation = self.given, self.operation
+        args, operation = self.args, self.operation
         for names in (("k", "v"), ("rotary_cos", "rotary_sin")):
-            if len({getattr(given, name) is None for name in names}) == 2:
+            if len({getattr(args, name) is None for name in names}) == 2:
                 raise ShapeError(f"{operation}: {' and '.join(names)} must both be given, or neither.")
         queries, new = ("cu_seqlens_q", "Sq"), ("cu_seqlens_k_new", "S_new")
-        found = {}
+        views = {}
         for name, (starts, tokens), axes in (
             ("q", queries, "Hq, D"), ("qv", queries, "Hq, D_v"), ("k", new, "H, D"), ("v", new, "H, D_v"),
             ("k_cache", ("", "S"), "H, D"), ("v_cache", ("", "S"), "H, D_v"),
         ):  # fmt: skip
-            array = getattr(given, name)
+            array = getattr(args, name)
             if array is None and name in ("qv", "k", "v"):
                 continue
-            a = found[name] = view(array, name, operation)
+            a = views[name] = view(array, name, operation)
             ragged = bool(starts) and self.index.has(starts)
             shape = f"(total, {axes})" if ragged else f"(B, {tokens}, {axes})"
             checks.rank(a, (3,) if ragged else (4,), name, shape, operation)
-        q, k, v = found["q"], found.get("k"), found.get("v")
+        q, k, v = views["q"], views.get("k"), views.get("v")
         if k is not None and v is not None and v.shape[:-2] != k.shape[:-2]:
             raise ShapeError(f"{operation}: k is {describe(k)} and v {describe(v)}; both need the same number of rows.")
         if k is None and self.index.has("cu_seqlens_k_new"):
             raise ShapeError(f"{operation}: cu_seqlens_k_new is given without k and v. Pass them too, or leave it out.")
-        if "qv" in found and found["qv"].shape != (*q.shape[:-1], found["v_cache"].shape[-1]):
+        if "qv" in views and views["qv"].shape != (*q.shape[:-1], views["v_cache"].shape[-1]):
             raise ShapeError(
-                f"{operation}: qv is {describe(found['qv'])} where {(*q.shape[:-1], found['v_cache'].shape[-1])} is "
+                f"{operation}: qv is {describe(views['qv'])} where {(*q.shape[:-1], views['v_cache'].shape[-1])} is "
                 f"needed: one query of v_cache's width for each query of q."
             )
-        return found
+        return views
 
     def _most_queries(self) -> int:
         """The most queries that a sequence has."""
-        most, index = self.given.max_seqlen_q, self.index
+        most, index = self.args.max_seqlen_q, self.index
         if most is not None:
             most = checks.integer(most, "max_seqlen_q", self.operation, high=MOST)
         if not index.has("cu_seqlens_q"):
@@ -218,42 +218,42 @@ class CacheCall:
     def _new_rows(self) -> RaggedRows | None:
         if "k" not in self.views:
             return None
-        found = ragged_rows.rows_of(self.index, "k", self.views["k"].shape, "cu_seqlens_k_new")
-        if found.counts.shape[0] != self.batch:
+        rows = ragged_rows.rows_of(self.index, "k", self.views["k"].shape, "cu_seqlens_k_new")
+        if rows.counts.shape[0] != self.batch:
             q, k, v = (describe(self.views[name]) for name in "qkv")
             raise ShapeError(
                 f"{self.operation}: q is {q}, k {k} and v {v}; k and v must have the {self.batch} sequences of q."
             )
-        return found
+        return rows
 
     def _layout(self, added: RaggedRows | None) -> Layout:
         """Where the tokens of the sequences lie; checks that there is room for the new ones."""
-        index, name, batch, page = self.index, self.given.table_name, self.batch, self.views["k_cache"].shape[1]
-        chosen = index.array("cache_batch_idx", (batch,), "(B,)") if index.has("cache_batch_idx") else None
+        index, name, batch, page = self.index, self.args.table_name, self.batch, self.views["k_cache"].shape[1]
+        indices = index.array("cache_batch_idx", (batch,), "(B,)") if index.has("cache_batch_idx") else None
         if index.has(name):
-            table = index.array(name, (batch if chosen is None else None, None), "(B, pages)")
-            if chosen is not None:
+            table = index.array(name, (batch if indices is None else None, None), "(B, pages)")
+            if indices is not None:
                 rows = table.shape[0]
-                wrong = (chosen < 0) | (chosen >= rows)
+                wrong = (indices < 0) | (indices >= rows)
                 index.refuse_where(
                     wrong,
-                    lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is not a row of the {name}. Use 0..{rows - 1}.",
+                    lambda b: f"cache_batch_idx{[*b]}={int(indices[b])} is not a row of the {name}. Use 0..{rows - 1}.",
                 )
-                table = table[index.library.clip(chosen, 0, max(0, table.shape[0] - 1))]
+                table = table[index.library.clip(indices, 0, max(0, table.shape[0] - 1))]
         else:
-            table = (index.arange(batch) if chosen is None else chosen)[:, None]
+            table = (index.arange(batch) if indices is None else indices)[:, None]
         if index.has("cache_seqlens"):
             before = index.array("cache_seqlens", (batch,), "(B,)")
         else:
-            number = self.given.cache_seqlens
+            number = self.args.cache_seqlens
             if number is None:
                 number = table.shape[1] * page
             before = index.arange(batch) * 0 + checks.integer(number, "cache_seqlens", self.operation, high=MOST)
         counts = before * 0 if added is None else added.counts
         pads = index.array("cache_leftpad", (batch,), "(B,)") if index.has("cache_leftpad") else None
-        found = Layout(table, page, before, before + counts, pads, chosen)
-        self._check_layout(found, counts)
-        return found
+        layout = Layout(table, page, before, before + counts, pads, indices)
+        self._check_layout(layout, counts)
+        return layout
 
     def _check_layout(self, layout: Layout, counts: Any) -> None:
         """Check lengths, pages and padding, if the host knows their values."""
@@ -285,7 +285,7 @@ class CacheCall:
 
     def _named(self, layout: Layout, sequence: int, number: int) -> str:
         """A page or row of the cache, and the entry of an argument that names it."""
-        name, block, rows = self.given.table_name, int(layout.table[sequence, number]), layout.rows
+        name, block, rows = self.args.table_name, int(layout.table[sequence, number]), layout.rows
         if self.index.has(name):
             return f"page {block} ({name}[{sequence if rows is None else int(rows[sequence])}, {number}])"
         return f"row {block}" if rows is None else f"row {block} (cache_batch_idx[{sequence}])"
@@ -296,21 +296,21 @@ class CacheCall:
         Raises:
             OptionError, ShapeError, DTypeError: they do not.
         """
-        given, operation, views = self.given, self.operation, self.views
-        own = {"q": given.q}
-        if given.rotary_cos is not None:
-            if given.k is None:
+        args, operation, views = self.args, self.operation, self.views
+        queries = {"q": args.q}
+        if args.rotary_cos is not None:
+            if args.k is None:
                 raise OptionError(f"{operation}: rotary_cos is given without k and v. Pass them too, or leave it out.")
-            flag(given.rotary_interleaved, "rotary_interleaved", operation)
-            tables = {"rotary_cos": given.rotary_cos, "rotary_sin": given.rotary_sin}
-            ragged_rows.require_library(operation, own | {"k": given.k} | tables, "Rotation")
+            flag(args.rotary_interleaved, "rotary_interleaved", operation)
+            tables = {"rotary_cos": args.rotary_cos, "rotary_sin": args.rotary_sin}
+            ragged_rows.require_library(operation, queries | {"k": args.k} | tables, "Rotation")
             cos, sin = (view(a, name, operation) for name, a in tables.items())
             ragged_rows.check_rotation(cos, sin, self.layout.capacity, views["q"].shape[-1], operation)
         for name, of in (("q_descale", "q"), ("k_descale", "k_cache"), ("v_descale", "v_cache")):
-            descale = getattr(given, name)
+            descale = getattr(args, name)
             if descale is None:
                 continue
-            if given.qv is not None:
+            if args.qv is not None:
                 raise OptionError(
                     f"{operation}: {name} is given with qv, which is for values of 16 or 32 bits. Leave one out."
                 )
@@ -318,14 +318,14 @@ class CacheCall:
                 raise OptionError(
                     f"{operation}: {name} scales 8-bit floats, but {of} is {views[of].dtype}. Leave {name} out."
                 )
-            seen, wanted = view(descale, name, operation), (self.batch, views["k_cache"].shape[2])
-            if seen.dtype is not dtypes.float32 or seen.shape != wanted:
-                raise ShapeError(f"{operation}: {name} is {describe(seen)}; it must be float32 (B, H) = {wanted}.")
-            ragged_rows.require_library(operation, own | {name: descale}, "A descale")
-        if given.qv is not None:
-            ragged_rows.require_library(operation, own | {"qv": given.qv}, "qv")
+            seen, shape = view(descale, name, operation), (self.batch, views["k_cache"].shape[2])
+            if seen.dtype is not dtypes.float32 or seen.shape != shape:
+                raise ShapeError(f"{operation}: {name} is {describe(seen)}; it must be float32 (B, H) = {shape}.")
+            ragged_rows.require_library(operation, queries | {name: descale}, "A descale")
+        if args.qv is not None:
+            ragged_rows.require_library(operation, queries | {"qv": args.qv}, "qv")
         if self.sight.chunk or self.index.has("cu_seqlens_q") or views["q"].dtype in dtypes.FLOATS8:
-            ragged_rows.require_library(operation, own, "Such a call")
+            ragged_rows.require_library(operation, queries, "Such a call")
 
     def _slots(self, added: RaggedRows) -> Any:
         """The slot of each new row; -1, which is not written, if the device finds no room for a row."""
@@ -341,13 +341,13 @@ class CacheCall:
 
     def _rows(self, name: str, rows: RaggedRows, by_number: bool, rotate: bool = True) -> Any:
         """The rows (total, heads, D) of q, k or v, rotated by their sequence's start, and perhaps by their number."""
-        given, index = self.given, self.index
-        x, ragged = getattr(given, name), index.has("cu_seqlens_q" if name == "q" else "cu_seqlens_k_new")
+        args, index = self.args, self.index
+        x, ragged = getattr(args, name), index.has("cu_seqlens_q" if name == "q" else "cu_seqlens_k_new")
         if not ragged:
             x = ragged_rows.flat(x, name, self.operation) if not rotate else x.reshape(-1, *x.shape[2:])
-        if not rotate or given.rotary_cos is None:
+        if not rotate or args.rotary_cos is None:
             return x
-        held = given.rotary_cos.shape[0]
+        held = args.rotary_cos.shape[0]
         position = self.rotated_from[rows.sequence] + (rows.number if by_number else 0)
         index.refuse_where(
             rows.inside & ((position < 0) | (position >= held)),
@@ -356,35 +356,35 @@ class CacheCall:
                 f"0..{held - 1}. Use positions within them, or pass longer tables."
             ),
         )
-        position = place(index.library.clip(position, 0, held - 1), x)
-        return ragged_rows.rotated(x, position, given.rotary_cos, given.rotary_sin, bool(given.rotary_interleaved))
+        position = on_device_of(index.library.clip(position, 0, held - 1), x)
+        return ragged_rows.rotated(x, position, args.rotary_cos, args.rotary_sin, bool(args.rotary_interleaved))
 
     def _queries(self) -> Any:
         """The queries for attention, (B, T, Hq, D), with qv of D + D_v, in a dtype that it reads.
 
         If sequences have different numbers of queries, each one's are the last of its T; the others are not used.
         """
-        given, views, beside = self.given, self.views, self.given.qv
-        found, shape = given.q, (self.batch, self.queries, *views["q"].shape[-2:])
-        if given.rotary_cos is not None:
+        args, views, beside = self.args, self.views, self.args.qv
+        queries, shape = args.q, (self.batch, self.queries, *views["q"].shape[-2:])
+        if args.rotary_cos is not None:
             by_number = self.sight != Sight(-1, -1, 0)
-            found = self._rows("q", self.asked, by_number)
+            queries = self._rows("q", self.asked, by_number)
         if self.index.has("cu_seqlens_q"):
             starts = self.index.array("cu_seqlens_q", (None,), "(B + 1,)")
             row = starts[1:, None] - self.queries + self.index.arange(self.queries)
-            row = place(self.index.library.clip(row, 0, max(0, found.shape[0] - 1)), found)
-            if not found.shape[0]:
+            row = on_device_of(self.index.library.clip(row, 0, max(0, queries.shape[0] - 1)), queries)
+            if not queries.shape[0]:
                 row = row[:, :0]
-            found, beside = found[row], None if beside is None else beside[row]
-        elif given.rotary_cos is not None:
-            found = found.reshape(shape)
+            queries, beside = queries[row], None if beside is None else beside[row]
+        elif args.rotary_cos is not None:
+            queries = queries.reshape(shape)
         if views["q"].dtype in dtypes.FLOATS8:
-            found, beside = ragged_rows.wide(found), None if beside is None else ragged_rows.wide(beside)
-        if given.q_descale is not None:
-            found = found * _by_query_head(given.q_descale, shape[2])
+            queries, beside = ragged_rows.wide(queries), None if beside is None else ragged_rows.wide(beside)
+        if args.q_descale is not None:
+            queries = queries * _by_query_head(args.q_descale, shape[2])
         if beside is None:
-            return found
-        parts = [found, beside]
+            return queries
+        parts = [queries, beside]
         return ragged_rows.joined(parts[::-1] if self.joint and not self.joint.k_first else parts)
 
     def _adjacent(self) -> Joint | None:
@@ -419,8 +419,8 @@ class CacheCall:
             block = layout.table[:, token // layout.page]
             inside = (token < layout.lengths[:, None]) & (block >= 0) & (block < k.shape[0])
             slots = index.library.where(inside, block * layout.page + token % layout.page, slots)
-        slots = for_operation(slots.reshape(-1), self.given.k_cache)
-        (heads, width), rows, live = k.shape[2:], self.batch * most, runtime_of(self.given.k_cache)
+        slots = for_operation(slots.reshape(-1), self.args.k_cache)
+        (heads, width), rows, live = k.shape[2:], self.batch * most, runtime_of(self.args.k_cache)
         both = new_array((rows, heads, width + v.shape[3]), k.dtype, live, zeroed=not index.known)
         copies = []
         for a, first, columns in ((k, 0, width), (v, width, v.shape[3])):
@@ -435,9 +435,9 @@ class CacheCall:
 
     def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
         """(out, lse, what computes them) for (B, T, Hq, D) queries; every step that can fail is done."""
-        given, views, layout, sight = self.given, self.views, self.layout, self.sight
+        args, views, layout, sight = self.args, self.views, self.layout, self.sight
         k, v = self.joint[:2] if self.joint else (views["k_cache"], views["v_cache"])
-        scale = real(given.softmax_scale, "softmax_scale", self.operation)
+        scale = real(args.softmax_scale, "softmax_scale", self.operation)
         scales = self._descales()
         batch, most, heads = queries.shape[:3]
         asked = view(queries, "q", self.operation)
@@ -456,17 +456,17 @@ class CacheCall:
             if layout.pads is not None:
                 table, (k, v) = self._token_table(table, layout.pads, layout.capacity, (k, v))
                 lengths = lengths - layout.pads
-            seen = _seen(sight, most, layout.capacity, given.alibi_slopes is not None)
+            seen = _seen(sight, most, layout.capacity, args.alibi_slopes is not None)
             asked, to = asked.transposed(0, 2, 1, 3), to.transposed(0, 2, 1, 3)
             lse = new_like(queries, (batch, heads, most), dtypes.float32, runtime_of(queries))
             to_lse = view(lse, "lse", self.operation)
-        softcap = real(given.softcap, "softcap", self.operation)
+        softcap = real(args.softcap, "softcap", self.operation)
         if softcap is not None and softcap < 0:
-            refuse_option(self.operation, softcap=(given.softcap, "0 for none, or a positive number"))
-        splits = checks.integer(given.num_splits, "num_splits", self.operation)
-        pools = PagedCaches(k, v, for_operation(table, given.q), for_operation(lengths, given.q), **scales)
+            refuse_option(self.operation, softcap=(args.softcap, "0 for none, or a positive number"))
+        splits = checks.integer(args.num_splits, "num_splits", self.operation)
+        pools = PagedCaches(k, v, for_operation(table, args.q), for_operation(lengths, args.q), **scales)
         request = AttendRequest(
-            scale=scale, softcap=softcap or None, alibi_slopes=given.alibi_slopes, num_splits=splits or None,
+            scale=scale, softcap=softcap or None, alibi_slopes=args.alibi_slopes, num_splits=splits or None,
             short=True, **seen,
         )  # fmt: skip
         ready = paged_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
@@ -474,29 +474,29 @@ class CacheCall:
 
     def _descales(self) -> dict[str, Any]:
         """The scales of K and V per sequence and head, as options of attention: both, or neither."""
-        given = self.given
-        one = given.v_descale if given.k_descale is None else given.k_descale
+        args = self.args
+        one = args.v_descale if args.k_descale is None else args.k_descale
         if one is None:
             return {}
-        found = {}
-        for name, descale in (("k_scale", given.k_descale), ("v_scale", given.v_descale)):
+        scales = {}
+        for name, descale in (("k_scale", args.k_descale), ("v_scale", args.v_descale)):
             library = library_of(one)
             scale = library.ones_like(one) if descale is None else descale
-            found[name] = np.ascontiguousarray(scale) if library is np else scale.contiguous()
-        return found
+            scales[name] = np.ascontiguousarray(scale) if library is np else scale.contiguous()
+        return scales
 
     def _chunks(self, queries: int) -> tuple[Any, Any, int]:
         """(first slot, number of tokens) of its chunk that each of (B * T) queries sees, and the most tokens of any."""
         library, layout, sight = self.index.library, self.layout, self.sight
         pads = layout.pads if layout.pads is not None else layout.before * 0
         held = (layout.lengths - pads)[:, None]
-        own = held - queries + self.index.arange(queries)
-        low = own - own % sight.chunk
+        positions = held - queries + self.index.arange(queries)
+        low = positions - positions % sight.chunk
         high = library.minimum(low + sight.chunk, held)
         if sight.left >= 0:
-            low = library.maximum(low, own - sight.left)
+            low = library.maximum(low, positions - sight.left)
         if sight.right >= 0:
-            high = library.minimum(high, own + sight.right + 1)
+            high = library.minimum(high, positions + sight.right + 1)
         low = library.clip(low, 0, None)
         count = library.clip(high - low, 0, None)
         return (pads[:, None] + low).reshape(-1), count.reshape(-1), min(sight.chunk, layout.capacity)
@@ -539,22 +539,22 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
     return a.restrided((tokens, 1, heads, width), (token, token, head, last)), apart
 
 
-def _sight(given: Arguments) -> Sight:
+def _sight(args: Arguments) -> Sight:
     """The keys that queries see, from the options.
 
     Raises:
         OptionError: a window that is not a pair of integers.
     """
-    causal = flag(given.causal, "causal", given.operation)
-    chunk = checks.integer(given.attention_chunk, "attention_chunk", given.operation, high=MOST)
+    causal = flag(args.causal, "causal", args.operation)
+    chunk = checks.integer(args.attention_chunk, "attention_chunk", args.operation, high=MOST)
     try:
-        left, right = given.window_size
+        left, right = args.window_size
         if isinstance(left, bool) or isinstance(right, bool):
             raise TypeError("not a number but a truth value")
         left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError):
-        wanted = "(left, right), integers, -1 for unlimited"
-        refuse_option(given.operation, window_size=(given.window_size, wanted))
+        accepted = "(left, right), integers, -1 for unlimited"
+        refuse_option(args.operation, window_size=(args.window_size, accepted))
     return Sight(min(left, MOST) if left >= 0 else -1, 0 if causal else min(right, MOST) if right >= 0 else -1, chunk)
 
 

@@ -99,18 +99,18 @@ def save_prompt_cache(
             for j in range(2):
                 tensors |= {f"{i}.{j}.{n}": part for n, part in enumerate(_parts(format, arrays[j], arrays[2 + j]))}
         last = state.slot_of(state.length - 1) if state.length else -1
-        own: tuple[int, ...] = ()
+        fields: tuple[int, ...] = ()
         if state.window is not None:
-            own = Rotation(state.sinks, state.window, state.length, last + 1)
-        classes.append("QuantizedKVCache" if format else "RotatingKVCache" if own else "KVCache")
+            fields = Rotation(state.sinks, state.window, state.length, last + 1)
+        classes.append("QuantizedKVCache" if format else "RotatingKVCache" if fields else "KVCache")
         if format is not None:
-            own = (state.length, format.group, format.bits)
+            fields = (state.length, format.group, format.bits)
         elif since == SINCE[0]:
-            own = (own[2], own[0], own[1], own[3]) if own else (state.length,)
+            fields = (fields[2], fields[0], fields[1], fields[3]) if fields else (state.length,)
         if since == SINCE[0]:
-            numbers |= {f"{i}.{2 + j}": value for j, value in enumerate(own)}
+            numbers |= {f"{i}.{2 + j}": value for j, value in enumerate(fields)}
         else:
-            numbers |= {f"{i}.{j}": value for j, value in enumerate(own)}
+            numbers |= {f"{i}.{j}": value for j, value in enumerate(fields)}
     named = (metadata or {}).items()
     if since == SINCE[0]:
         tensors |= {name: np.array(value, np.int32) for name, value in numbers.items()}
@@ -232,19 +232,19 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
             f"{operation}: some layers are quantised and others are not, which a store cannot hold. Use a file of "
             f"one kind."
         )
-    found: list[_Loaded] = []
+    layers: list[_Loaded] = []
     for i in range(len(classes)):
         try:
             if quantised[i]:
-                found.append(_layer_of_codes(file, i, found[0] if found else None))
+                layers.append(_layer_of_codes(file, i, layers[0] if layers else None))
             else:
-                found.append(_layer(file, i, classes[i] == "RotatingKVCache"))
+                layers.append(_layer(file, i, classes[i] == "RotatingKVCache"))
         except OptionError:
             raise
         except (KeyError, ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
             what = f"there is no {files.words(error)}" if isinstance(error, KeyError) else files.words(error)
             raise CacheFileError(f"{operation}: {shown!r} is damaged: in layer {i}, {what}. Save it again.") from None
-    return found
+    return layers
 
 
 def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
@@ -314,11 +314,11 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
     for name, of_stream in zip(("keys", "values"), entries, strict=True):
         for part, entry in zip(PARTS, of_stream, strict=True):
             width = of_stream[0].shape[-1] if entry.shape else 0
-            wanted = width if part == "words" else format.columns(width) // format.group
+            columns = width if part == "words" else format.columns(width) // format.group
             if (
                 len(entry.shape) != 4
-                or entry.shape != (*words.shape[:3], wanted)
-                or 0 in (*entry.shape[:2], wanted)
+                or entry.shape != (*words.shape[:3], columns)
+                or 0 in (*entry.shape[:2], columns)
                 or format.columns(width) % format.group
             ):
                 raise ValueError(f"the {part} of {name} are {entry.shape}, which does not fit {format}")
@@ -365,10 +365,10 @@ def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
 def _in_slots(a: np.ndarray[Any, Any], keep: int, window: int, length: int, index: int) -> np.ndarray[Any, Any]:
     """The rows of a rotating cache in a store's slots: the same slots once it rotates, else in temporal order."""
     held = a.shape[2]
-    first = max(keep, length - (held - min(keep, held)))  # position of the oldest row after the kept ones
-    kept, rest = a[:, :, : min(keep, held)], a[:, :, keep:]
+    first = max(keep, length - (held - min(keep, held)))  # position of the oldest row after the sinks
+    sinks, rest = a[:, :, : min(keep, held)], a[:, :, keep:]
     turn = max(0, index - keep) if held >= window else 0
-    temporal = np.concatenate([kept, rest[:, :, turn:], rest[:, :, :turn]], axis=2)
+    temporal = np.concatenate([sinks, rest[:, :, turn:], rest[:, :, :turn]], axis=2)
     out = np.zeros((*a.shape[:2], min(length, window), a.shape[3]), a.dtype)
     fixed = min(keep, held)
     out[:, :, :fixed] = temporal[:, :, :fixed]

@@ -57,13 +57,13 @@ def flat(array: Any, name: str, operation: str) -> Any:
     return seen.restrided((batch * each, *seen.shape[2:]), (step, *seen.strides[2:]))
 
 
-def place(indices: Any, like: Any) -> Any:
+def on_device_of(indices: Any, like: Any) -> Any:
     """Integers of NumPy or torch, placed where they can index rows of `like`."""
     library = library_of(like)
     return np.asarray(indices) if library is np else library.as_tensor(indices, device=like.device)
 
 
-def chosen(condition: Any, x: Any, number: float) -> Any:
+def selected(condition: Any, x: Any, number: float) -> Any:
     """The entries of `x` where the condition is true, and elsewhere the number, in the dtype of `x`."""
     library = library_of(x)
     return library.where(condition, x, x.dtype.type(number) if library is np else number)
@@ -121,16 +121,16 @@ def rotated(x: Any, positions: Any, cos: Any, sin: Any, interleaved: bool) -> An
     """Rows x (n, H, D) rotated at (n,) positions in float32, rounded once to x's dtype."""
     library, half = library_of(x), cos.shape[-1]
     c, s = (wide(table)[positions][:, None] for table in (cos, sin))
-    turned, rest = wide(x[..., : 2 * half]), wide(x[..., 2 * half :])
+    columns, rest = wide(x[..., : 2 * half]), wide(x[..., 2 * half :])
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = columns[..., 0::2], columns[..., 1::2]
     else:
-        a, b = turned[..., :half], turned[..., half:]
+        a, b = columns[..., :half], columns[..., half:]
     first, second = a * c - b * s, b * c + a * s
     if interleaved:
         pair = np.stack((first, second), -1) if library is np else library.stack((first, second), -1)
-        turned = pair.reshape(turned.shape)
+        columns = pair.reshape(columns.shape)
     else:
-        turned = joined([first, second])
-    whole = joined([turned, rest])
+        columns = joined([first, second])
+    whole = joined([columns, rest])
     return whole.astype(x.dtype) if library is np else whole.to(x.dtype)

@@ -24,11 +24,11 @@ def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
     Raises:
         DTypeError: it is neither.
     """
-    given = str(getattr(pool, "dtype", type(pool).__name__)).removeprefix("torch.")
-    if given == dtype.name:
+    dtype_name = str(getattr(pool, "dtype", type(pool).__name__)).removeprefix("torch.")
+    if dtype_name == dtype.name:
         return pool
-    if given != "uint8":
-        raise DTypeError(f"{operation}: {name} is {given}. Pass uint8 or {dtype.name}.")
+    if dtype_name != "uint8":
+        raise DTypeError(f"{operation}: {name} is {dtype_name}. Pass uint8 or {dtype.name}.")
     return pool.view(dtype.numpy if isinstance(pool, np.ndarray) else to_torch(dtype.name))
 
 
@@ -58,10 +58,10 @@ def _first_rows(array: Any, tokens: int, name: str, operation: str) -> ArrayView
     Raises:
         ShapeError: there are fewer rows.
     """
-    found = view(array, name, operation)
-    if found.ndim == 0 or found.shape[0] < tokens:
-        raise ShapeError(f"{operation}: {name} is {describe(found)}, fewer rows than the {tokens} of slot_mapping.")
-    return found.part(0, 0, tokens)
+    rows = view(array, name, operation)
+    if rows.ndim == 0 or rows.shape[0] < tokens:
+        raise ShapeError(f"{operation}: {name} is {describe(rows)}, fewer rows than the {tokens} of slot_mapping.")
+    return rows.part(0, 0, tokens)
 
 
 def reshape_and_cache_flash(
@@ -100,8 +100,8 @@ def reshape_and_cache_flash(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 0.0]
     """
-    given = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-    _write("vllm.reshape_and_cache_flash", "NHD", *given)
+    arguments = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    _write("vllm.reshape_and_cache_flash", "NHD", *arguments)
 
 
 def reshape_and_cache(
@@ -125,8 +125,8 @@ def reshape_and_cache(
     """
     if flag(interleaved_v, "interleaved_v", "vllm.reshape_and_cache"):
         refuse_option("vllm.reshape_and_cache", interleaved_v=(True, "False, values as (N, H, D, bs)"))
-    given = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-    _write("vllm.reshape_and_cache", "VLLM", *given)
+    arguments = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    _write("vllm.reshape_and_cache", "VLLM", *arguments)
 
 
 def concat_and_cache_mla(
@@ -170,9 +170,9 @@ def concat_and_cache_mla(
     slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(T,)")
     rows = []
     for a, name in ((kv_c, "kv_c"), (k_pe, "k_pe")):
-        found = view(a, name, operation)
-        checks.rank(found, (2,), name, "(T, columns)", operation)
-        rows.append(_with_one_head(_first_rows(found, slots.shape[0], name, operation), 1))
+        source = view(a, name, operation)
+        checks.rank(source, (2,), name, "(T, columns)", operation)
+        rows.append(_with_one_head(_first_rows(source, slots.shape[0], name, operation), 1))
     scales: dict[str, Any] = {}
     if kv_cache_dtype in FLOATS8:
         kv_cache = _pool_of_bytes(kv_cache, FLOATS8[kv_cache_dtype], "kv_cache", operation)
@@ -244,8 +244,8 @@ def gather_and_maybe_dequant_cache(
         src_cache = _pool_of_bytes(src_cache, FLOATS8[kv_cache_dtype], "src_cache", operation)
         factor = 1.0 if scale is None else scale
     num_tokens = checks.integer(num_tokens, "num_tokens", operation)
-    given = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "token_to_seq": token_to_seq}
-    index = Indices(operation, given | {"seq_starts": seq_starts})
+    arguments = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "token_to_seq": token_to_seq}
+    index = Indices(operation, arguments | {"seq_starts": seq_starts})
     table = index.array("block_table", (None, None), "(B, blocks)")
     sequence = index.array("token_to_seq", (None,), "(tokens,)")
     if sequence.shape[0] < num_tokens:
@@ -280,8 +280,8 @@ def cp_gather_cache(
     """
     operation = "vllm.cp_gather_cache"
     batch_size = checks.integer(batch_size, "batch_size", operation)
-    given = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
-    index = Indices(operation, given)
+    arguments = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    index = Indices(operation, arguments)
     source, rows = view_bits(src_cache, "src_cache", operation), view_bits(dst, "dst", operation)
     checks.same_dtype(source, rows, "src_cache", "dst", operation)
     table = index.array("block_table", (None, None), "(B, blocks)")[:batch_size]
@@ -336,8 +336,8 @@ def _gather(
     checks.rank(source, (3, 4), "src_cache", "(N, bs, W) or (N, bs, H, D)", operation)
     (batch, blocks_of_each), tokens = table.shape, sequence.shape[0]
     if rows.shape[1:] != source.shape[2:] or rows.shape[0] < tokens:
-        wanted = ", ".join(map(str, (f"at least {tokens}", *source.shape[2:])))
-        raise ShapeError(f"{operation}: dst is {describe(rows)} where ({wanted}) is needed ({describe(source)}).")
+        shape = ", ".join(map(str, (f"at least {tokens}", *source.shape[2:])))
+        raise ShapeError(f"{operation}: dst is {describe(rows)} where ({shape}) is needed ({describe(source)}).")
     starts, where, zeros = _starts(operation, index, batch), index.library.where, index.library.zeros_like
     index.check_starts("cu_seq_lens", starts, rows.shape[0], "rows of dst")
     first = index.array("seq_starts", (None,), "(B,)") if index.has("seq_starts") else zeros(starts)
@@ -356,8 +356,11 @@ def _gather(
         page = index.library.clip(position // source.shape[1], 0, blocks_of_each - 1)
         block = table[known, page]
         inside = (position >= 0) & (position < blocks_of_each * source.shape[1])
-        found = copied & inside & (block >= 0) & (block < source.shape[0])
-        slots, missing = where(found, block * source.shape[1] + position % source.shape[1], slots), copied & ~found
+        has_page = copied & inside & (block >= 0) & (block < source.shape[0])
+        slots, missing = (
+            where(has_page, block * source.shape[1] + position % source.shape[1], slots),
+            copied & ~has_page,
+        )
     index.refuse_where(
         missing,
         lambda t: (

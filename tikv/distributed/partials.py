@@ -17,15 +17,15 @@ class Partials(NamedTuple):
     """Float32 tensors for partial results, and views of them.
 
     Attributes:
-        own: (batch, Hq, T, D_v + 1): each row's result, followed by its log-sum-exp.
+        local: (batch, Hq, T, D_v + 1): each row's result, followed by its log-sum-exp.
         all: (ranks, batch, Hq, T, D_v + 1): the same, from all ranks.
         lse: (batch, Hq, T): takes log-sum-exps that the caller did not ask for.
     """
 
-    own: Any
+    local: Any
     all: Any
     lse: Any
-    own_view: ArrayView
+    local_view: ArrayView
     all_view: ArrayView
     lse_view: ArrayView
 
@@ -35,8 +35,8 @@ class Partials(NamedTuple):
         import torch
 
         with torch.inference_mode(False):  # a tensor made in inference mode may not be written outside it
-            own = torch.empty((*shape, width + 1), dtype=torch.float32, device=device)
-            tensors = own, own.new_empty((ranks, *own.shape)), own.new_empty(shape)
+            local = torch.empty((*shape, width + 1), dtype=torch.float32, device=device)
+            tensors = local, local.new_empty((ranks, *local.shape)), local.new_empty(shape)
         return cls(*tensors, *(view(a, "partial results", OPERATION) for a in tensors))
 
 
@@ -59,5 +59,5 @@ class StorePartials:
         if shape[2] != 1 or (live.is_cuda and driver.capturing(live.index)):
             return Partials.of(shape, self._width, self._ranks, device)
         key = (shape, device, driver.stream(live.index) if live.is_cuda else 0)
-        found = self._cache.get(key)
-        return self._cache.keep(key, Partials.of(shape, self._width, self._ranks, device)) if found is None else found
+        memory = self._cache.get(key)
+        return self._cache.keep(key, Partials.of(shape, self._width, self._ranks, device)) if memory is None else memory

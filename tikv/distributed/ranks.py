@@ -44,26 +44,26 @@ class Ranks:
                 f"only in the processes of the group."
             )
 
-    def gather(self, mine: Any, operation: str, found: Any = None) -> Any:
-        """The tensors of all ranks, stacked in `found` or in new memory by one collective; or GroupError."""
+    def gather(self, mine: Any, operation: str, out: Any = None) -> Any:
+        """The tensors of all ranks, stacked in `out` or in new memory by one collective; or GroupError."""
         import torch
 
-        if found is None:
-            found = mine.new_empty((self.world, *mine.shape))
+        if out is None:
+            out = mine.new_empty((self.world, *mine.shape))
         with self.understanding(operation):
             if self.group is not torch.distributed.group.WORLD:
                 torch.distributed.get_rank(self.group)  # notices a destroyed group, which a collective may not
-            self._gather(found.view(-1), mine.view(-1), group=self.group)
-        return found
+            self._gather(out.view(-1), mine.view(-1), group=self.group)
+        return out
 
     def gather_objects(self, mine: Any, operation: str) -> list[Any]:
         """A small object from each rank, in order; or GroupError. This is slow: use it once per store."""
         import torch
 
-        found: list[Any] = [None] * self.world
+        objects: list[Any] = [None] * self.world
         with self.understanding(operation):
-            torch.distributed.all_gather_object(found, mine, group=self.group)
-        return found
+            torch.distributed.all_gather_object(objects, mine, group=self.group)
+        return objects
 
     def require_agreement(self, operation: str, call: tuple[Any, ...]) -> None:
         """Raise GroupError on all ranks unless they make the same call; the message shows each rank's call."""
@@ -83,9 +83,9 @@ class Ranks:
             if isinstance(error, GroupError):
                 raise
             reason = (str(error).strip() or repr(error)).splitlines()[0]
-            place = f"rank {self.rank} of {self.world}" if hasattr(self, "world") else "this process"
+            process = f"rank {self.rank} of {self.world}" if hasattr(self, "world") else "this process"
             raise GroupError(
-                f"{operation}: {place} lost the other processes ({reason}). One of them has ended, or "
+                f"{operation}: {process} lost the other processes ({reason}). One of them has ended, or "
                 f"destroy_process_group() was called. Start all processes again."
             ) from error
 

@@ -38,11 +38,11 @@ class Share(NamedTuple):
 
     def positions(self, layer: Layer) -> list[int]:
         """The positions of this rank's tokens that a layer still holds, from its counts over all ranks."""
-        found = [p for p in range(min(layer.sinks, layer.length)) if self.sharding.owns(p)]
+        positions = [p for p in range(min(layer.sinks, layer.length)) if self.sharding.owns(p)]
         start = max(layer.sinks, layer.valid_from) if layer.ring else 0
         for first, end in self.sharding.runs(start, layer.length):
-            found += range(first, end)
-        return found
+            positions += range(first, end)
+        return positions
 
 
 def file_name(path: Path, number: int, count: int, save: str) -> str:
@@ -55,7 +55,7 @@ def write_share(
     share: Share,
     form: dict[str, Any],
     of_all: Sequence[Layer],
-    own: Sequence[tuple[Layer, Arrays]],
+    layers: Sequence[tuple[Layer, Arrays]],
     save: str,
 ) -> None:
     """Write a rank's file, or raise CacheFileError.
@@ -63,10 +63,10 @@ def write_share(
     Args:
         path, share, save: the file's path, this rank's share, and the identifier of this save.
         form, of_all: the store's arguments, and its counts over all ranks.
-        own: this rank's layers and host copies of their filled slots.
+        layers: this rank's layers and host copies of their filled slots.
     """
     tensors = {}
-    for counts, (layer, arrays) in zip(of_all, own, strict=True):
+    for counts, (layer, arrays) in zip(of_all, layers, strict=True):
         slots = [layer.slot_of(share.sharding.count(p)) for p in share.positions(counts)]
         for name, a in zip(layer.named, arrays, strict=True):
             tensors[f"layers.{counts.index}.{name}"] = a[:, :, slots]
@@ -97,13 +97,13 @@ def read_index(path: Path, operation: str) -> tuple[list[str], str]:
     """The file names of a save, and its identifier; or CacheFileError if the index is missing, damaged or foreign."""
     try:
         with open(path, "rb") as file:
-            found = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
-        if found["tikv"] != KIND or found["version"] != files.VERSION:
-            raise ValueError(f"it describes a {files.words(found['tikv'])} of version {files.words(found['version'])}")
-        names = files.listed(found["files"], "files")
+            index = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
+        if index["tikv"] != KIND or index["version"] != files.VERSION:
+            raise ValueError(f"it describes a {files.words(index['tikv'])} of version {files.words(index['version'])}")
+        names = files.listed(index["files"], "files")
         if not names or len(names) > MOST_FILES or any(type(n) is not str or Path(n).name != n for n in names):
             raise ValueError("it does not name its files")
-        return names, str(found["save"])
+        return names, str(index["save"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFileError(
             f"{operation}: {str(path)!r} is not an index of a shared cache ({files.words(error)}). Pass the .json that "
@@ -132,19 +132,19 @@ class Saved:
             raise CacheFileError(f"{self.operation}: {str(path)!r} belongs to another save. Save the cache again.")
         return tensors, meta
 
-    def slots_for(self, share: Share, of_all: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
+    def slots_for(self, share: Share, of_all: Sequence[Layer], layers: Sequence[Layer], batch: int) -> list[Arrays]:
         """Read the filled slots of a rank's layers from the files that have their rows; or CacheFileError.
 
         Args:
-            share, own: the rank's share, and its layers with their counts.
+            share, layers: the rank's share, and its layers with their counts.
             of_all: the counts of the saved cache.
             batch: the number of sequences.
         """
         kinds = files.storage(self.form)
         heads = share.end_head - share.first_head
-        found = [[np.zeros((batch, heads, x.filled, *width), dtype) for _, width, dtype in kinds] for x in own]
-        places = [{p: own[x.index].slot_of(share.sharding.count(p)) for p in share.positions(x)} for x in of_all]
-        missing = heads * sum(map(len, places))
+        filled = [[np.zeros((batch, heads, x.filled, *width), dtype) for _, width, dtype in kinds] for x in layers]
+        slots_of = [{p: layers[x.index].slot_of(share.sharding.count(p)) for p in share.positions(x)} for x in of_all]
+        missing = heads * sum(map(len, slots_of))
         for path in self.paths:
             tensors, meta = self._read(path)
             if (meta["form"], meta["counts"]) != (self.form, self.counts):
@@ -154,8 +154,8 @@ class Saved:
             first, end = max(first, share.first_head), min(end, share.end_head)
             if first >= end:
                 continue
-            for counts, place, arrays in zip(of_all, places, found, strict=True):
-                rows = [(i, place[p]) for i, p in enumerate(theirs.positions(counts)) if p in place]
+            for counts, slot_of, arrays in zip(of_all, slots_of, filled, strict=True):
+                rows = [(i, slot_of[p]) for i, p in enumerate(theirs.positions(counts)) if p in slot_of]
                 if not rows:
                     continue
                 src, dst = map(list, zip(*rows, strict=True))
@@ -167,7 +167,7 @@ class Saved:
                 missing -= (end - first) * len(rows)
         if missing:
             raise CacheFileError(f"{self.operation}: the files lack {missing} rows. Save the cache again.")
-        return found
+        return filled
 
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:

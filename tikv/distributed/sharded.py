@@ -218,26 +218,26 @@ class ShardedKVCacheStore:
             request.check_choices(operation)
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
             form = store.batch_size, len(self.heads), self.local.head_dim
-            given = view(q, "q", operation)
-            queries = attend_queries(operation, given, layout, *form, store.runtime)
-            query = with_tokens(queries.as_read(given), 4)
+            q_view = view(q, "q", operation)
+            queries = attend_queries(operation, q_view, layout, *form, store.runtime)
+            query = with_tokens(queries.as_read(q_view), 4)
             sinks, slopes = self._terms(operation, request, *query.shape[:2])
-            wanted = request.asked_mass(operation, store.rows.k.format)
+            num_weighed = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
                 if seq_lens is None:
                     queries.refuse_more_than(operation, store.counts[layer].length, len(self.heads))
                 result, to = queries.result(operation, q, out, self.local.head_dim_v, store.runtime)
-                checks.disjoint([("q", given, False), ("out", to, True)], operation)
+                checks.disjoint([("q", q_view, False), ("out", to, True)], operation)
                 partials = self._partials.of(query.shape[:3], self._device_of(q))
                 lse, to_lse = None, partials.lse_view
-                if request.return_lse or wanted != 0:
+                if request.return_lse or num_weighed != 0:
                     lse = queries.new_lse(q, store.runtime)
                     to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-                store.attend_own(operation, layer, query, partials.own_view, scores, missing, seq_lens, slopes)
+                store.attend_own(operation, layer, query, partials.local_view, scores, missing, seq_lens, slopes)
                 self._merge(operation, partials, with_tokens(queries.as_read(to), 4), to_lse, sinks)
-                mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        found = results_of(result, lse if request.return_lse else None, mass)
-        return refuse_backward(found, q, followed=self.local._followed)
+                mass = None if num_weighed == 0 else self._mass(operation, layer, q, query, to_lse, num_weighed, scores)
+        results = results_of(result, lse if request.return_lse else None, mass)
+        return refuse_backward(results, q, followed=self.local._followed)
 
     def extend(
         self,
@@ -289,7 +289,7 @@ class ShardedKVCacheStore:
             request = request.checked(operation)
             scores = request.scores
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
-            wanted = request.asked_mass(operation, store.rows.k.format)
+            num_weighed = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
                 self.local._check_write(operation, layer, view(k, "k", operation), request.layout)
                 queries, query, rows = store.extension(operation, layer, (q, k, v), layout, scores)
@@ -297,15 +297,17 @@ class ShardedKVCacheStore:
                 result, out = queries.result(operation, q, None, self.local.head_dim_v, store.runtime)
                 lse = queries.new_lse(q, store.runtime)
                 to, to_lse = queries.as_read(out), queries.as_read(view(lse, "lse", operation))
-                with attempt(operation, [store.counts[layer], store.own.counts[layer]]):
+                with attempt(operation, [store.counts[layer], store.local.counts[layer]]):
                     if query.shape[2]:
                         partials = self._partials.of(query.shape[:3], self._device_of(q))
-                        store.extend_own(operation, layer, rows, layout, query, partials.own_view, scores, slopes)
+                        store.extend_own(operation, layer, rows, layout, query, partials.local_view, scores, slopes)
                         self._merge(operation, partials, to, to_lse, sinks)
-                    mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        found = results_of(result, lse if request.return_lse else None, mass)
+                    mass = None
+                    if num_weighed != 0:
+                        mass = self._mass(operation, layer, q, query, to_lse, num_weighed, scores)
+        results = results_of(result, lse if request.return_lse else None, mass)
         self.local._followed |= is_followed(k, v)
-        return refuse_backward(found, q, k, v, followed=self.local._followed)
+        return refuse_backward(results, q, k, v, followed=self.local._followed)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
@@ -330,8 +332,8 @@ class ShardedKVCacheStore:
         """
         operation = "ShardedKVCacheStore.align"
         local = self.local
-        own = min(map(local.layer_length, range(local.num_layers)))
-        length: int = min(self._of_all(own, operation))
+        shortest = min(map(local.layer_length, range(local.num_layers)))
+        length: int = min(self._of_all(shortest, operation))
         with self._failing_together(operation, PositionError):
             local.refuse_align(operation, length)
         local.align_to(operation, length)
@@ -359,18 +361,18 @@ class ShardedKVCacheStore:
         """
         operation = "ShardedKVCacheStore.save"
         groups = list(self.ranks.values())
-        place = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
+        number = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
         count = math.prod(ranks.world for ranks in groups)
         save = self._of_all(secrets.token_hex(4), operation)[0]  # tells the files of one save from those of others
         with self._failing_together(operation):
             target = replacing.target_of(path, operation, saved.SUFFIX)
             with self.local.lock:
-                own = self.local.host_layers()
-                of_all = [layer for layer, _ in own] if self._shard is None else self._shard.counts
-                name = saved.file_name(target, place, count, save)
-                saved.write_share(target.parent / name, self._shared(), self._form(), of_all, own, save)
+                layers = self.local.host_layers()
+                of_all = [layer for layer, _ in layers] if self._shard is None else self._shard.counts
+                name = saved.file_name(target, number, count, save)
+                saved.write_share(target.parent / name, self._shared(), self._form(), of_all, layers, save)
         with self._failing_together(operation):
-            if place == 0:
+            if number == 0:
                 saved.write_index(target, [saved.file_name(target, i, count, save) for i in range(count)], save)
 
     @classmethod
@@ -391,11 +393,11 @@ class ShardedKVCacheStore:
         Cost: every rank reads every file.
         """
         operation = "ShardedKVCacheStore.load"
-        found = saved.Saved(Path(path), operation)
+        cache = saved.Saved(Path(path), operation)
         with files.understanding(path, operation):
-            store = cls(group_or_mesh, shard=shard, interleave=interleave, **found.form)
+            store = cls(group_or_mesh, shard=shard, interleave=interleave, **cache.form)
             with store._failing_together(operation):
-                store._take_over(found, operation)
+                store._take_over(cache, operation)
         return store
 
     @property
@@ -444,19 +446,19 @@ class ShardedKVCacheStore:
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
         dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
-        given = zip(("k_scale", "v_scale"), self.local.divisors, strict=True)
-        divisors = {name: numbers[0] for name, numbers in given if numbers is not None}
+        scales = zip(("k_scale", "v_scale"), self.local.divisors, strict=True)
+        divisors = {name: numbers[0] for name, numbers in scales if numbers is not None}
         return {**form, **dtypes_, **divisors, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
 
-    def _take_over(self, found: saved.Saved, operation: str) -> None:
+    def _take_over(self, cache: saved.Saved, operation: str) -> None:
         """Hold this rank's part of a saved cache."""
-        local, counts = self.local, found.counts
-        own = counts if self._shard is None else self._shard.take_counts(counts)
+        local, counts = self.local, cache.counts
+        rank_counts = counts if self._shard is None else self._shard.take_counts(counts)
         layers = [copy.copy(layer) for layer, _ in local.host_layers()]
-        for layer, (length, valid_from) in zip(layers, own, strict=True):
+        for layer, (length, valid_from) in zip(layers, rank_counts, strict=True):
             layer.length, layer.valid_from = length, valid_from
-        of_all = layers_of(found.form, counts)
-        local.take_over(own, found.slots_for(self._shared(), of_all, layers, local.batch_size), operation)
+        of_all = layers_of(cache.form, counts)
+        local.take_over(rank_counts, cache.slots_for(self._shared(), of_all, layers, local.batch_size), operation)
 
     def _strides(self) -> list[int]:
         """How far apart, in ranks of all processes, neighbours in each group are."""
@@ -465,10 +467,10 @@ class ShardedKVCacheStore:
 
     def _of_all(self, mine: Any, operation: str) -> list[Any]:
         """A small object from each process, ordered so that the last group's ranks are adjacent."""
-        found = [mine]
+        objects = [mine]
         for ranks in reversed(self.ranks.values()):
-            found = [each for part in ranks.gather_objects(found, operation) for each in part]
-        return found
+            objects = [each for part in ranks.gather_objects(objects, operation) for each in part]
+        return objects
 
     @contextlib.contextmanager
     def _failing_together(self, operation: str, kind: type[TikvError] = CacheFileError) -> Iterator[None]:
@@ -483,14 +485,14 @@ class ShardedKVCacheStore:
 
     def _share(self) -> str:
         """What this rank holds, for messages."""
-        found = []
+        parts = []
         if (by := self.ranks.get("heads")) is not None:
-            found.append(
+            parts.append(
                 f"rank {by.rank} of {by.world}: KV heads {self.heads[0]}..{self.heads[-1]} of {self.num_kv_heads}"
             )
         if (by := self.ranks.get("tokens")) is not None:
-            found.append(f"rank {by.rank} of {by.world}: tokens in blocks of {self.interleave}")
-        return ", ".join(found)
+            parts.append(f"rank {by.rank} of {by.world}: tokens in blocks of {self.interleave}")
+        return ", ".join(parts)
 
     @contextlib.contextmanager
     def _of_rank(self) -> Iterator[None]:
@@ -514,9 +516,9 @@ class ShardedKVCacheStore:
     def _agree(self, operation: str, *call: Any) -> None:
         """In debug mode, raise GroupError if not all ranks make this call."""
         if self._debug:
-            told = tuple(_told(value, operation) for value in call)
+            values = tuple(_comparable(value, operation) for value in call)
             for ranks in self.ranks.values():
-                ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
+                ranks.require_agreement(operation, (operation, *values, f"length={self.local.length}"))
 
     def _device_of(self, q: Any) -> Any:
         """The device on which torch makes tensors to use with q."""
@@ -529,14 +531,14 @@ class ShardedKVCacheStore:
         self, operation: str, request: AttendRequest, batch: int, heads: int
     ) -> tuple[ArrayView | None, dict[str, ArrayView]]:
         """What is added to the scores of this rank's query heads: sink logits, which the merge counts, and slopes."""
-        found = request.terms.views(operation)
-        check_scores(operation, found, batch, heads, self.local.runtime)
-        return found.pop("sink_logits", None), found
+        terms = request.terms.views(operation)
+        check_scores(operation, terms, batch, heads, self.local.runtime)
+        return terms.pop("sink_logits", None), terms
 
-    def _merge(self, operation: str, found: Partials, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
+    def _merge(self, operation: str, parts: Partials, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
         """Gather the partial results of all ranks, and write their merge, which counts the sink logits once."""
-        self.ranks["tokens"].gather(found.own, operation, found.all)
-        merge_parts(operation, found.all_view, out, lse, sinks)
+        self.ranks["tokens"].gather(parts.local, operation, parts.all)
+        merge_parts(operation, parts.all_view, out, lse, sinks)
 
     def _mass(
         self,
@@ -545,10 +547,10 @@ class ShardedKVCacheStore:
         like: Any,
         q: ArrayView,
         lse: ArrayView,
-        wanted: int | None,
+        num_weighed: int | None,
         scores: AttentionScale,
     ) -> Any:
-        """How much weight the last `wanted` of these queries, None for all, gave to each token on any rank.
+        """How much weight the last `num_weighed` of these queries, None for all, gave to each token on any rank.
 
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; the result is an array of
         the same kind as `like`.
@@ -559,16 +561,16 @@ class ShardedKVCacheStore:
         assert store is not None
         where, counts = store.sharding.places(store.held_positions(layer))
         shape = store.batch_size, len(self.heads), max(counts)
-        own = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
-        found = own
-        if own.shape[2]:
-            store.weigh_own(operation, layer, *last_queries(q, lse, wanted), own, scores)
-            ranks, places = (torch.from_numpy(a).to(own.device) for a in where)
-            found = self.ranks["tokens"].gather(own, operation)[ranks, :, :, places].permute(1, 2, 0).contiguous()
+        rank_mass = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
+        total = rank_mass
+        if rank_mass.shape[2]:
+            store.weigh_own(operation, layer, *last_queries(q, lse, num_weighed), rank_mass, scores)
+            ranks, places = (torch.from_numpy(a).to(rank_mass.device) for a in where)
+            total = self.ranks["tokens"].gather(rank_mass, operation)[ranks, :, :, places].permute(1, 2, 0).contiguous()
         if isinstance(like, torch.Tensor):
-            return found
-        mass = new_like(like, found.shape, dtypes.float32, store.runtime)
-        write_host(found.cpu().numpy(), view(mass, "mass", operation))
+            return total
+        mass = new_like(like, total.shape, dtypes.float32, store.runtime)
+        write_host(total.cpu().numpy(), view(mass, "mass", operation))
         return mass
 
 
@@ -598,9 +600,9 @@ def _keywords(request: AttendRequest) -> dict[str, Any]:
     return {name: value for name, value in request._asdict().items() if value is not defaults[name]}
 
 
-def _told(value: Any, operation: str) -> str:
+def _comparable(value: Any, operation: str) -> str:
     """How the ranks compare a value of a call: an array by its form, never by its numbers."""
     if value is None or isinstance(value, (str, int, float, tuple)):
         return repr(value)
-    found = view(value, "an array", operation)
-    return f"{describe(found)} on {found.device.partition(':')[0]}"
+    array = view(value, "an array", operation)
+    return f"{describe(array)} on {array.device.partition(':')[0]}"

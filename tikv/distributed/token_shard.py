@@ -45,13 +45,13 @@ class _Form(NamedTuple):
 class CapturedShard(NamedTuple):
     """The tokens that a rank held, with the counts over all ranks."""
 
-    own: Captured
+    local: Captured
     sharding: TokenSharding
     counts: tuple[tuple[int, int], ...]  # length and oldest valid position of each layer
 
 
 class TokenShardLayers(LayerStorage):
-    """One rank's part of layers whose tokens are spread over ranks: `own` holds the tokens that `sharding` gives it.
+    """One rank's part of layers whose tokens are spread over ranks: `local` holds the tokens that `sharding` gives it.
 
     It is given all tokens and counts all of them. Its memory holds this rank's tokens, over which `attend_own` attends.
     """
@@ -69,8 +69,9 @@ class TokenShardLayers(LayerStorage):
         own_sinks = sharding.count(form.sinks)
         windows = [None if w is None else own_sinks + sharding.most(w - form.sinks + later) for w in form.windows]
         capacity = max(sharding.most(form.capacity), *(w or 1 for w in windows))
-        self.own = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
-        self.rows, self.lock, self.memory, self.counts = self.own.rows, self.own.lock, self.own.memory, form.counts()
+        self.local = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
+        self.counts, local = form.counts(), self.local
+        self.rows, self.lock, self.memory = local.rows, local.lock, local.memory
         self._forms: BoundedCache[Any, _Form] = BoundedCache()
         self._device_counts: BoundedCache[Any, ArrayView] = BoundedCache()
 
@@ -82,21 +83,21 @@ class TokenShardLayers(LayerStorage):
     @property
     def drawn(self) -> list[Layer]:
         """This rank's layers."""
-        return self.own.counts
+        return self.local.counts
 
     def layer(self, operation: str, layer: int) -> Layer:
         """This rank's arrays of a layer."""
-        return self.own.counts[layer]
+        return self.local.counts[layer]
 
     # --- writes
 
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append`, of all new tokens; this rank stores only its own."""
-        to, counts = self.own.counts[layer], self.counts[layer]
+        to, counts = self.local.counts[layer], self.counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
         if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.sharding.owns(counts.length):
-            self.own.append(operation, layer, rows, layout)
+            self.local.append(operation, layer, rows, layout)
             counts.grow(1)
             return
         self._require_room(operation, [to], form.tokens)
@@ -105,7 +106,7 @@ class TokenShardLayers(LayerStorage):
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """As `LayerStorage.append_all`, of all new tokens; this rank stores only its own."""
-        layers = self.own.counts
+        layers = self.local.counts
         form = self._form_of(operation, layers, rows, layout, True)
         self._require_room(operation, layers, form.tokens)
         if len({counts.length for counts in self.counts}) == 1:
@@ -115,10 +116,10 @@ class TokenShardLayers(LayerStorage):
             of_layer = Views([a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in rows])
             self._append_own(operation, [to], of_layer, layout, form._replace(axis=form.axis - 1), False)
 
-    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+    def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         """As `LayerStorage.append_at`, of one token per sequence, which is skipped if it belongs to another rank."""
-        layers = self.own.counts if layer is None else [self.own.counts[layer]]
-        k, v, positions = given
+        layers = self.local.counts if layer is None else [self.local.counts[layer]]
+        k, v, positions = arrays
         form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
         if form.tokens != 1:
             raise OptionError(
@@ -128,7 +129,7 @@ class TokenShardLayers(LayerStorage):
             )
         out = self._on_device("positions")
         local_positions(self.runtime, operation, positions, out, self.sharding, False)
-        self.own.append_at(operation, layer, Views([k, v, out]), layout)
+        self.local.append_at(operation, layer, Views([k, v, out]), layout)
 
     def require_positions(self, operation: str, remedy: str) -> None:
         """As `LayerStorage.require_positions`; it never raises, since no layer is ever compacted."""
@@ -137,27 +138,27 @@ class TokenShardLayers(LayerStorage):
         """As `LayerStorage.advance`, of the tokens of all ranks."""
         for counts in self.counts:
             counts.require_room(operation, tokens)
-        for own, counts in zip(self.own.counts, self.counts, strict=True):
+        for local, counts in zip(self.local.counts, self.counts, strict=True):
             counts.grow(tokens)
-            own.grow(self.sharding.count(counts.length) - own.length)
+            local.grow(self.sharding.count(counts.length) - local.length)
 
     def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
         """The form of new rows, checked once for each form, except whether there is room for them."""
         key = (rows.key, layout, stacked, self.memory.version)
         form = self._forms.get(key)
         if form is None:
-            found, (token_axis, _) = self.own.appends.checked(operation, layers, rows, layout, stacked)
+            arrays, (token_axis, _) = self.local.appends.checked(operation, layers, rows, layout, stacked)
             axis = rows[0].ndim - (3 if token_axis == 1 else 2)
-            form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis))
+            form = self._forms.keep(key, _Form(arrays[0].shape[1 + token_axis], axis))
         return form
 
     def _on_device(self, name: str) -> ArrayView:
         """(batch,) int32 on the device for what is computed from positions there; the same array for all calls."""
-        found = self._device_counts.get((name, self.batch_size))
-        if found is None:
+        array = self._device_counts.get((name, self.batch_size))
+        if array is None:
             made = new_array((self.batch_size,), dtypes.int32, self.runtime)
-            found = self._device_counts.keep((name, self.batch_size), made)
-        return found
+            array = self._device_counts.keep((name, self.batch_size), made)
+        return array
 
     def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
         """Raise CapacityError or PositionError if one of these layers has no room for this many tokens."""
@@ -173,13 +174,13 @@ class TokenShardLayers(LayerStorage):
         """Append those of the checked rows that belong to this rank, and count all of them."""
         length = self.counts[layers[0].index].length
         for first, end in self.sharding.runs(length, length + form.tokens):
-            own = rows
+            local_rows = rows
             if end - first < form.tokens:
-                own = Views([a.part(form.axis, first - length, end - length) for a in rows])
+                local_rows = Views([a.part(form.axis, first - length, end - length) for a in rows])
             if stacked:
-                self.own.append_all(operation, own, layout)
+                self.local.append_all(operation, local_rows, layout)
             else:
-                self.own.append(operation, layers[0].index, own, layout)
+                self.local.append(operation, layers[0].index, local_rows, layout)
         for to in layers:
             self.counts[to.index].grow(form.tokens)
 
@@ -187,7 +188,7 @@ class TokenShardLayers(LayerStorage):
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
         """Attention over this rank's tokens only, as if there were no others."""
-        return self.own.attend(operation, layer, q, request)
+        return self.local.attend(operation, layer, q, request)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """Raise OptionError, since the keys that a query sees are spread over several ranks."""
@@ -195,7 +196,7 @@ class TokenShardLayers(LayerStorage):
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """This rank's tokens of a layer."""
-        return self.own.tokens(operation, layer)
+        return self.local.tokens(operation, layer)
 
     def attend_own(
         self,
@@ -254,7 +255,7 @@ class TokenShardLayers(LayerStorage):
         self, operation: str, layer: int, q: ArrayView, partials: ArrayView, scores: AttentionScale, seq_lens: ArrayView
     ) -> None:
         """`attend_own` with one query per sequence and `seq_lens` in device memory, where the launch reads them."""
-        counts, found = self.counts[layer], self.own.counts[layer]
+        counts, local = self.counts[layer], self.local.counts[layer]
         around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
             raise OptionError(
@@ -270,9 +271,9 @@ class TokenShardLayers(LayerStorage):
             )
         lens = self._on_device("lens")
         local_positions(self.runtime, operation, seq_lens, lens, self.sharding, True)
-        arrays = {**layer_arrays(found, q), "lens": lens}
+        arrays = {**layer_arrays(local, q), "lens": lens}
         span = counts.ring // self.sharding.world
-        plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
+        plan = cache_plan(self.runtime, operation, arrays, scores, span, local.sinks, local.ring, local.formats)
         out, lse = self._out_and_lse(partials)
         oldest = self.sharding.count(counts.trimmed_to)
         plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_partial=True))
@@ -288,15 +289,15 @@ class TokenShardLayers(LayerStorage):
     ) -> tuple[Queries, ArrayView, Views]:
         """The checked arguments of `KVCacheStore.extend`: the queries, their view for kernels, and the rows."""
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
-        found = self.own.counts[layer]
+        local = self.local.counts[layer]
         rows = view_all(arrays[1:], ROWS, operation)
-        form = self._form_of(operation, [found], rows, layout, False)
-        self._require_room(operation, [found], form.tokens)
+        form = self._form_of(operation, [local], rows, layout, False)
+        self._require_room(operation, [local], form.tokens)
         sizes = self.batch_size, self.memory.num_kv_heads, self.rows.k.width, form.tokens
-        given = view(arrays[0], "q", operation)
-        queries = extend_queries(operation, given, layout, *sizes, self.runtime)
-        read = queries.as_read(given)
-        layer_plan(self.runtime, operation, layer_arrays(found, read), found, scores)
+        q_view = view(arrays[0], "q", operation)
+        queries = extend_queries(operation, q_view, layout, *sizes, self.runtime)
+        read = queries.as_read(q_view)
+        layer_plan(self.runtime, operation, layer_arrays(local, read), local, scores)
         return queries, read, rows
 
     def extend_own(
@@ -311,15 +312,15 @@ class TokenShardLayers(LayerStorage):
         slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """Append new tokens, which `extension` checked, and attend with their queries over this rank's keys."""
-        to, counts = self.own.counts[layer], self.counts[layer]
+        to, counts = self.local.counts[layer], self.counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
         self._require_countable(operation, slopes, counts.length + form.tokens)
         start, end = counts.length, counts.length + form.tokens
         # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first ones see.
         for first, after in self.sharding.blocks(start, end) if counts.ring else [(start, end)]:
-            some = Views([a.part(form.axis, first - start, after - start) for a in rows])
+            block = Views([a.part(form.axis, first - start, after - start) for a in rows])
             oldest = counts.valid_from  # before the block's tokens overwrite it
-            self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
+            self._append_own(operation, [to], block, layout, form._replace(tokens=after - first), False)
             stretches = self.sharding.stretches(counts, oldest, first, after)
             self._attend(operation, layer, q, partials, scores, stretches, start, slopes)
 
@@ -335,16 +336,16 @@ class TokenShardLayers(LayerStorage):
         slopes: Mapping[str, ArrayView],
     ) -> None:
         """Attend with each stretch of queries; the first query of `q` has the position `start`."""
-        found, live = self.own.counts[layer], self.runtime
+        local, live = self.local.counts[layer], self.runtime
         stage = Staging(live, [q, partials], [False, True])
         q, partials = stage.arrays
         out, lse = self._out_and_lse(partials)
         block = self.sharding.interleave
         sharded = (block, (self.sharding.world - 1) * block) if slopes else (0, 0)
         for at in stretches:
-            some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
-            arrays = layer_arrays(found, some, slopes)
-            slots = found.sinks, found.ring, found.formats
+            queries, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
+            arrays = layer_arrays(local, queries, slopes)
+            slots = local.sinks, local.ring, local.formats
             plan = cache_plan(live, operation, arrays, scores, at.span, *slots, sharded)
             tokens = AttendedTokens(at.length, at.first_valid, at.ahead, at.first - self.sharding.rank * block)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
@@ -364,20 +365,20 @@ class TokenShardLayers(LayerStorage):
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; `to` is a tensor of zeros
         (batch, num_kv_heads, n), where n is at least this rank's share of `held_positions`.
         """
-        counts, found, live = self.counts[layer], self.own.counts[layer], self.runtime
+        counts, local, live = self.counts[layer], self.local.counts[layer], self.runtime
         start = counts.length - q.shape[2]
         fixed = self.sharding.count(min(counts.sinks, counts.length))
         first_held = self.sharding.count(max(counts.valid_from, counts.sinks))  # after the sinks
         for at in self.sharding.stretches(counts, counts.valid_from, start, counts.length):
-            oldest = max(found.sinks, at.first_valid, at.length - found.ring if found.ring else 0)
-            own_fixed, recent = min(found.sinks, at.length), max(0, at.length - oldest)
+            oldest = max(local.sinks, at.first_valid, at.length - local.ring if local.ring else 0)
+            own_fixed, recent = min(local.sinks, at.length), max(0, at.length - oldest)
             mass = to.new_zeros((*to.shape[:2], own_fixed + recent))
-            some, of_some = (a.part(2, at.first - start, at.end - start) for a in (q, lse))
-            stage = Staging(live, [some, of_some, view(mass, "mass", operation)], [False, False, True])
-            some, of_some, own = stage.arrays
-            arrays = layer_arrays(found, some)
-            plan = cache_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
-            plan.weigh(arrays, of_some, own, AttendedTokens(at.length, at.first_valid, at.ahead))
+            queries, queries_lse = (a.part(2, at.first - start, at.end - start) for a in (q, lse))
+            stage = Staging(live, [queries, queries_lse, view(mass, "mass", operation)], [False, False, True])
+            queries, queries_lse, mass_view = stage.arrays
+            arrays = layer_arrays(local, queries)
+            plan = cache_plan(live, operation, arrays, scores, at.span, local.sinks, local.ring, local.formats)
+            plan.weigh(arrays, queries_lse, mass_view, AttendedTokens(at.length, at.first_valid, at.ahead))
             stage.finish()
             to[..., :own_fixed] += mass[..., :own_fixed]
             if recent:
@@ -403,24 +404,24 @@ class TokenShardLayers(LayerStorage):
 
     def _follow(self) -> None:
         """Reduce the counts of this rank's tokens after those over all ranks went down."""
-        for own, counts in zip(self.own.counts, self.counts, strict=True):
-            own.length = min(own.length, self.sharding.count(counts.length))
-            own.valid_from = min(own.valid_from, own.length)
+        for local, counts in zip(self.local.counts, self.counts, strict=True):
+            local.length = min(local.length, self.sharding.count(counts.length))
+            local.valid_from = min(local.valid_from, local.length)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
         """Raise OptionError, since the newest tokens are spread over several ranks."""
         self._refuse(operation)
 
     def reorder(self, operation: str, index: Any) -> None:
-        self.own.reorder(operation, index)
+        self.local.reorder(operation, index)
 
     def select(self, operation: str, index: Any) -> None:
-        self.own.select(operation, index)
+        self.local.select(operation, index)
 
     def capture(self) -> CapturedShard:
         """As `LayerStorage.capture`, of this rank's tokens, with the counts over all ranks."""
         counts = tuple((layer.length, layer.valid_from) for layer in self.counts)
-        return CapturedShard(self.own.capture(), self.sharding, counts)
+        return CapturedShard(self.local.capture(), self.sharding, counts)
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         """As `LayerStorage.restore`, of what this rank captured with the same sharding; or OptionError."""
@@ -429,15 +430,15 @@ class TokenShardLayers(LayerStorage):
                 f"{operation}: {shown[0]} is not a snapshot of tokens sharded as here ({self.sharding}). Pass what "
                 f"`snapshot` returned on this rank."
             )
-        self.own.restore(operation, captured.own, shown)
+        self.local.restore(operation, captured.local, shown)
         for counts, (length, valid_from) in zip(self.counts, captured.counts, strict=True):
             counts.length, counts.valid_from = length, valid_from
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
-        return self.own.to_host(operation)
+        return self.local.to_host(operation)
 
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
-        self.own.take_over(operation, counts, arrays)
+        self.local.take_over(operation, counts, arrays)
 
     def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
         """Raise OptionError, since `ShardedKVCacheStore.save` writes one file per rank."""

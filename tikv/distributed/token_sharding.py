@@ -116,14 +116,14 @@ class TokenSharding(NamedTuple):
 
     def _moves(self, layer: Layer, fixed: int, position: int) -> tuple[bool, bool]:
         """Whether the newest and the oldest key here differ from those for the query at the previous position."""
-        left = position - layer.ring
-        return self.owns(position), layer.ring > 0 and left >= fixed and self.owns(left)
+        evicted = position - layer.ring
+        return self.owns(position), layer.ring > 0 and evicted >= fixed and self.owns(evicted)
 
     def _next_change(self, layer: Layer, fixed: int, position: int) -> int:
         """The next position after this one at which `_moves` may change."""
-        found = (position // self.interleave + 1) * self.interleave
+        change = (position // self.interleave + 1) * self.interleave
         if layer.ring:
-            left = position - layer.ring
-            edge = fixed if left < fixed else (left // self.interleave + 1) * self.interleave
-            found = min(found, edge + layer.ring)
-        return found
+            evicted = position - layer.ring
+            edge = fixed if evicted < fixed else (evicted // self.interleave + 1) * self.interleave
+            change = min(change, edge + layer.ring)
+        return change

@@ -62,24 +62,24 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         states = pool._pages.sequences.distinct(ids, operation, "Send it once.")
         is_held = np.zeros(pool._pages.pools.config.num_blocks, bool)
         blocks_of = [np.array(state.blocks, np.int64) for state in states]
-        for found in blocks_of:
-            is_held[found] = True
-        place = np.cumsum(is_held, dtype=np.int32) - 1  # each held block's place among the held ones
+        for table in blocks_of:
+            is_held[table] = True
+        index_of = np.cumsum(is_held, dtype=np.int32) - 1  # each held block's index among the held ones
         beside, more = pool._pages.beside(states)
-        told = [
+        entries = [
             {
                 **one,
                 "swapped": False,
-                "blocks": place[found],
+                "blocks": index_of[table],
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
                 "left": state.left,
             }
-            for state, found, one in zip(states, blocks_of, more, strict=True)
+            for state, table, one in zip(states, blocks_of, more, strict=True)
         ]
         held = np.flatnonzero(is_held)
-        peer.tell({"form": _form(pool), "count": len(held), "sequences": told, "beside": beside})
+        peer.tell({"form": _form(pool), "count": len(held), "sequences": entries, "beside": beside})
         answer_of = peer.listen()
         exchange = _Exchange(pool, peer)
         answer = answer_of()
@@ -129,10 +129,10 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     with pool.lock:
         exchange = _Exchange(pool, peer)
         header = peer.hear()
-        sequences, told = pool._pages.sequences, header["sequences"]
+        sequences, entries = pool._pages.sequences, header["sequences"]
         try:
             _require_form(pool, header["form"], src, operation)
-            states, known = _known_states(pool, told)
+            states, known = _known_states(pool, entries)
             is_lacking = np.ones(header["count"], bool)
             is_lacking[[*known]] = False
             lacking = np.flatnonzero(is_lacking)
@@ -150,10 +150,10 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
             peer.tell({"lacking": lacking})
             here = np.empty(header["count"], np.int64)
             here[lacking], here[[*known]] = fresh, [*known.values()]
-            for state, sent in zip(states, told, strict=True):
+            for state, sent in zip(states, entries, strict=True):
                 state.blocks = here[sent["blocks"]].tolist()
             exchange.receive(fresh)
-            pool._pages.bring(range(sequences.next, sequences.next + len(states)), header["beside"], told)
+            pool._pages.bring(range(sequences.next, sequences.next + len(states)), header["beside"], entries)
             numbers = sequences.adopt(states)
         finally:
             sequences.blocks.release(taken)  # their sequences hold them now
@@ -168,16 +168,16 @@ def _require_pool(operation: str, pool: Any) -> None:
     runtime.require_alive(pool.runtime, operation)
 
 
-def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
+def _known_states(pool: PagedKVCacheStore, entries: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
     """The states of the sent sequences without their blocks, and the sent blocks that this pool already has."""
     sequences, states, known = pool._pages.sequences, [], dict[int, int]()
-    for sent in told:
+    for sent in entries:
         ids, digests = sequences.known(sent["token_ids"], sent["salt"])
         full = min(sent["lengths"]) // sequences.block_size
-        found = sequences.blocks.prefix(digests[:full])
-        for i, block in zip(sent["blocks"][: len(found)].tolist(), found, strict=True):
+        prefix = sequences.blocks.prefix(digests[:full])
+        for i, block in zip(sent["blocks"][: len(prefix)].tolist(), prefix, strict=True):
             known.setdefault(i, block)
-        states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(found)))
+        states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(prefix)))
         states[-1].left = list(sent["left"])
     return states, known
 
@@ -240,8 +240,8 @@ class _Peer:
             length = 8 + int.from_bytes(whole[:8], "little")
             if length > FIRST:
                 whole += self._receiving(length - FIRST)()
-            found: dict[str, Any] = pickle.loads(whole[8:length])
-            return found
+            content: dict[str, Any] = pickle.loads(whole[8:length])
+            return content
 
         return message
 
@@ -249,14 +249,14 @@ class _Peer:
         import torch
         import torch.distributed as dist
 
-        found = torch.empty(count, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(count, dtype=torch.uint8, device=self.device)
         with self.ranks.understanding(self.operation):
-            request = dist.irecv(found, self.rank, group=self.ranks.group)
+            request = dist.irecv(buffer, self.rank, group=self.ranks.group)
 
         def received() -> bytes:
             with self.ranks.understanding(self.operation):
                 request.wait()
-                return bytes(found.cpu().numpy())
+                return bytes(buffer.cpu().numpy())
 
         return received
 
@@ -290,49 +290,49 @@ class _Exchange:
         self.direct = self.live.is_cpu or (self.live.is_cuda and not peer.by_host)
         self.live.synchronize()
 
-    def send(self, chosen: list[int]) -> None:
+    def send(self, block_ids: list[int]) -> None:
         """Send these blocks."""
         import torch.distributed as dist
 
-        if not chosen:
+        if not block_ids:
             return
-        if self.direct and _side_by_side(chosen):
-            found = self._in_place(chosen)
+        if self.direct and _side_by_side(block_ids):
+            by_layer = self._in_place(block_ids)
         elif self.direct:
-            apart = self._apart(len(chosen))
-            _held = self._move(chosen, apart, out_of_pool=True)
+            apart = self._apart(len(block_ids))
+            _held = self._move(block_ids, apart, out_of_pool=True)
             self.live.synchronize()
-            found = self._by_layer(apart)
+            by_layer = self._by_layer(apart)
         else:
-            found = self._by_layer(self.pools.read_blocks(chosen))
-        self.peer.exchange(dist.isend, found)
+            by_layer = self._by_layer(self.pools.read_blocks(block_ids))
+        self.peer.exchange(dist.isend, by_layer)
 
-    def receive(self, chosen: list[int]) -> None:
+    def receive(self, block_ids: list[int]) -> None:
         """Receive these blocks, in place or through a buffer."""
         import torch.distributed as dist
 
-        if not chosen:
+        if not block_ids:
             return
-        n = len(chosen)
+        n = len(block_ids)
         if not self.direct:
             host = self.pools.host_blocks(n)
             self.peer.exchange(dist.irecv, self._by_layer(host))
-            self.pools.write_blocks(host, range(n), chosen)
+            self.pools.write_blocks(host, range(n), block_ids)
             return
-        if _side_by_side(chosen):
-            self.peer.exchange(dist.irecv, self._in_place(chosen))
+        if _side_by_side(block_ids):
+            self.peer.exchange(dist.irecv, self._in_place(block_ids))
         else:
             apart = self._apart(n)
             self.peer.exchange(dist.irecv, self._by_layer(apart))
-            _held = self._move(chosen, apart, out_of_pool=False)
+            _held = self._move(block_ids, apart, out_of_pool=False)
         self._settle()
-        self.pools.summarize_blocks(chosen)
+        self.pools.summarize_blocks(block_ids)
 
-    def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
+    def _move(self, block_ids: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
         """Copy these blocks to separate memory, or back. Keep what this returns until the copy is done."""
-        n, size, held = len(chosen), self.pools.config.num_blocks, []
+        n, size, held = len(block_ids), self.pools.config.num_blocks, []
         for group, arrays in zip(self.pools.groups, apart, strict=True):
-            sides = (chosen, range(n), size, n) if out_of_pool else (range(n), chosen, n, size)
+            sides = (block_ids, range(n), size, n) if out_of_pool else (range(n), block_ids, n, size)
             held.append(to_device(group.pairs(*sides), self.live))
             for pair in zip(group.arrays, arrays, strict=True):
                 src, dst = pair if out_of_pool else pair[::-1]
@@ -347,9 +347,9 @@ class _Exchange:
             self.live.synchronize()
             torch.cuda.current_stream(self.live.device).synchronize()
 
-    def _in_place(self, chosen: list[int]) -> ByLayer:
+    def _in_place(self, block_ids: list[int]) -> ByLayer:
         """Adjacent blocks, in the pool's own memory."""
-        first, n, size = chosen[0], len(chosen), self.pools.config.num_blocks
+        first, n, size = block_ids[0], len(block_ids), self.pools.config.num_blocks
         for group in self.pools.groups:
             memory = [(_bytes(a), a.nbytes // a.shape[0]) for a in group.arrays]
             for start in range(first, group.layers * size, size):
@@ -368,8 +368,8 @@ class _Exchange:
             yield from map(list, zip(*(_bytes(a).chunk(group.layers) for a in arrays), strict=True))
 
 
-def _side_by_side(chosen: list[int]) -> bool:
-    return chosen[-1] - chosen[0] + 1 == len(chosen)
+def _side_by_side(block_ids: list[int]) -> bool:
+    return block_ids[-1] - block_ids[0] + 1 == len(block_ids)
 
 
 def _bytes(array: ArrayView | HostArray) -> Any:

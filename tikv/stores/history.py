@@ -64,9 +64,9 @@ class History(NamedTuple):
     def first_whole(self) -> int:
         """The number from which on no head lacks a token."""
         back = np.arange(self.tokens)
-        place = self.counts[..., None] - 1 - back
-        found = np.take_along_axis(self.numbers, np.maximum(place, 0), axis=-1)
-        follows = (place >= 0) & (found == self.end - 1 - back)
+        at = self.counts[..., None] - 1 - back
+        numbers = np.take_along_axis(self.numbers, np.maximum(at, 0), axis=-1)
+        follows = (at >= 0) & (numbers == self.end - 1 - back)
         return self.end - int(np.cumprod(follows, axis=-1).sum(axis=-1).min())
 
     def rows(self, newer: int) -> list[Host]:

@@ -162,16 +162,16 @@ def around(count: int, anchors: Iterable[int], limit: int) -> list[int | None]:
     centres = sorted({0, count - 1, *(min(max(a, 0), count - 1) for a in anchors)})
     best: list[int | None] = []
     for radius in range(limit):
-        kept = sorted({s for c in centres for s in range(max(0, c - radius), min(count, c + radius + 1))})
-        found: list[int | None] = []
-        for s in kept:
-            if s != (found[-1] if found else -1):
-                if s and s - 1 != (found[-1] if found else None):
-                    found.append(None)
-                found.append(s)
-        if best and len(found) > limit:
+        near = sorted({s for c in centres for s in range(max(0, c - radius), min(count, c + radius + 1))})
+        cells: list[int | None] = []
+        for s in near:
+            if s != (cells[-1] if cells else -1):
+                if s and s - 1 != (cells[-1] if cells else None):
+                    cells.append(None)
+                cells.append(s)
+        if best and len(cells) > limit:
             break
-        best = found
+        best = cells
     return best
 
 
@@ -427,8 +427,8 @@ def table(
     Returns:
         An SVG document, of at most 940 by 900 pixels whatever the pool.
     """
-    cell, left = 52.0, 170.0
-    width = 2 * MARGIN + left + MAX_BLOCKS * cell
+    cell, indent = 52.0, 170.0
+    width = 2 * MARGIN + indent + MAX_BLOCKS * cell
     shown = rows[:MAX_SEQUENCES]
     parts = _heading(title, width)
     about = f"page table: the numbers of blocks of {counted(block_size, 'token')}, in order"
@@ -436,11 +436,11 @@ def table(
     y = 88.0
     for row in shown:
         parts.append(_text(MARGIN, y + 18, f"sequence {row.seq}", anchor="start"))
-        parts.append(_text(MARGIN + left - 14, y + 18, counted(row.length, "token"), "soft", 11, "end"))
+        parts.append(_text(MARGIN + indent - 14, y + 18, counted(row.length, "token"), "soft", 11, "end"))
         if row.swapped:
-            parts.append(_text(MARGIN + left, y + 18, "swapped out to the host", "soft", 11, "start"))
+            parts.append(_text(MARGIN + indent, y + 18, "swapped out to the host", "soft", 11, "start"))
         for i, at in enumerate(around(len(row.blocks), [], MAX_BLOCKS)):
-            x = MARGIN + left + i * cell
+            x = MARGIN + indent + i * cell
             if at is None:
                 parts.append(_text(x + cell / 2, y + 18, "…", "soft", 16))
                 continue
@@ -494,20 +494,20 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
     Returns:
         An SVG document that is 900 pixels wide.
     """
-    left, width, room = 250.0, 900.0, 430.0
+    indent, width, room = 250.0, 900.0, 430.0
     parts = _heading(title, width)
     y = 66.0
     for group in groups:
         scale = room / max([*group.values.values(), group.roof or 0.0])
         tall = 17 * len(group.values)
-        parts.append(_text(MARGIN + left - 12, y + tall / 2 + 4, _fitted(group.name, left - 12), anchor="end"))
+        parts.append(_text(MARGIN + indent - 12, y + tall / 2 + 4, _fitted(group.name, indent - 12), anchor="end"))
         for i, (peer, value) in enumerate(group.values.items()):
             kind = peer if peer in COLOURS else "held"
-            parts.append(_box(MARGIN + left, y + 17 * i, max(value * scale, 2), 14, kind))
-            after = MARGIN + left + max(value, group.roof or 0) * scale + 8
+            parts.append(_box(MARGIN + indent, y + 17 * i, max(value * scale, 2), 14, kind))
+            after = MARGIN + indent + max(value, group.roof or 0) * scale + 8
             parts.append(_text(after, y + 17 * i + 11, f"{peer} {group.labels[peer]}", "soft", 11, "start"))
         if group.roof is not None:
-            x = MARGIN + left + group.roof * scale
+            x = MARGIN + indent + group.roof * scale
             parts.append(f'<path class="tk-line" d="M{x:.1f} {y - 3:.1f}V{y + tall:.1f}"/>')
         y += tall + 14
     for at in range(0, len(note), 140):

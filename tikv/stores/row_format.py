@@ -99,8 +99,8 @@ class RowFormats(NamedTuple):
         """The formats that a store's arguments ask for, or an error about one; `KVCacheStore` describes them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
-        given = dtype, dtype if v_dtype is None else v_dtype
-        (k, k_scales), (v, v_scales) = (_stored_as(x, scale_dtype, live, operation) for x in given)
+        formats = dtype, dtype if v_dtype is None else v_dtype
+        (k, k_scales), (v, v_scales) = (_stored_as(x, scale_dtype, live, operation) for x in formats)
         v = values_of(v, v_dtype, operation)
         if k_scales and v_scales and k_scales is not v_scales:
             raise DTypeError(
@@ -174,21 +174,21 @@ class RowFormats(NamedTuple):
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """The arrays that hold rows, by their names in files: the shape of a row and the dtype."""
-        found = {name: ((row.stored_width,), row.stored) for name, row in zip(ROWS, self.both, strict=True)}
+        arrays = {name: ((row.stored_width,), row.stored) for name, row in zip(ROWS, self.both, strict=True)}
         scaled = [name for name, row in zip(SCALES, self.both, strict=True) if row.numbers]
-        return {**found, **dict.fromkeys(scaled, (self.scale_axes, self.scale_dtype))}
+        return {**arrays, **dict.fromkeys(scaled, (self.scale_axes, self.scale_dtype))}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of a store with these rows, in JSON's types."""
-        found: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": str(self.k.dtype)}
-        found["scale_dtype"] = "float16" if self.scale_dtype not in dtypes.GROUP_SCALES else self.scale_dtype.name
-        if str(self.v.dtype) != found["dtype"]:
-            found["v_dtype"] = str(self.v.dtype)
+        arguments: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": str(self.k.dtype)}
+        arguments["scale_dtype"] = "float16" if self.scale_dtype not in dtypes.GROUP_SCALES else self.scale_dtype.name
+        if str(self.v.dtype) != arguments["dtype"]:
+            arguments["v_dtype"] = str(self.v.dtype)
         for name, row in zip(SCALES, self.both, strict=True):
             whole = 1.0 if row.format is None else row.format.tensor_scale
             if row.divisor is not None or whole != 1.0:
-                found[name] = [whole] if row.divisor is None else [*row.divisor]
-        return found
+                arguments[name] = [whole] if row.divisor is None else [*row.divisor]
+        return arguments
 
 
 def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None:
@@ -243,7 +243,7 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
     return row.check_scale_dtype(scales, operation)
 
 
-def values_of(stored: Any, given: Any, operation: str) -> Any:
+def values_of(stored: Any, v_dtype: Any, operation: str) -> Any:
     """The format of values: `stored`, without the rotation that it has if it was taken from the keys.
 
     Raises:
@@ -251,7 +251,7 @@ def values_of(stored: Any, given: Any, operation: str) -> Any:
     """
     if not isinstance(stored, GroupFormat) or stored.seed is None:
         return stored
-    if given is not None:
+    if v_dtype is not None:
         raise OptionError(
             f"{operation}: v_dtype {stored} has rotated rows, and values are not rotated: attention's results "
             f"would have to be rotated back. Use {stored.unturned}."
@@ -260,24 +260,24 @@ def values_of(stored: Any, given: Any, operation: str) -> Any:
 
 
 def _scaled_whole(
-    stored: tuple[Stored, Stored], given: tuple[Any, Any], operation: str
+    stored: tuple[Stored, Stored], scales: tuple[Any, Any], operation: str
 ) -> tuple[tuple[Stored, Stored], tuple[Any, Any]]:
     """Put given scales into those formats that have one scale for the whole tensor; return formats and other scales.
 
     Raises:
         ShapeError, OptionError: float32 cannot divide by a scale.
     """
-    found: list[Stored] = [*stored]
-    rest = [*given]
-    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, given, strict=True)):
+    formats: list[Stored] = [*stored]
+    rest = [*scales]
+    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, scales, strict=True)):
         if isinstance(dtype, GroupFormat) and dtype.has_tensor_scale and scale is not None:
-            found[i], rest[i] = dtype.scaled(fixed_numbers(scale, 1, name, operation)[0]), None
-    return (found[0], found[1]), (rest[0], rest[1])
+            formats[i], rest[i] = dtype.scaled(fixed_numbers(scale, 1, name, operation)[0]), None
+    return (formats[0], formats[1]), (rest[0], rest[1])
 
 
-def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
+def check_divided(stored: Sequence[Stored | None], scales: Sequence[Any], operation: str) -> None:
     """Raise OptionError if a scale is given for a K or V that cannot have one; None stands for the model's dtype."""
-    for name, dtype, scale in zip(SCALES, stored, given, strict=True):
+    for name, dtype, scale in zip(SCALES, stored, scales, strict=True):
         whole = isinstance(dtype, GroupFormat) and dtype.has_tensor_scale
         if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
             shown = "in the model's dtype" if dtype is None else f"as {dtype}"
@@ -287,16 +287,16 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
             )
 
 
-def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
+def _divisors(stored: Sequence[Stored], scales: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
     """What K and V are divided by, from a caller's `k_scale` and `v_scale`; 1 for one if only the other is given.
 
     Scales are refused if rows are not 8-bit floats, or K or V has a scale per row. Each is one number or one per head.
     """
-    if all(scale is None for scale in given):
+    if all(scale is None for scale in scales):
         return None, None
-    found: list[Divisor] = [None, None]
-    check_divided(stored, given, operation)
-    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, given, strict=True)):
+    divisors: list[Divisor] = [None, None]
+    check_divided(stored, scales, operation)
+    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, scales, strict=True)):
         row = format_of(dtype)
         if row is not None and row.finds_scales:
             raise OptionError(
@@ -304,8 +304,8 @@ def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operat
                 "the same strides, so neither k_scale nor v_scale can be given. Leave both out."
             )
         if row is not None:
-            found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
-    k, v = found
+            divisors[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
+    k, v = divisors
     if k is not None and v is not None and len(k) != len(v):
         k, v = (numbers * (heads if len(numbers) == 1 else 1) for numbers in (k, v))
     return k, v
@@ -313,12 +313,12 @@ def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operat
 
 def appended(*stored: Stored, divided: bool = False) -> tuple[str, ...]:
     """The names of the dtypes that may be appended to a cache whose K and V are stored as this, or as these."""
-    found = []
+    by_format = []
     for dtype in stored:
         row = format_of(dtype)
         scaled = row is not None and (row.finds_scales or divided)
-        found.append(tuple(row.name for row in dtypes.QUANTIZABLE) if scaled else dtypes.APPENDED[dtype.name])
-    return tuple(name for name in found[0] if all(name in names for names in found))
+        by_format.append(tuple(row.name for row in dtypes.QUANTIZABLE) if scaled else dtypes.APPENDED[dtype.name])
+    return tuple(name for name in by_format[0] if all(name in names for names in by_format))
 
 
 def append_one_of(names: Sequence[str]) -> str:

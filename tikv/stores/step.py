@@ -176,11 +176,11 @@ class Step(runtime.NotCopied):
         """
         store = self.store
         with store.lock:
-            found = self._run("Step.run", k, v, q)
+            results = self._run("Step.run", k, v, q)
             store._followed |= is_followed(k, v)
         if store._followed or is_followed(q):
-            return _refusing(found, (q, k, v), store._followed)
-        return found
+            return _refusing(results, (q, k, v), store._followed)
+        return results
 
     def prepare(self, k: Any, v: Any, q: Any = None) -> None:
         """Do all that `run` does except launch and count; before a CUDA graph captures a run, call this or `run`.
@@ -201,8 +201,8 @@ class Step(runtime.NotCopied):
         if q is not None and self._stacked:
             queries = view(q, "q", operation)
             order = "T, Hq, D" if self._layout == "token_major" else "Hq, T, D"
-            wanted = f"(layers, batch, {order}) or (layers, batch, Hq, D), or without the batch where that is 1"
-            checks.rank(queries, (3, 4, 5), "q", wanted, operation)
+            shapes = f"(layers, batch, {order}) or (layers, batch, Hq, D), or without the batch where that is 1"
+            checks.rank(queries, (3, 4, 5), "q", shapes, operation)
             checks.extent(
                 queries.shape[0], len(self._layers), "the number of layers of q", operation, describe(queries)
             )
@@ -233,18 +233,18 @@ class Step(runtime.NotCopied):
                 self._length = length + tokens
         if self._options is None:
             return None
-        found = [results[f"out{i}"] for i in range(len(self._layers))]
+        outputs = [results[f"out{i}"] for i in range(len(self._layers))]
         if self._options["return_lse"]:
-            found = [(out, results[f"lse{i}"]) for i, out in enumerate(found)]
-        return found if self._stacked else found[0]
+            outputs = [(out, results[f"lse{i}"]) for i, out in enumerate(outputs)]
+        return outputs if self._stacked else outputs[0]
 
     def __repr__(self) -> str:
         what = "all layers" if self._stacked else f"layer {self._layers[0]}"
         return f"Step({what} of {self.store!r}; {self.graph.backend})"
 
 
-def _refusing(found: Any, inputs: tuple[Any, ...], followed: bool) -> Any:
+def _refusing(results: Any, inputs: tuple[Any, ...], followed: bool) -> Any:
     """`refuse_backward` for a step's results, detached first: later runs may write to them without gradients."""
-    if isinstance(found, (list, tuple)):
-        return type(found)([_refusing(a, inputs, followed) for a in found])
-    return refuse_backward(found.detach() if hasattr(found, "detach") else found, *inputs, followed=followed)
+    if isinstance(results, (list, tuple)):
+        return type(results)([_refusing(a, inputs, followed) for a in results])
+    return refuse_backward(results.detach() if hasattr(results, "detach") else results, *inputs, followed=followed)

@@ -231,10 +231,10 @@ class KVCacheStore(CountedLayers):
         Returns:
             A number; or (batch, H) int32 if a compaction left heads with different numbers.
         """
-        found = self._counts(layer, "KVCacheStore.held")
-        if found.head_lengths is None:
-            return found.held
-        return found.held_rows().counts.astype(np.int32)
+        state = self._counts(layer, "KVCacheStore.held")
+        if state.head_lengths is None:
+            return state.held
+        return state.held_rows().counts.astype(np.int32)
 
     @locked
     def positions(self, layer: int) -> np.ndarray[Any, Any]:
@@ -242,8 +242,8 @@ class KVCacheStore(CountedLayers):
 
         -1 fills up heads that hold fewer tokens than others.
         """
-        found = self._counts(layer, "KVCacheStore.positions").held_rows().positions
-        return np.array(np.broadcast_to(found, (self.batch_size, self.num_kv_heads, found.shape[-1])), np.int64)
+        positions = self._counts(layer, "KVCacheStore.positions").held_rows().positions
+        return np.array(np.broadcast_to(positions, (self.batch_size, self.num_kv_heads, positions.shape[-1])), np.int64)
 
     @locked
     def quantised(self, layer: int) -> int:
@@ -285,12 +285,12 @@ class KVCacheStore(CountedLayers):
             DTypeError: the store has no scales.
         """
         operation = "KVCacheStore.scales"
-        found = self._storage.layer(operation, self._index(layer, operation)).read_scales
-        if found == (None, None):
+        scales = self._storage.layer(operation, self._index(layer, operation)).read_scales
+        if scales == (None, None):
             raise DTypeError(
                 f"{operation}: a {self._storage.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
             )
-        k, v = (None if a is None else CacheArray(a, self.runtime) for a in found)
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in scales)
         return k, v
 
     def page_summaries(self, layer: int) -> tuple[CacheArray, CacheArray]:
@@ -356,12 +356,12 @@ class KVCacheStore(CountedLayers):
         index = self._index(layer, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
-            given = view_all((k, v, positions), NAMES, operation)
+            arrays = view_all((k, v, positions), NAMES, operation)
             with self.lock:
                 if index == 0:
                     refuse_uneven(operation, self._storage.counts)
-                self._storage.append_at(operation, index, given, layout)
-                self._followed |= given.followed
+                self._storage.append_at(operation, index, arrays, layout)
+                self._followed |= arrays.followed
             return
         rows = view_all((k, v), ROWS, operation)
         with self.lock:
@@ -616,17 +616,17 @@ class KVCacheStore(CountedLayers):
         before, start = self._draft, self._storage.counts[0].end
         try:
             if parents is not None and index == 0:
-                given = request.terms.views(operation)["parents"]
-                shape = Parents(operation, given, self.runtime), tuple(range(self.batch_size))
-                self._draft = Draft(before.settled, start, start + given.shape[-1], *shape)
-            found = self._storage.extend(operation, index, (q, k, v), request)
+                tree = request.terms.views(operation)["parents"]
+                shape = Parents(operation, tree, self.runtime), tuple(range(self.batch_size))
+                self._draft = Draft(before.settled, start, start + tree.shape[-1], *shape)
+            results = self._storage.extend(operation, index, (q, k, v), request)
         except BaseException:
             with Held():
                 end = self._storage.counts[0].end
                 self._draft = before if end == start else self._draft.cut(end)
             raise
         self._followed |= is_followed(k, v)
-        return refuse_backward(found, q, k, v, followed=self._followed)
+        return refuse_backward(results, q, k, v, followed=self._followed)
 
     # --- dropping tokens
 
@@ -959,18 +959,18 @@ class KVCacheStore(CountedLayers):
         """
         by_layer = mass if isinstance(mass, dict) else {} if mass is None else {0: mass}
         with self.lock:
-            found = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
-            return picture.save(found, path, "KVCacheStore.draw")
+            drawing = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
+            return picture.save(drawing, path, "KVCacheStore.draw")
 
     def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
         """A layer's mass, (batch, H, held), copied to the host; or ShapeError."""
         operation = "KVCacheStore.draw"
-        found = self._counts(layer, operation)
+        state = self._counts(layer, operation)
         self._storage.check_drawn_mass(operation)
         array = view(mass, "mass", operation)
-        wanted = (self.batch_size, self.num_kv_heads, found.most_held)
-        if array.shape != wanted:
-            raise ShapeError(f"{operation}: mass is {describe(array)} where (batch, H, held) = {wanted} is needed.")
+        shape = (self.batch_size, self.num_kv_heads, state.most_held)
+        if array.shape != shape:
+            raise ShapeError(f"{operation}: mass is {describe(array)} where (batch, H, held) = {shape} is needed.")
         return as_numpy(array) if array.device == "cpu" else read_host(array, self.runtime)
 
     def _repr_html_(self) -> str:

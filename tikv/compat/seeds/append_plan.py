@@ -152,12 +152,12 @@ class KVCacheAppendPlan(runtime.NotCopied):
 
     @staticmethod
     def _views(args: KVCacheAppendArgs, operation: str) -> Views:
-        given = (args.k_new, args.k_cache, args.v_new, args.v_cache, args.cache_offsets)
-        return view_all(given, ragged.NAMES, operation)
+        arrays = (args.k_new, args.k_cache, args.v_new, args.v_cache, args.cache_offsets)
+        return view_all(arrays, ragged.NAMES, operation)
 
     def _check(self, operation: str, arrays: Sequence[ArrayView]) -> None:
         d = self.descriptor
-        wanted = {
+        shapes = {
             "k_new": (d.batch_size, d.num_heads, d.new_len, d.d_k),
             "k_cache": (d.batch_size, d.num_heads, d.max_cache_len, d.d_k),
             "v_new": (d.batch_size, d.num_heads, d.new_len, d.d_v),
@@ -165,9 +165,9 @@ class KVCacheAppendPlan(runtime.NotCopied):
             "cache_offsets": (d.batch_size,),
         }
         for name, array in zip(ragged.NAMES, arrays, strict=True):
-            if array.shape != wanted[name]:
+            if array.shape != shapes[name]:
                 raise ShapeError(
-                    f"{operation}: {name} is {describe(array)} where the descriptor says {wanted[name]}. "
+                    f"{operation}: {name} is {describe(array)} where the descriptor says {shapes[name]}. "
                     f"Select a plan for such arrays."
                 )
             if name != "cache_offsets" and array.dtype is not self.dtype:

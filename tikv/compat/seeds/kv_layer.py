@@ -117,19 +117,19 @@ class KVLayer(runtime.DeepCopied):
     def _attend(self, operation: str, q: Any, q_layout: str, lens: Any, request: AttendRequest) -> Any:
         """Attention of one sequence's queries; `q_layout` is the layout of both q and the result."""
         request = request.checked(operation)
-        wanted = request.asked_mass(operation)
+        num_weighed = request.asked_mass(operation)
         runtime.require_alive(self.runtime, operation)
         axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
         queries = _one_head_major(_rank_3(q, "q", operation), axes)
         call = self._call(operation, queries, lens, request)
         out = new_like(q, (*view(q, "q", operation).shape[:2], self.head_dim), queries.dtype, self.runtime)
         to = _one_head_major(view(out, "out", operation), axes)
-        if wanted == 0:
+        if num_weighed == 0:
             call.attend(None, Results(to))
             return handed_over(out)
         lse = new_array(queries.shape[:3], dtypes.float32, self.runtime)
         call.attend(None, Results(to, True, lse))
-        asking, their_lse = last_queries(queries, lse, wanted)
+        asking, their_lse = last_queries(queries, lse, num_weighed)
         return handed_over(out), self._mass(operation, q, self._call(operation, asking, lens, request), their_lse)
 
     def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
@@ -193,20 +193,20 @@ class KVLayer(runtime.DeepCopied):
             scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
             return_mass=return_mass, mass_queries=mass_queries,
         ).checked(operation)  # fmt: skip
-        wanted = request.asked_mass(operation)
-        with_lse = return_lse or wanted != 0
+        num_weighed = request.asked_mass(operation)
+        with_lse = return_lse or num_weighed != 0
         lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if with_lse else None
         parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if with_lse else [])
         queries, *results = (_one_head_major(a, axes) for a in parts)
         ready = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
             last = min(tokens, first + MOST_QUERIES)
-            some, to, *to_lse = (a.part(2, first, last) for a in (queries, *results))
-            call = self._call(operation, some, before + last, request)
+            chunk, to, *to_lse = (a.part(2, first, last) for a in (queries, *results))
+            call = self._call(operation, chunk, before + last, request)
             ready.append(call.prepare(None, Results(to, with_lse, to_lse[0] if to_lse else None)))
         mass = None
-        if wanted != 0:
-            asking, their_lse = last_queries(queries, results[1], wanted)
+        if num_weighed != 0:
+            asking, their_lse = last_queries(queries, results[1], num_weighed)
             mass = new_like(q, (self.num_kv_heads, end), dtypes.float32, self.runtime, zeroed=True)
             to_mass = view(mass, "mass", operation).batch_of_one()
             ready.append(self._call(operation, asking, end, request).prepare_to_weigh(their_lse, to_mass))
@@ -233,9 +233,9 @@ class KVLayer(runtime.DeepCopied):
 
 
 def _rank_3(array: Any, name: str, operation: str) -> ArrayView:
-    found = view(array, name, operation)
-    checks.rank(found, (3,), name, "(T, heads, D) or (heads, T, D)", operation)
-    return found
+    rows = view(array, name, operation)
+    checks.rank(rows, (3,), name, "(T, heads, D) or (heads, T, D)", operation)
+    return rows
 
 
 def _one_head_major(a: ArrayView, axes: tuple[int, int]) -> ArrayView:

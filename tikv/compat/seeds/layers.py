@@ -137,8 +137,8 @@ class ContiguousKVLayer(KVLayer):
             return
         old, new = self._arrays, self._allocate(required)
         for i in range(0, len(old), 2):
-            kept, room = ([_rows(a) for a in arrays[i : i + 2]] for arrays in (old, new))
-            copy.copy_kv(*kept, *room, position=0, num_tokens=self._len, src_layout="head_major")
+            source, room = ([_rows(a) for a in arrays[i : i + 2]] for arrays in (old, new))
+            copy.copy_kv(*source, *room, position=0, num_tokens=self._len, src_layout="head_major")
         self._arrays, self._capacity, self._slots = new, required, required
 
     @locked
@@ -426,25 +426,25 @@ class PagedKVLayer(KVLayer):
         operation = "PagedKVLayer.paged_block_indices"
         runtime.require_alive(self.runtime, operation)
         last = self.pool.form.num_blocks - 1
-        found = [checks.integer(block, "a block index", operation, high=last) for block in indices]
-        if len(found) > self.max_blocks_per_seq:
+        blocks = [checks.integer(block, "a block index", operation, high=last) for block in indices]
+        if len(blocks) > self.max_blocks_per_seq:
             raise CapacityError(
-                f"{operation}: {len(found)} blocks exceed max_blocks_per_seq={self.max_blocks_per_seq}. Assign fewer, "
+                f"{operation}: {len(blocks)} blocks exceed max_blocks_per_seq={self.max_blocks_per_seq}. Assign fewer, "
                 "or create the layer with a larger one."
             )
-        if len(set(found)) != len(found):
+        if len(set(blocks)) != len(blocks):
             raise PositionError(
-                f"{operation}: {found} names a block twice, but each block holds different tokens. Name each block "
+                f"{operation}: {blocks} names a block twice, but each block holds different tokens. Name each block "
                 "once."
             )
-        if len(found) * self.block_size < self._len:
+        if len(blocks) * self.block_size < self._len:
             raise PositionError(
-                f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Assign "
+                f"{operation}: {len(blocks)} blocks of {self.block_size} do not hold the {self._len} tokens. Assign "
                 f"more blocks, or call set_len() with fewer tokens first."
             )
-        self._blocks, self._slots = found, len(found) * self.block_size
+        self._blocks, self._slots = blocks, len(blocks) * self.block_size
         table = np.full(self.max_blocks_per_seq, -1, np.int32)
-        table[: len(found)] = found
+        table[: len(blocks)] = blocks
         write_host(table, self._table)
 
     @locked

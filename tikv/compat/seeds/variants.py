@@ -39,17 +39,17 @@ def _write(
     copy.write(spec.name, _ARRAY_NAMES[spec.streams], arrays, position, options, _RANGE_NAMES[spec.mapping])
 
 
-def _typed(spec: CopySpec, *given: Any) -> list[tuple[str, ArrayView]]:
+def _typed(spec: CopySpec, *operands: Any) -> list[tuple[str, ArrayView]]:
     """The arrays of a call by name, source and cache of each stream in turn; checks the dtypes that `spec` fixes."""
-    found = []
-    for i, (name, array) in enumerate(zip(_ARRAY_NAMES[spec.streams], given, strict=True)):
+    views = []
+    for i, (name, array) in enumerate(zip(_ARRAY_NAMES[spec.streams], operands, strict=True)):
         a, dtype = view(array, name, spec.name), spec.cache_dtype if i % 2 else spec.src_dtype
         if a.dtype.name != dtype:
             raise DTypeError(
                 f"{spec.name}: {name} is {describe(a)}; this variant takes {dtype}. Use tikv.copy for other dtypes."
             )
-        found.append((name, a))
-    return found
+        views.append((name, a))
+    return views
 
 
 def _has_slots(cache: ArrayView, axis: int, name: str, operation: str) -> None:
@@ -68,9 +68,9 @@ def _rows(name: str, src: Any, cache: Any, write_pos: int, is_sliding: bool, n_n
     _write(spec, rows, write_pos, rows[1].shape[0] if is_sliding else None, n_new)
 
 
-def _token(name: str, seq_pos: int, *given: Any) -> None:
+def _token(name: str, seq_pos: int, *operands: Any) -> None:
     spec = VARIANTS[name]
-    arrays = _typed(spec, *given)
+    arrays = _typed(spec, *operands)
     shaped = []
     for (src_name, src), (cache_name, cache) in zip(arrays[::2], arrays[1::2], strict=True):
         checks.rank(cache, (3,), cache_name, "(H, capacity, D)", name)
@@ -92,9 +92,9 @@ def _token(name: str, seq_pos: int, *given: Any) -> None:
     _write(spec, shaped, position, None)
 
 
-def _sequence(name: str, seq_pos_start: int, n_tokens: int | None, src_tok_offset: int, *given: Any) -> None:
+def _sequence(name: str, seq_pos_start: int, n_tokens: int | None, src_tok_offset: int, *operands: Any) -> None:
     spec = VARIANTS[name]
-    arrays = _typed(spec, *given)
+    arrays = _typed(spec, *operands)
     for cache_name, cache in arrays[1::2]:
         checks.rank(cache, (3,), cache_name, "(H, capacity, D)", name)
         _has_slots(cache, 1, cache_name, name)
@@ -306,16 +306,16 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
     for name in names:
         if name not in VARIANTS:
             raise OptionError(f"warmup: unknown variant {name!r}. Use one of {', '.join(VARIANTS)}.")
-    chosen = list(names or VARIANTS)
+    selected = list(names or VARIANTS)
     live = arrays.runtime_of()
-    for name in chosen:
+    for name in selected:
         spec = VARIANTS[name]
-        given, keywords = example_arrays(spec, tokens=1, heads=num_kv_heads, width=head_dim, capacity=2)
+        operands, keywords = example_arrays(spec, tokens=1, heads=num_kv_heads, width=head_dim, capacity=2)
         if not live.is_cpu:
-            given = [_device_array(a, live) for a in given]
-        globals()[name](*given, **keywords)
+            operands = [_device_array(a, live) for a in operands]
+        globals()[name](*operands, **keywords)
     live.synchronize()
-    return chosen
+    return selected
 
 
 def _device_array(array: Any, live: runtime.Runtime) -> arrays.CacheArray:

@@ -74,8 +74,8 @@ def read(
     with tensor_file.opened(path, operation) as file:
         metadata = file.metadata
         if metadata.get("tikv") != kind:
-            found = metadata.get("tikv")
-            holds = f"{words(found)}, not a {kind}" if found else "no cache of this library"
+            saved_kind = metadata.get("tikv")
+            holds = f"{words(saved_kind)}, not a {kind}" if saved_kind else "no cache of this library"
             raise CacheFileError(f"{operation}: {shown} holds {holds}. Give a file that {kind}.save wrote.")
         if metadata.get("version") != str(VERSION):
             raise CacheFileError(
@@ -170,8 +170,8 @@ def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
 def listed(value: Any, name: str, count: int | None = None) -> list[Any]:
     """The value, which must be a list, of `count` entries if that is given, or ValueError."""
     if type(value) is not list or (count is not None and len(value) != count):
-        wanted = "a list" if count is None else f"a list of {count}"
-        raise ValueError(f"{name} is {reprlib.repr(value)} and must be {wanted}")
+        expected = "a list" if count is None else f"a list of {count}"
+        raise ValueError(f"{name} is {reprlib.repr(value)} and must be {expected}")
     return value
 
 
@@ -191,8 +191,8 @@ def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
         stored.append(format or dtypes.parse(name, ""))
     if scale_name not in [row.name for row in dtypes.SCALES]:
         raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not supported")
-    own = [row.own_scale_dtype for row in stored if isinstance(row, GroupFormat) and row.own_scale_dtype]
-    scale = own[0] if own else dtypes.parse(scale_name, "")
+    own_scales = [row.own_scale_dtype for row in stored if isinstance(row, GroupFormat) and row.own_scale_dtype]
+    scale = own_scales[0] if own_scales else dtypes.parse(scale_name, "")
     width = integer(form["head_dim"], "head_dim", low=1)
     width_v = width if form.get("head_dim_v") is None else integer(form["head_dim_v"], "head_dim_v", low=1)
     rows = RowFormats(RowFormat(stored[0], width), RowFormat(stored[1], width_v), scale)

@@ -27,8 +27,8 @@ def write(
         for layer, arrays in layers
         for name, a in zip(layer.named, arrays, strict=True)
     }
-    kept, left = histories.written([layer for layer, _ in layers])
-    files.write(path, KIND, tensors | left, meta | kept, operation)
+    history_meta, history_tensors = histories.written([layer for layer, _ in layers])
+    files.write(path, KIND, tensors | history_tensors, meta | history_meta, operation)
 
 
 def read(
@@ -37,13 +37,13 @@ def read(
     """The arguments of a saved store, and each layer's (length, oldest valid position), history and filled slots."""
     tensors, meta = files.read(path, KIND, operation, _check)
     form, arrays = meta["form"], files.storage(meta["form"])
-    told = histories.told(meta, form["num_layers"])
-    slots = sum(layer.slots for layer in layers_of(form, meta["counts"], told))
+    by_layer = histories.numbers_of(meta, form["num_layers"])
+    slots = sum(layer.slots for layer in layers_of(form, meta["counts"], by_layer))
     row = sum(dtype.itemsize * (width[0] if width else 1) for _, width, dtype in arrays)
     files.require_memory(path, row * form["batch_size"] * form["num_kv_heads"] * slots, operation)
-    left = [histories.read(i, numbers, tensors) for i, numbers in enumerate(told)]
+    layer_histories = [histories.read(i, numbers, tensors) for i, numbers in enumerate(by_layer)]
     filled = [[tensors[f"layers.{i}.{name}"] for name, _, _ in arrays] for i in range(form["num_layers"])]
-    return form, meta["counts"], left, filled
+    return form, meta["counts"], layer_histories, filled
 
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
@@ -51,14 +51,14 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
     form = meta["form"]
     files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
-    arrays, left = files.storage(form), histories.told(meta, form["num_layers"])
-    for layer, numbers in zip(layers_of(form, meta["counts"], left), left, strict=True):
+    arrays, by_layer = files.storage(form), histories.numbers_of(meta, form["num_layers"])
+    for layer, numbers in zip(layers_of(form, meta["counts"], by_layer), by_layer, strict=True):
         for name, width, dtype in arrays:
             files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, layer.filled, *width), dtype)
         histories.check(numbers, layer, (batch, heads), entries)
 
 
-def layers_of(form: dict[str, Any], counts: Any, left: Sequence[Any] = ()) -> list[Layer]:
+def layers_of(form: dict[str, Any], counts: Any, history_of: Sequence[Any] = ()) -> list[Layer]:
     """Layers of a file's form with its counts (length, oldest valid position), and without memory.
 
     KeyError, TypeError or ValueError if they are impossible. In a layer that has a history, each head may have wrapped
@@ -67,16 +67,16 @@ def layers_of(form: dict[str, Any], counts: Any, left: Sequence[Any] = ()) -> li
     capacity, sinks = files.integer(form["capacity"], "capacity", low=1), files.integer(form.get("sinks", 0), "sinks")
     number, window = form["num_layers"], form.get("window")
     windows = files.listed(window if type(window) is list else [window] * number, "window", number)
-    found = []
+    layers = []
     for i, (slots, numbers) in enumerate(zip(windows, files.listed(counts, "counts", number), strict=True)):
         if slots is not None:
             files.integer(slots, "window", low=sinks + 1, high=capacity)
         layer = Layer(i, capacity, slots, sinks)
         layer.length, layer.valid_from = files.integers(numbers, "counts of a layer", "a count", 2)
-        fits = layer.held <= layer.slots or (left and left[i] is not None)
+        fits = layer.held <= layer.slots or (history_of and history_of[i] is not None)
         if layer.valid_from > layer.length or not fits or (not layer.ring and layer.length > layer.slots):
             raise ValueError(
                 f"layer {i} has {layer.length} tokens in {layer.slots} slots, and the oldest is {layer.valid_from}"
             )
-        found.append(layer)
-    return found
+        layers.append(layer)
+    return layers

@@ -21,11 +21,13 @@ def written(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, Host]]:
     histories = {layer.index: layer.history for layer in layers}
     if not any(histories.values()):
         return {}, {}
-    kept = [h and [h.tokens, h.end, h.next_position] for h in histories.values()]
-    return {"kept": kept}, {f"layers.{i}.{name}": getattr(h, name) for i, h in histories.items() if h for name in NAMES}
+    counts = [h and [h.tokens, h.end, h.next_position] for h in histories.values()]
+    return {"kept": counts}, {
+        f"layers.{i}.{name}": getattr(h, name) for i, h in histories.items() if h for name in NAMES
+    }
 
 
-def told(meta: Mapping[str, Any], num_layers: int) -> list[Any]:
+def numbers_of(meta: Mapping[str, Any], num_layers: int) -> list[Any]:
     """For each layer None, or [tokens left, tokens appended until then, the position that came next]."""
     return files.listed(meta.get("kept", [None] * num_layers), "kept", num_layers)
 
@@ -45,7 +47,7 @@ def read(index: int, numbers: Any, tensors: Mapping[str, Any]) -> History | None
     """What a compaction left in a layer; ValueError if that is impossible."""
     if numbers is None:
         return None
-    found, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in NAMES)
-    history = History((found >= 0).sum(axis=-1), found, positions, *numbers[1:])
+    token_numbers, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in NAMES)
+    history = History((token_numbers >= 0).sum(axis=-1), token_numbers, positions, *numbers[1:])
     history.require_sound()
     return history

@@ -44,11 +44,11 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
     sequences, pools = pages.sequences, pages.pools
     held = list(dict.fromkeys(block for state in states for block in state.blocks))
     parts = [pools.read_blocks(held), *(state.swapped for state in states if state.swapped is not None)]
-    place = {block: i for i, block in enumerate(held)}
+    index_of = {block: i for i, block in enumerate(held)}
     count, tables = len(held), []
     for state in states:
         if state.swapped is None:
-            tables.append([place[block] for block in state.blocks])
+            tables.append([index_of[block] for block in state.blocks])
         else:
             tables.append(list(range(count, count + sequences.blocks_for(state.held))))
             count += len(tables[-1])
@@ -57,17 +57,17 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
         in_block = np.array(pages.written(state))[:, None] - sequences.block_size * np.arange(len(table))
         filled[:, table] = np.maximum(filled[:, table], in_block)
     tensors = {}
-    for layer, found in enumerate(zip(*map(pools.to_rows, parts), strict=True)):
-        for name, pieces in zip(pools.config.names(), zip(*found, strict=True), strict=True):
+    for layer, arrays in enumerate(zip(*map(pools.to_rows, parts), strict=True)):
+        for name, pieces in zip(pools.config.names(), zip(*arrays, strict=True), strict=True):
             tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
             slots = np.arange(0, sequences.block_size, sequences.block_size // array.shape[1])  # of tokens or groups
             array[slots >= filled[layer, :, None]] = 0
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
     if len(ids_known):
         tensors[TOKEN_IDS] = ids_known
-    left = [layer.positions[0] for state in states for layer in state.left if layer]
-    if sum(map(len, left)):
-        tensors[POSITIONS] = np.concatenate(left)
+    positions = [layer.positions[0] for state in states for layer in state.left if layer]
+    if sum(map(len, positions)):
+        tensors[POSITIONS] = np.concatenate(positions)
     beside, more = pages.beside(states)
     saved = [
         {
@@ -78,9 +78,9 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
             "salt": state.salt.hex(),
             "swapped": state.swapped is not None,
             "left": [one and [one.tokens, one.dropped, state.shift(i)] for i, one in enumerate(state.left)],
-            **told,
+            **extra,
         }
-        for seq, state, table, told in zip(ids, states, tables, more, strict=True)
+        for seq, state, table, extra in zip(ids, states, tables, more, strict=True)
     ]
     form = {name: asdict(x) if isinstance(x, Quant) else x for name, x in pools.arguments().items()}
     meta = {"form": form, "next": sequences.next, "sequences": saved}
@@ -151,7 +151,7 @@ class SavedSequences:
         with files.understanding(self.path, self.operation):
             for sequence in self.meta["sequences"]:
                 state = SequenceState(list(sequence["blocks"]), list(sequence["lengths"]))
-                state.left = [_left(told, standing) for told in sequence.get("left", state.left)]
+                state.left = [_history(entry, standing) for entry in sequence.get("left", state.left)]
                 count = sequence.get("token_ids", 0)  # older files have none
                 if share_prefixes:
                     state.salt = salt or bytes.fromhex(sequence.get("salt", ""))
@@ -185,17 +185,17 @@ class SavedSequences:
         sequences.blocks.release(fresh)  # their sequences hold them now
         return numbers
 
-    def _blocks(self, pools: LayerPools, chosen: list[int]) -> Any:
+    def _blocks(self, pools: LayerPools, block_ids: list[int]) -> Any:
         """These blocks of the file, in the form that `LayerPools.read_blocks` returns."""
         names, layers = pools.config.names(), range(len(pools.layers))
-        return pools.from_rows([[self.tensors[f"layers.{i}.{name}"][chosen] for name in names] for i in layers])
+        return pools.from_rows([[self.tensors[f"layers.{i}.{name}"][block_ids] for name in names] for i in layers])
 
 
-def _left(told: Any, standing: Iterator[int]) -> History | None:
+def _history(entry: Any, standing: Iterator[int]) -> History | None:
     """What a compaction left in a layer, from the file's numbers and the next of its positions; or ValueError."""
-    if told is None:
+    if entry is None:
         return None
-    count, dropped, shift = told
+    count, dropped, shift = entry
     positions = np.fromiter(itertools.islice(standing, count), np.int64, count)
     if (np.diff(positions, prepend=-1, append=count + shift) <= 0).any():
         raise ValueError("the positions that a layer kept do not ascend, or go beyond its end")
@@ -262,9 +262,9 @@ def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
     """How a pool with groups along tokens keeps rows; None for the form of another pool; or an error."""
     if not isinstance(form["dtype"], Quant):
         return None
-    given = {name: x for name, x in form.items() if name != "num_layers"}
+    arguments = {name: x for name, x in form.items() if name != "num_layers"}
     try:
-        config = PoolConfig.checked(KIND, runtime.current(), **given | {"num_blocks": 1})
+        config = PoolConfig.checked(KIND, runtime.current(), **arguments | {"num_blocks": 1})
     except DTypeError as error:
         raise ValueError(str(error)) from None
     if config.groups is None:
@@ -274,27 +274,27 @@ def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
 
 def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Quant) -> list[int]:
     """How many of a sequence's tokens are not codes, for each layer; raises as `_check`."""
-    found = []
+    counts = []
     coded = files.integers(sequence["coded"], "coded", "tokens that are codes", layers)
     for layer, (length, codes) in enumerate(zip(sequence["lengths"], coded, strict=True)):
         if codes % quant.group or not 0 <= length - codes <= quant.residual + quant.group:
             raise ValueError(f"sequence {number} has {length} tokens in layer {layer}, {codes} of them codes")
-        found.append(length - codes)
-    return found
+        counts.append(length - codes)
+    return counts
 
 
 def _positions_of(sequence: dict[str, Any], number: int, layers: int) -> int:
     """How many positions a file has for a sequence's compacted layers; raises as `_check`."""
     if "left" not in sequence:  # in older files
         return 0
-    found = 0
-    for layer, told in enumerate(files.listed(sequence["left"], "left", layers)):
-        if told is not None:
-            count, *_ = files.integers(told, "what a layer kept", "what a layer kept", 3)
+    total = 0
+    for layer, entry in enumerate(files.listed(sequence["left"], "left", layers)):
+        if entry is not None:
+            count, *_ = files.integers(entry, "what a layer kept", "what a layer kept", 3)
             if count > sequence["lengths"][layer]:
                 raise ValueError(f"sequence {number} has fewer tokens in layer {layer} than it kept")
-            found += count
-    return found
+            total += count
+    return total
 
 
 def _blocks(sequence: dict[str, Any], number: int, layers: int, size: int, count: int) -> set[int]:

@@ -130,8 +130,8 @@ def _lock(file: IO[bytes]) -> bool:
 
 def _clear(folder: Path) -> None:
     """Remove what killed saves left in a folder, whatever their targets were, but no file that is being written."""
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             if _TEMPORARY.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     _remove_if_abandoned(entry.path)
@@ -143,15 +143,15 @@ def _remove_if_abandoned(path: str) -> None:
         return
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             return
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
         except OSError:
-            if time.time() - found.st_mtime < _ABANDONED:
+            if time.time() - status.st_mtime < _ABANDONED:
                 return
         os.unlink(path)
     finally:

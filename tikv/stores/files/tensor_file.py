@@ -59,10 +59,10 @@ class Entry:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The NumPy dtype, or ValueError."""
-        found = DTYPES.get(self.stored)
-        if found is None:
+        dtype = DTYPES.get(self.stored)
+        if dtype is None:
             raise ValueError(f"dtype {reprlib.repr(self.stored)} is not one that is read here")
-        return found
+        return dtype
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +111,10 @@ def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]
         raise CacheFileError(f"{operation}: {path!r} is not a path. Give that of a file that save wrote.") from None
     try:
         with open(name, "rb", opener=_open_at_once) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is a pipe, a folder or a device, not a file")
-            yield _described(file, found.st_size)
+            yield _described(file, status.st_size)
     except TikvError:
         raise
     except FileNotFoundError:
@@ -189,8 +189,8 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
 
 def _entry(name: str, said: Any, first: int) -> Entry:
     """The description of one tensor, or ValueError if it is impossible."""
-    found = said if type(said) is dict else {}
-    stored, shape, span = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+    fields = said if type(said) is dict else {}
+    stored, shape, span = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if (
         type(stored) is not str
         or type(shape) is not list

@@ -60,8 +60,8 @@ def write(
     meta: dict[str, Any] = {"form": arguments, "quant": asdict(form.quant)}
     meta["counts"] = [[layer.counts.length, layer.oldest, layer.coded] for layer in layers]
     meta["oldest"] = [layer.counts.valid_from for layer in layers]
-    kept, left = histories.written([layer.counts for layer in layers])
-    files.write(path, KIND, tensors | left, meta | kept, operation)
+    history_meta, history_tensors = histories.written([layer.counts for layer in layers])
+    files.write(path, KIND, tensors | history_tensors, meta | history_meta, operation)
 
 
 def read(
@@ -72,7 +72,7 @@ def read(
     with files.understanding(path, operation):
         config, form = _form_of(meta, live, placed)
         layers = _layers(meta, config, form)
-        for layer, numbers in zip(layers, histories.told(meta, config.num_layers), strict=True):
+        for layer, numbers in zip(layers, histories.numbers_of(meta, config.num_layers), strict=True):
             layer.counts.history = histories.read(layer.counts.index, numbers, tensors)
     slots = sum(min(layer.slots, config.capacity) + _slots(config, form) for layer in config.counts())
     files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * form.slot_bytes), operation)
@@ -102,7 +102,7 @@ def _slots(config: StoreConfig, form: TokenGroupForm) -> int:
 
 def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> list[SavedLayer]:
     """The counts of a file's layers, without arrays; ValueError if they are impossible."""
-    group, slots, found = form.quant.group, _slots(config, form), []
+    group, slots, layers = form.quant.group, _slots(config, form), []
     counted = files.listed(meta["counts"], "counts", config.num_layers)
     since = files.integers(meta.get("oldest", [0] * config.num_layers), "oldest", "a position", config.num_layers)
     for layer, numbers, valid_from in zip(config.counts(), counted, since, strict=True):
@@ -123,8 +123,8 @@ def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> 
                 f"layer {layer.index} has {length} tokens, {coded} of them codes, rows from {oldest} on and a window "
                 f"from {valid_from} on, which do not fit each other"
             )
-        found.append(SavedLayer(layer, oldest, coded, []))
-    return found
+        layers.append(SavedLayer(layer, oldest, coded, []))
+    return layers
 
 
 def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry]) -> None:
@@ -132,8 +132,8 @@ def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry
     files.integer(meta["form"]["num_layers"], "num_layers", low=1, high=len(entries))
     config, form = _form_of(meta, live)
     lead = config.batch_size, config.num_kv_heads
-    told = histories.told(meta, config.num_layers)
-    for layer, numbers in zip(_layers(meta, config, form), told, strict=True):
+    by_layer = histories.numbers_of(meta, config.num_layers)
+    for layer, numbers in zip(_layers(meta, config, form), by_layer, strict=True):
         histories.check(numbers, layer.counts, lead, entries)
         newest, room = min(layer.counts.length, _slots(config, form)), room_of(layer.counts, form.quant)
         for name, (shape, dtype) in form.filled(lead, newest, min(layer.coded, room)).items():

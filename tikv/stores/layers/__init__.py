@@ -35,12 +35,12 @@ def loaded_storage(
     kind: str, path: Any, live: Runtime, operation: str, placed: dict[str, Any]
 ) -> tuple[StoreConfig, LayerStorage]:
     """The configuration and the storage of a store in a file of this kind, placed as `placed` asks."""
-    found = next((storage for storage in STORAGES if storage.file_kind == kind), ContiguousLayers)  # which refuses it
+    storage_class = next((s for s in STORAGES if s.file_kind == kind), ContiguousLayers)  # which refuses it
     if lies_apart(live, placed["place"]):
-        config, storage = found.load(path, live, operation, **placed)
+        config, storage = storage_class.load(path, live, operation, **placed)
         HostLayers.check_summaries(operation, config)
         return config, HostLayers(config, storage)
-    config, storage = found.load(path, live, operation)
+    config, storage = storage_class.load(path, live, operation)
     return config._replace(place=placed["place"]), storage
 
 

@@ -26,17 +26,17 @@ def attempt(operation: str, layers: Sequence[Layer], lost: Callable[[], bool] | 
         yield
     except BaseException as error:
         with Held():
-            came = [layer.length - length for layer, (_, length, _, _) in zip(layers, before, strict=True)]
-            full = any(n and was[0] + n > to.slots for to, was, n in zip(layers, before, came, strict=True))
+            appended = [layer.length - length for layer, (_, length, _, _) in zip(layers, before, strict=True)]
+            full = any(n and was[0] + n > to.slots for to, was, n in zip(layers, before, appended, strict=True))
             if layers[0].is_copy or not (lost() if lost else full):
-                for layer, (_, *counts), n in zip(layers, before, came, strict=True):
+                for layer, (_, *counts), n in zip(layers, before, appended, strict=True):
                     layer.length, layer.valid_from, layer.newest = counts
                     if n and layer.head_lengths is not None:
                         layer.head_lengths.grow(-n)
-            elif came[0]:
+            elif appended[0]:
                 said = str(error) or f"{operation} was interrupted."
                 error.args = (
-                    f"{said} Layer {layers[0].index} holds {came[0]} of the new tokens, which overwrote older "
+                    f"{said} Layer {layers[0].index} holds {appended[0]} of the new tokens, which overwrote older "
                     f"ones: its length is now {layers[0].end}.",
                 )
         raise

@@ -49,14 +49,13 @@ def cache_plan(
     `sharded` is as in `AttentionOptions`.
     """
     key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded))
-    plan = live.plans.get(key)
+    plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, sharded=sharded)
         cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], options))
-    found: AttentionPlan = plan
-    return found
+    return plan
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
@@ -70,22 +69,22 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
             f"host cannot know whether {queries} queries see tokens that newer ones overwrote. Use "
             "missing='ignore', or one query."
         )
-    wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
+    first_seen = max(layer.sinks, layer.length - queries + 1 - layer.ring)
     held_from = layer.valid_from if layer.head_lengths is None else layer.length - layer.ring
-    if layer.ring and wanted < held_from and layer.sinks < held_from:
+    if layer.ring and first_seen < held_from and layer.sinks < held_from:
         raise PositionError(
             f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
-            f"{wanted} on, and layer {layer.index} holds them from {held_from} on (window={layer.window}, "
+            f"{first_seen} on, and layer {layer.index} holds them from {held_from} on (window={layer.window}, "
             f"sinks={layer.sinks}): newer ones overwrote the rest. Use extend(), which attends before it appends, "
             "or missing='ignore' to attend over what is left."
         )
 
 
-def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[ArrayView, ArrayView]:
-    """The last `wanted` of (batch, Hq, T, D) queries, None for all, and their log-sum-exps (batch, Hq, T)."""
-    if wanted is None or q.ndim == 3:
+def last_queries(q: ArrayView, lse: ArrayView, count: int | None) -> tuple[ArrayView, ArrayView]:
+    """The last `count` of (batch, Hq, T, D) queries, None for all, and their log-sum-exps (batch, Hq, T)."""
+    if count is None or q.ndim == 3:
         return q, lse
-    first, tokens = max(0, q.shape[2] - wanted), q.shape[2]
+    first, tokens = max(0, q.shape[2] - count), q.shape[2]
     return q.part(2, first, tokens), lse.part(2, first, tokens)
 
 

@@ -80,7 +80,7 @@ class ChannelCodes:
     def encode(self, operation: str, layer: Layer) -> None:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
         self._coded.encode(
-            self.runtime, operation, (rows_of(layer.k), rows_of(layer.v)), self._turned,
+            self.runtime, operation, (rows_of(layer.k), rows_of(layer.v)), self._transposed,
             (self.tokens - self.dropped) % self.room, src_place=Placement("ring"),
             src_position=layer.slot_of(layer.sinks + self.tokens), sinks=layer.sinks, ring=layer.ring,
         )  # fmt: skip
@@ -125,18 +125,18 @@ class ChannelCodes:
 
     def copied(self, operation: str, groups: Host, memory: LayerMemory) -> list[ArrayView]:
         """Copies of the groups (batch, heads, m), numbered as in `tokens`; `hold_only` takes the copies."""
-        found = []
+        copies = []
         for a, (_, _, tokens) in zip(self.arrays, self.form.arrays().values(), strict=True):
             rows, each = _of_slots(a), self.group // tokens
             first = (groups * self.group - self.dropped) % self.room // tokens
             slots = (first[..., None] + np.arange(each)).reshape(*groups.shape[:2], -1)
-            found.append(copied_slots(operation, memory, rows, slots))
-        return found
+            copies.append(copied_slots(operation, memory, rows, slots))
+        return copies
 
     def hold_only(self, copied: Sequence[ArrayView], groups: int, memory: LayerMemory) -> None:
         """Hold only the `groups` groups that `copied` returned; with 0 groups there are no arrays."""
-        for a, found in zip(self.arrays, copied, strict=groups > 0):
-            memory.move_slots(found, _of_slots(a), found.shape[2])
+        for a, source in zip(self.arrays, copied, strict=groups > 0):
+            memory.move_slots(source, _of_slots(a), source.shape[2])
         self.tokens, self.dropped = groups * self.group, 0
 
     def moved(self, room: int, drop: int, memory: LayerMemory) -> list[ArrayView]:
@@ -172,7 +172,7 @@ class ChannelCodes:
         self.arrays, self._coded = arrays, CodedArrays(self.form, *arrays)
         self.batch, self.room = arrays[0].shape[0], arrays[0].shape[2] * self.group
         if self.batch != before:
-            self._turned = self._coded.turned(self.batch, 1, self.form.rows, self.runtime)
+            self._transposed = self._coded.turned(self.batch, 1, self.form.rows, self.runtime)
 
     @property
     def filled(self) -> list[tuple[ArrayView, int]]:
@@ -186,9 +186,9 @@ class ChannelCodes:
 
     def take_over(self, tokens: int, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """Hold what `copy_to_host` returned for codes of the same form."""
-        for to, given in zip(self.arrays, arrays, strict=True):
+        for to, saved in zip(self.arrays, arrays, strict=True):
             host = np.zeros(to.shape, to.dtype.numpy)
-            host[:, :, : given.shape[2]] = given
+            host[:, :, : saved.shape[2]] = saved
             write_host(host, to)
         self.tokens = tokens
 

@@ -35,10 +35,10 @@ class ScoreMemory:
 
     def array(self, purpose: str, shape: tuple[int, ...]) -> ArrayView:
         """Memory of this shape, with any contents."""
-        found = self._arrays.get((purpose, shape))
-        if found is None:
-            found = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self.runtime))
-        return found
+        memory = self._arrays.get((purpose, shape))
+        if memory is None:
+            memory = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self.runtime))
+        return memory
 
     def partial(self, purpose: str, shape: tuple[int, ...]) -> Results:
         """Memory for a result of attention of this shape and its log-sum-exps, to be merged with another."""
@@ -101,17 +101,17 @@ class CodedArrays(NamedTuple):
         live: runtime.Runtime,
         operation: str,
         rows: tuple[Rows, Rows],
-        turned: ArrayView,
+        transposed: ArrayView,
         token: int,
         block: int = 0,
         **placed: Any,
     ) -> None:
         """Quantise a group of rows of K and V, whose places are in `placed`, in three launches.
 
-        `turned` is memory for the group's keys by channel, for all sequences that the rows belong to.
+        `transposed` is memory for the group's keys by channel, for all sequences that the rows belong to.
         """
-        form, pairs, group = self.form, turned.shape[0], self.form.keys.group
-        by_channel, by_token = self._by_channel(turned)
+        form, pairs, group = self.form, transposed.shape[0], self.form.keys.group
+        by_channel, by_token = self._by_channel(transposed)
         shape = pairs // form.heads, form.heads, group
         copy_rows(live, operation, [rows[0]], [by_token], [form.width], shape, **placed)
         copy_rows(live, operation, [by_channel], [self.keys(token, block)], [group], (pairs, 1, form.width))
@@ -129,13 +129,13 @@ class CodedArrays(NamedTuple):
         """Decode these tokens, which go up to the end of a group, in three launches."""
         form, group = self.form, self.form.keys.group
         skip = tokens.start % group
-        turned = self.turned(sequences, (skip + len(tokens)) // group, dtypes.float32, live)
-        by_channel, by_token = self._by_channel(turned)
-        pairs, channels, _ = turned.shape
-        shape, place = (sequences, form.heads, len(tokens)), Placement("linear", group)
+        transposed = self.turned(sequences, (skip + len(tokens)) // group, dtypes.float32, live)
+        by_channel, by_token = self._by_channel(transposed)
+        pairs, channels, _ = transposed.shape
+        shape, placement = (sequences, form.heads, len(tokens)), Placement("linear", group)
         keys, values = self.keys(tokens.start, block), self.values(tokens.start, block)
         copy_rows(live, operation, [keys], [by_channel], [group], (pairs, 1, channels))
-        copy_rows(live, operation, [by_token], [to[0]], [form.width], shape, src_place=place, src_position=skip)
+        copy_rows(live, operation, [by_token], [to[0]], [form.width], shape, src_place=placement, src_position=skip)
         copy_rows(live, operation, [values], [to[1]], [form.values.width], shape)
 
     def attend(

@@ -23,7 +23,7 @@ class _Choice(NamedTuple):
 
     slots: Host
     in_order: bool  # the layer has not wrapped, so rows can be moved to the front in place
-    left: History
+    history: History
 
 
 def compact_layers(
@@ -49,7 +49,7 @@ def compact_layers(
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for layer, choice in zip(layers, choices, strict=True):
         if one_length:
-            require_even(operation, layer, choice.left.counts, "tokens", "or use a tikv.KVCacheStore")
+            require_even(operation, layer, choice.history.counts, "tokens", "or use a tikv.KVCacheStore")
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
             slots = np.concatenate([choice.slots for _, choice in block])
@@ -59,23 +59,23 @@ def compact_layers(
             for layer, choice in block:
                 _move_through_copy(operation, memory, layer, choice.slots)
     for layer, choice in zip(layers, choices, strict=True):
-        left = choice.left
+        history = choice.history
         if rope is not None:
-            left = _turn(operation, memory, layer, left, rope)
-        memory.recount(layer, left.tokens, left)
+            history = _turn(operation, memory, layer, history, rope)
+        memory.recount(layer, history.tokens, history)
 
 
-def _turn(operation: str, memory: LayerMemory, layer: Layer, left: History, rope: Rope) -> History:
+def _turn(operation: str, memory: LayerMemory, layer: Layer, history: History, rope: Rope) -> History:
     """Rotate the kept keys, which are in the first slots, to positions from 0 on."""
-    index = np.where(left.positions < 0, -1, np.arange(left.tokens))
-    if left.tokens:
+    index = np.where(history.positions < 0, -1, np.arange(history.tokens))
+    if history.tokens:
         k, scale = (
-            None if a is None else a.restrided((*a.shape[:2], left.tokens, *a.shape[3:]), a.strides)
+            None if a is None else a.restrided((*a.shape[:2], history.tokens, *a.shape[3:]), a.strides)
             for a in (layer.k, _scales_of_keys(layer))
         )
         assert k is not None
-        rotate_rows(memory.runtime, operation, k, scale, left.positions, index, rope)
-    return left._replace(positions=index, next_position=left.tokens)
+        rotate_rows(memory.runtime, operation, k, scale, history.positions, index, rope)
+    return history._replace(positions=index, next_position=history.tokens)
 
 
 def _scales_of_keys(layer: Layer) -> ArrayView | None:
@@ -89,7 +89,7 @@ def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Ch
     held = layer.held_rows()
     index = kept_of(operation, memory, held, keep)
     in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(held.slots.shape[-1]))).all())
-    return _Choice(_chosen(held.slots, index), in_order, left_of(layer, held, index))
+    return _Choice(_select(held.slots, index), in_order, left_of(layer, held, index))
 
 
 def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> Host:
@@ -103,7 +103,7 @@ def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> H
 def left_of(layer: Layer, held: HeldRows, index: Host) -> History:
     """What is left of a layer that held these rows, if those at indices (B, H, n) are kept."""
     counts = counts_of(index).astype(np.int64)
-    return History(counts, _chosen(held.numbers, index), _chosen(held.positions, index), layer.end, layer.next_position)
+    return History(counts, _select(held.numbers, index), _select(held.positions, index), layer.end, layer.next_position)
 
 
 def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: str) -> None:
@@ -115,13 +115,13 @@ def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: 
         )
 
 
-def _chosen(a: Host, index: Host) -> Host:
+def _select(a: Host, index: Host) -> Host:
     """The entries of (B, H, m) or (1, 1, m) at each head's indices (B, H, n); -1 after a head's last."""
     lead, most = index.shape[:-1], a.shape[-1]
     if most == 0:
         return index.astype(np.int64)
-    found = np.take_along_axis(np.broadcast_to(a, (*lead, most)), np.maximum(index, 0).astype(np.int64), axis=-1)
-    return np.where(index < 0, -1, found)
+    entries = np.take_along_axis(np.broadcast_to(a, (*lead, most)), np.maximum(index, 0).astype(np.int64), axis=-1)
+    return np.where(index < 0, -1, entries)
 
 
 def _movable_together(

@@ -95,10 +95,10 @@ class ContiguousLayers(LayerStorage):
         """As `LayerStorage.append_all`: one launch per block of memory, if the layers have the same length."""
         self.appends.append_all(operation, rows, layout)
 
-    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+    def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         layers = self.counts if layer is None else [self.counts[layer]]
         require_uncompacted(layers, operation, "Append without positions.")
-        self.appends.append_at(operation, layers, given, layout, layer is None)
+        self.appends.append_at(operation, layers, arrays, layout, layer is None)
 
     def require_positions(self, operation: str, remedy: str) -> None:
         self.appends.require_positions(operation)
@@ -114,30 +114,30 @@ class ContiguousLayers(LayerStorage):
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`: one launch, or two if the keys are split over several."""
-        found, memory, live, seq_lens = self.counts[layer], self.memory, self.runtime, request.seq_lens
-        given, beside = view_without_owner(q, "q", operation), request.terms.views(operation)
-        length, oldest = found.length, found.valid_from
-        if found.head_lengths is not None and seq_lens is None:
-            beside["lens"], length = found.head_lengths.array, 0
+        state, memory, live, seq_lens = self.counts[layer], self.memory, self.runtime, request.seq_lens
+        q_view, beside = view_without_owner(q, "q", operation), request.terms.views(operation)
+        length, oldest = state.length, state.valid_from
+        if state.head_lengths is not None and seq_lens is None:
+            beside["lens"], length = state.head_lengths.array, 0
         if seq_lens is not None:
-            require_uncompacted([found], operation, "Leave seq_lens out.")
+            require_uncompacted([state], operation, "Leave seq_lens out.")
             beside["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], live, operation)
-            length, oldest = 0, found.trimmed_to
-        queries, plan, wanted = self._attention(operation, found, given, beside, request)
+            length, oldest = 0, state.trimmed_to
+        queries, plan, num_weighed = self._attention(operation, state, q_view, beside, request)
         if seq_lens is None:
-            queries.refuse_more_than(operation, found.length, memory.num_kv_heads)
+            queries.refuse_more_than(operation, state.length, memory.num_kv_heads)
         if request.missing == "raise" and queries.tokens > 1:
-            refuse_missing(operation, found, queries.tokens, seq_lens is not None)
-        asked, to = queries.as_read(given), queries.results(request.out, request.return_lse or wanted != 0)
-        arrays = layer_arrays(found, asked, beside)
+            refuse_missing(operation, state, queries.tokens, seq_lens is not None)
+        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or num_weighed != 0)
+        arrays = layer_arrays(state, asked, beside)
         result = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
-        if wanted == 0:
+        if num_weighed == 0:
             return result
         result, lse = result
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking = last_queries(asked, to_lse, wanted)
-        mass = weigh(operation, memory, found, *asking, request.scores, q, arrays.get("indices"))
+        asking = last_queries(asked, to_lse, num_weighed)
+        mass = weigh(operation, memory, state, *asking, request.scores, q, arrays.get("indices"))
         return results_of(result, lse if request.return_lse else None, mass)
 
     def _attention(
@@ -150,51 +150,51 @@ class ContiguousLayers(LayerStorage):
         key = (operation, q.key, layer.form, request.choices, request.seq_lens is None, *beside)
         if beside:
             key += tuple([a.key for a in beside.values()])
-        found: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
-        if found is None:
-            wanted = request.asked_mass(operation, self.rows.k.format)
+        attention: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
+        if attention is None:
+            num_weighed = request.asked_mass(operation, self.rows.k.format)
             sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
             plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
             request.check_choices(operation)
-            found = self.runtime.plans.keep(key, (queries, plan, wanted))
-        return found
+            attention = self.runtime.plans.keep(key, (queries, plan, num_weighed))
+        return attention
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`; if it fails after its append, the last page's summary is restored too."""
-        found = self.counts[layer]
-        if found.summaries is None:
-            return extend(operation, self.appends, found, arrays, request)
-        end = found.length
+        state = self.counts[layer]
+        if state.summaries is None:
+            return extend(operation, self.appends, state, arrays, request)
+        end = state.length
         try:
-            return extend(operation, self.appends, found, arrays, request)
+            return extend(operation, self.appends, state, arrays, request)
         except BaseException:
             with Held():
-                if found.length == end:
-                    summarize_last(operation, self.memory, [found])
+                if state.length == end:
+                    summarize_last(operation, self.memory, [state])
             raise
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`: one launch."""
-        found = self.counts[layer]
-        if found.head_lengths is not None:
-            return tokens_by_head(operation, self.memory, found)
-        return self.memory.tokens(operation, found)
+        state = self.counts[layer]
+        if state.head_lengths is not None:
+            return tokens_by_head(operation, self.memory, state)
+        return self.memory.tokens(operation, state)
 
     # --- dropping and reordering tokens
 
     def page_summaries(self, operation: str, layer: int) -> tuple[ArrayView, ArrayView]:
         """As `LayerStorage.page_summaries`, in place; OptionError for a layer that keeps none."""
-        found = self.counts[layer]
+        state = self.counts[layer]
         if self.memory.page is None:
             raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
-        if found.summaries is None:
+        if state.summaries is None:
             raise OptionError(
-                f"{operation}: layer {layer} has window={found.window}. {NO_PAGES} Ask a layer without a window, or "
+                f"{operation}: layer {layer} has window={state.window}. {NO_PAGES} Ask a layer without a window, or "
                 f"summarise what tokens() returns with tikv.summarize_pages."
             )
-        return found.summaries
+        return state.summaries
 
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
         layers = [self.counts[i] for i in keeps]
@@ -252,22 +252,22 @@ class ContiguousLayers(LayerStorage):
                 )
         if captured.batch_size != memory.batch_size:
             memory.allocate(captured.batch_size)
-        for layer, (length, oldest, _), left in zip(self.counts, captured.counts, captured.histories, strict=True):
-            memory.recount(layer, length, left, oldest)
+        for layer, (length, oldest, _), history in zip(self.counts, captured.counts, captured.histories, strict=True):
+            memory.recount(layer, length, history, oldest)
         memory.write_filled(captured.arrays)
         summarize(operation, memory, self.counts)
 
     def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
-        found = self.counts[layer]
-        return [(a, found.filled) for a in found.arrays]
+        state = self.counts[layer]
+        return [(a, state.filled) for a in state.arrays]
 
     def count_as(self, layer: int, other: ContiguousLayers, index: int) -> None:
-        own, found = self.counts[layer], other.counts[index]
-        own.index = found.index
-        counts = (own.length, own.valid_from), (found.length, found.valid_from)
-        if own.history is not found.history or counts[0] != counts[1]:
-            self.memory.recount(own, found.length, found.history, found.valid_from)
-        own.newest = found.newest
+        state, source = self.counts[layer], other.counts[index]
+        state.index = source.index
+        counts = (state.length, state.valid_from), (source.length, source.valid_from)
+        if state.history is not source.history or counts[0] != counts[1]:
+            self.memory.recount(state, source.length, source.history, source.valid_from)
+        state.newest = source.newest
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
         return list(zip(self.counts, self.memory.to_host(), strict=True))
@@ -280,12 +280,12 @@ class ContiguousLayers(LayerStorage):
         histories: Sequence[History | None] | None = None,
     ) -> None:
         """As `LayerStorage.take_over`, with what compactions left; or ShapeError, and nothing is changed."""
-        left, counted = histories or [None] * len(self.counts), [copy.copy(layer) for layer in self.counts]
-        for layer, (length, valid_from), found, one in zip(counted, counts, arrays, left, strict=True):
+        histories, counted = histories or [None] * len(self.counts), [copy.copy(layer) for layer in self.counts]
+        for layer, (length, valid_from), filled, history in zip(counted, counts, arrays, histories, strict=True):
             layer.length, layer.valid_from = int(length), int(valid_from)
-            _check_layer(operation, layer, found, one is not None and not one.even)
-        for own, layer, one in zip(self.counts, counted, left, strict=True):
-            self.memory.recount(own, layer.length, one, layer.valid_from)
+            _check_layer(operation, layer, filled, history is not None and not history.even)
+        for state, layer, history in zip(self.counts, counted, histories, strict=True):
+            self.memory.recount(state, layer.length, history, layer.valid_from)
         self.memory.from_host(arrays)
         summarize(operation, self.memory, self.counts)
 
@@ -302,22 +302,22 @@ class ContiguousLayers(LayerStorage):
         arguments, counts, histories, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
             config = StoreConfig.checked("KVCacheStore", **arguments, **placed)
-            found = cls(live, config)
-            found.take_over(operation, counts, arrays, histories)
-        return config, found
+            storage = cls(live, config)
+            storage.take_over(operation, counts, arrays, histories)
+        return config, storage
 
 
-def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:
-    for name, mine, given in zip(layer.named, layer.arrays, found, strict=False):
-        wanted = (*mine.shape[:2], layer.filled, *mine.shape[3:])
-        if given.shape != wanted or given.dtype != mine.dtype.numpy or layer.length > 2**62:
+def _check_layer(operation: str, layer: Layer, arrays: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:
+    for name, mine, array in zip(layer.named, layer.arrays, arrays, strict=False):
+        shape = (*mine.shape[:2], layer.filled, *mine.shape[3:])
+        if array.shape != shape or array.dtype != mine.dtype.numpy or layer.length > 2**62:
             raise ShapeError(
-                f"{operation}: {name} of layer {layer.index} is {given.dtype} {given.shape} where "
-                f"{mine.dtype.name} {wanted} is needed."
+                f"{operation}: {name} of layer {layer.index} is {array.dtype} {array.shape} where "
+                f"{mine.dtype.name} {shape} is needed."
             )
-    if len(found) != len(layer.arrays):
+    if len(arrays) != len(layer.arrays):
         raise ShapeError(
-            f"{operation}: layer {layer.index} has {len(found)} arrays where {len(layer.arrays)} are needed."
+            f"{operation}: layer {layer.index} has {len(arrays)} arrays where {len(layer.arrays)} are needed."
         )
     if layer.ring == 0 and layer.length > layer.slots:
         raise ShapeError(f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots.")

@@ -31,8 +31,8 @@ class HeldRows(NamedTuple):
     @property
     def counts(self) -> Host:
         """How many tokens each head holds."""
-        found: Host = (self.slots >= 0).sum(axis=-1)
-        return found
+        counts: Host = (self.slots >= 0).sum(axis=-1)
+        return counts
 
 
 class Layer:
@@ -88,8 +88,8 @@ class Layer:
     @property
     def next_position(self) -> int:
         """The position of the next token: `end`, unless keys were rotated to other positions."""
-        left = self.history
-        return self.length if left is None else left.next_position + self.length - left.tokens
+        history = self.history
+        return self.length if history is None else history.next_position + self.length - history.tokens
 
     @property
     def filled(self) -> int:
@@ -104,8 +104,8 @@ class Layer:
     @property
     def named(self) -> dict[str, ArrayView]:
         """The layer's arrays by their names in files: K, V, and the scales of int8 or groups."""
-        found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-        return {name: a for name, a in found.items() if a is not None}
+        arrays = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: a for name, a in arrays.items() if a is not None}
 
     @property
     def arrays(self) -> list[ArrayView]:
@@ -137,10 +137,10 @@ class Layer:
     @property
     def lengths(self) -> Host:
         """`length` of each head, (B, H), or (1, 1) if it is the same for all."""
-        left = self.history
-        if left is None or left.even:
+        history = self.history
+        if history is None or history.even:
             return np.array([[self.length]])
-        return left.counts + (self.length - left.tokens)
+        return history.counts + (self.length - history.tokens)
 
     @property
     def most_held(self) -> int:
@@ -160,17 +160,18 @@ class Layer:
         order = np.where(j < fixed, j, start + j - fixed)  # as if only the remaining tokens had ever been appended
         gone = j >= held[..., None]
         slots, numbers, positions = self.slots_of(order), order, order
-        left = self.history
-        if left is not None:
-            shape = (*left.counts.shape, len(j))
-            every, counts = np.broadcast_to(order, shape), left.counts[..., None]
-            if left.tokens:
-                at = np.clip(every, 0, left.tokens - 1)
-                numbers = np.where(every < counts, np.take_along_axis(left.numbers, at, -1), left.end + every - counts)
-                moved = np.take_along_axis(left.positions, at, -1)
-                positions = np.where(every < counts, moved, left.next_position + every - counts)
+        history = self.history
+        if history is not None:
+            shape = (*history.counts.shape, len(j))
+            every, counts = np.broadcast_to(order, shape), history.counts[..., None]
+            if history.tokens:
+                at = np.clip(every, 0, history.tokens - 1)
+                older = np.take_along_axis(history.numbers, at, -1)
+                numbers = np.where(every < counts, older, history.end + every - counts)
+                moved = np.take_along_axis(history.positions, at, -1)
+                positions = np.where(every < counts, moved, history.next_position + every - counts)
             else:
-                numbers, positions = left.end + every, left.next_position + every
+                numbers, positions = history.end + every, history.next_position + every
         return HeldRows(*(np.where(gone, -1, a) for a in (slots, numbers, positions)))
 
     def slots_of(self, positions: Host) -> Host:
@@ -247,9 +248,9 @@ class HeadLengths:
 
     def shifted(self, tokens: int) -> ArrayView:
         """A new array of the lengths plus `tokens`."""
-        found = to_device(self.host + tokens, self.runtime)
-        found.owner = KnownOnHost(found.owner, self.host if tokens == 0 else self.host + tokens)
-        return found
+        array = to_device(self.host + tokens, self.runtime)
+        array.owner = KnownOnHost(array.owner, self.host if tokens == 0 else self.host + tokens)
+        return array
 
     def grow(self, tokens: int) -> None:
         """Count that many more tokens for each head, in one launch; a negative number counts fewer."""
@@ -343,7 +344,7 @@ def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any,
     held, lens = layer.held_rows(), layer.lengths
     slots, positions = (np.broadcast_to(a[0], (heads, a.shape[2])) for a in (held.slots, held.positions))
     alike = mass is None and (slots == slots[0]).all() and (positions == positions[0]).all()
-    found = []
+    states = []
     for h in range(1 if alike else heads):
         there = slots[h] >= 0
         true, weights = np.full(layer.slots, -1), np.zeros(layer.slots)
@@ -353,5 +354,5 @@ def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any,
         length = int(np.broadcast_to(lens[0], heads)[h])
         shown = tuple(weights.tolist()) if mass is not None else ()
         name = "" if alike else f", head {h}"
-        found.append((name, *form, length, layer.valid_from, tuple(true.tolist()), shown))
-    return found
+        states.append((name, *form, length, layer.valid_from, tuple(true.tolist()), shown))
+    return states

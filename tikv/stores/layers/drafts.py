@@ -23,31 +23,31 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None, 
         The place of the first drafted token, which is the same in all layers.
     """
     drafted = _drafted(operation, memory.layers, drafted, draft)
-    chosen = _path(operation, path, memory.batch_size, drafted)
-    draft.check(operation, list(chosen), drafted, memory.layers[0].end)
+    indices = _path(operation, path, memory.batch_size, drafted)
+    draft.check(operation, list(indices), drafted, memory.layers[0].end)
     for layer in memory.layers:
-        left = layer.history
-        if left is not None and (layer.head_lengths is not None or layer.length - drafted < left.tokens):
+        history = layer.history
+        if history is not None and (layer.head_lengths is not None or layer.length - drafted < history.tokens):
             raise PositionError(
                 f"{operation}: layer {layer.index} was compacted, and its heads differ in length or the {drafted} "
                 "drafted tokens were not appended since. Use compact() with the tokens that stay, or reset() to "
                 "start again."
             )
-        if layer.ring and layer.length > layer.slots and chosen.shape[1] < drafted:
+        if layer.ring and layer.length > layer.slots and indices.shape[1] < drafted:
             raise PositionError(
                 f"{operation}: layer {layer.index} slides (window={layer.window}), and its {drafted} drafted "
                 f"tokens took the slots of older ones, which queries would see after a shorter path. Keep all of them, "
                 f"or restore a snapshot and append the path."
             )
-    if (chosen != np.arange(chosen.shape[1])).any():
+    if (indices != np.arange(indices.shape[1])).any():
         for block in memory.blocks:
             for _, group in itertools.groupby(block, lambda layer: layer.slots):  # one stride leads through them
                 together = list(group)
-                slots, start = np.tile(chosen, (len(together), 1)), together[0].length - drafted
+                slots, start = np.tile(indices, (len(together), 1)), together[0].length - drafted
                 memory.move_in_place(operation, together, slots, drafted, start)
     first = memory.layers[0].length - drafted
     for layer in memory.layers:
-        layer.length -= drafted - chosen.shape[1]
+        layer.length -= drafted - indices.shape[1]
         layer.newest = 0
     return first
 

@@ -39,9 +39,9 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
     sizes = memory.batch_size, memory.num_kv_heads, memory.rows.k.width, tokens
-    given = view(like, "q", operation)
-    queries = extend_queries(operation, given, layout, *sizes, live)
-    q = queries.as_read(given)
+    q_view = view(like, "q", operation)
+    queries = extend_queries(operation, q_view, layout, *sizes, live)
+    q = queries.as_read(q_view)
     # The new rows as caches (batch, H, T, D), in any order in memory.
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = request.terms.views(operation)
@@ -104,16 +104,16 @@ class _Extension(NamedTuple):
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention over a layer that already has the new tokens, and still has all that their queries see."""
         behind = self.layer.length - q.shape[2]
-        for _, end, some, to in self._pieces(q, out, lse, self.most_queries):
-            self._over_layer(some, self.terms, behind + end, 0, to)
+        for _, end, piece, to in self._pieces(q, out, lse, self.most_queries):
+            self._over_layer(piece, self.terms, behind + end, 0, to)
 
     def token_by_token(
         self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
         """Append each token and attend with it, for heads whose rings overwrite different tokens."""
-        for t, end, some, to in self._pieces(q, out, lse, 1):
+        for t, end, piece, to in self._pieces(q, out, lse, 1):
             self.appends.append(self.operation, self.layer, Views([a.part(2, t, end) for a in new]), "head_major")
-            self._over_layer(some, self.terms, self.layer.length, 0, to)
+            self._over_layer(piece, self.terms, self.layer.length, 0, to)
 
     def attend_over_both(
         self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
@@ -121,13 +121,13 @@ class _Extension(NamedTuple):
         """Attention over a ring as it is before the append, and over the new tokens."""
         layer, stored = self.layer, self._as_stored(new)
         but_sinks = {name: a for name, a in self.terms.items() if name != "sink_logits"}
-        for first, end, some, to in self._pieces(q, out, lse, self.most_queries):
+        for first, end, piece, to in self._pieces(q, out, lse, self.most_queries):
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
-                of_new = self._over_new(some, but_sinks, stored, end, BOTH)
-                of_layer = self._over_layer(some, self.terms, layer.length, end, BOTH)
+                of_new = self._over_new(piece, but_sinks, stored, end, BOTH)
+                of_layer = self._over_layer(piece, self.terms, layer.length, end, BOTH)
                 merge_into(self.operation, (*of_layer, *of_new), False, to.out, to.lse)
             else:
-                self._over_new(some, self.terms, stored, end, to)
+                self._over_new(piece, self.terms, stored, end, to)
 
     def _pieces(
         self, q: ArrayView, out: ArrayView, lse: ArrayView | None, most: int

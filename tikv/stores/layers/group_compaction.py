@@ -63,14 +63,14 @@ class GroupChoice(NamedTuple):
         rows: (batch, heads, n), the ring's slots of the tokens that are kept as rows and move.
         fixed: how many tokens precede those: sinks that stay, and codes.
         oldest: the first token that is seen, if a window's oldest group is kept.
-        left: the history of all heads.
+        history: the history of all heads.
     """
 
     groups: Host
     rows: Host
     fixed: int
     oldest: int
-    left: History
+    history: History
 
 
 def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, keep: Any) -> GroupChoice:
@@ -134,7 +134,7 @@ def hold_only(
     memory = newest.memory
     codes.hold_only(copied.codes, choice.groups.shape[-1], memory)
     put_newest(operation, newest, counts.index, choice.fixed, copied.rows)
-    memory.recount(counts, choice.left.tokens, choice.left, choice.oldest)
+    memory.recount(counts, choice.history.tokens, choice.history, choice.oldest)
 
 
 def put_newest(operation: str, newest: ContiguousLayers, layer: int, fixed: int, rows: Sequence[ArrayView]) -> None:

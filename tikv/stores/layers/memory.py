@@ -125,8 +125,8 @@ class LayerMemory:
         if numbers is None:
             return None
         heads = len(numbers)
-        found = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
-        return found.restrided((heads,), found.strides)
+        divisors = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
+        return divisors.restrided((heads,), divisors.strides)
 
     def _arrays_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any, Any, Any]]:
         """New K, V and their scales, or None without scales, for each layer of a block."""
@@ -140,15 +140,15 @@ class LayerMemory:
             k_block, v_block, v_first = self._block(total * k.nbytes), self._block(total * v.nbytes), 0
         of_row = self.rows.numbers * scale_dtype.itemsize
         scales = [self._block(total * of_row) if row.numbers else None for row in (k, v)]
-        found, first = [], 0
+        arrays, first = [], 0
         for shape in shapes:
             keys = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
             values = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
             of_rows = (*shape, *self.rows.scale_axes), scale_dtype, first * of_row
             k_scale, v_scale = (None if m is None else m.array(*of_rows) for m in scales)
-            found.append((keys, values, k_scale, v_scale))
+            arrays.append((keys, values, k_scale, v_scale))
             first += math.prod(shape)
-        return found
+        return arrays
 
     def _summaries_for(self, block: list[Layer], batch_size: int) -> list[tuple[ArrayView, ArrayView] | None]:
         """New memory for the summaries of each layer of a block; None for layers that keep none."""
@@ -156,15 +156,15 @@ class LayerMemory:
         if page is None:
             return [None] * len(block)
         pages = [0 if layer.ring else -(-layer.slots // page) for layer in block]
-        rows, found, first = batch_size * self.num_kv_heads, [], 0
+        rows, summaries, first = batch_size * self.num_kv_heads, [], 0
         half = -(-sum(pages) * rows * width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         both = Memory(2 * half, self.runtime)
         for n in pages:
             shape = batch_size, self.num_kv_heads, n, width
             least, greatest = (both.array(shape, dtype, at + first * dtype.itemsize) for at in (0, half))
-            found.append((least, greatest) if n else None)
+            summaries.append((least, greatest) if n else None)
             first += n * rows * width
-        return found
+        return summaries
 
     def _block(self, nbytes: int) -> Memory:
         """Memory of `nbytes` bytes, in the same place as the layers."""
@@ -191,9 +191,9 @@ class LayerMemory:
             layer.refuse_trim(operation, n, length)
         for layer in layers:
             drop = max(0, layer.end - (length - n))
-            left, now = layer.history, layer.length - drop
-            if drop and left is not None and now < left.tokens:
-                self.recount(layer, now, left.trimmed(left.tokens - now), min(layer.valid_from, now))
+            history, now = layer.history, layer.length - drop
+            if drop and history is not None and now < history.tokens:
+                self.recount(layer, now, history.trimmed(history.tokens - now), min(layer.valid_from, now))
             elif drop:
                 layer.length, layer.valid_from, layer.newest = now, min(layer.valid_from, now), 0
                 if layer.head_lengths is not None:
@@ -234,9 +234,9 @@ class LayerMemory:
         stored = zip((layer.k, layer.v), self.rows.formats, scales, strict=True)
         src = [rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored]
         shape = self.batch_size, self.num_kv_heads, tokens
-        place, slot = Placement("ring") if layer.ring else LINEAR, layer.slot_of(position)
+        placement, slot = Placement("ring") if layer.ring else LINEAR, layer.slot_of(position)
         copy_rows(
-            self.runtime, operation, src, [rows_of(a, at) for a in out], self.rows.widths, shape, src_place=place,
+            self.runtime, operation, src, [rows_of(a, at) for a in out], self.rows.widths, shape, src_place=placement,
             src_position=slot, sinks=layer.sinks, ring=layer.ring,
         )  # fmt: skip
 
@@ -244,12 +244,12 @@ class LayerMemory:
         """Copies of every layer's filled slots, in the same place as the layers."""
         taken = []
         for layer in self.layers:
-            found = []
+            copies = []
             for a in layer.arrays:
                 to = self._beside((*a.shape[:2], layer.filled, *a.shape[3:]), a.dtype)
                 self.move_slots(a, to, layer.filled)
-                found.append(to)
-            taken.append(found)
+                copies.append(to)
+            taken.append(copies)
         return taken
 
     def write_filled(self, taken: Sequence[Sequence[ArrayView]]) -> None:
@@ -302,22 +302,22 @@ class LayerMemory:
 
     def reorder(self, operation: str, index: Any) -> None:
         """Replace each sequence b by sequence index[b], in place; raises as `sequences_of`."""
-        chosen = self.sequences_of(operation, index)
-        if len(chosen) != self.batch_size:
+        sequences = self.sequences_of(operation, index)
+        if len(sequences) != self.batch_size:
             raise ShapeError(
-                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. "
+                f"{operation}: index has {len(sequences)} entries for batch_size={self.batch_size}. "
                 f"Use select() to change the batch size."
             )
-        if (chosen != np.arange(self.batch_size)).any():
+        if (sequences != np.arange(self.batch_size)).any():
             filled = [((*a.shape[:2], x.filled, *a.shape[3:]), a) for x in self.layers for a in x.arrays if x.filled]
             # The arrays are copied one after another through the same memory of the device, wherever the layers are.
             through = Memory(max((math.prod(shape) * a.dtype.itemsize for shape, a in filled), default=0), self.runtime)
-            index = to_device(chosen, self.runtime)
+            index = to_device(sequences, self.runtime)
             for shape, a in filled:
                 taken = through.array(shape, a.dtype)
                 self.move_slots(a, taken, shape[2], index)
                 self.move_slots(taken, a, shape[2])
-            self._follow(chosen)
+            self._follow(sequences)
 
     def select(self, sequences: np.ndarray[Any, Any]) -> None:
         """Keep these sequences, in this order, in new memory; nothing changes if that is too large."""
@@ -332,12 +332,12 @@ class LayerMemory:
         """Reorder what compactions left of each sequence."""
         for layer in self.layers:
             if layer.history is not None:
-                left = layer.history.of_sequences(sequences)
-                length = layer.length - layer.history.tokens + left.tokens
+                history = layer.history.of_sequences(sequences)
+                length = layer.length - layer.history.tokens + history.tokens
                 oldest = min(layer.valid_from, length)
-                if layer.ring and layer.head_lengths is not None and left.even:  # as in `grow`
+                if layer.ring and layer.head_lengths is not None and history.even:  # as in `grow`
                     oldest = max(oldest, length - layer.ring)
-                self.recount(layer, length, left, oldest)
+                self.recount(layer, length, history, oldest)
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
         """A user's list of sequences as int32; raises if it is not a list of integers, is empty or leaves the batch."""

@@ -28,14 +28,14 @@ class Queries(NamedTuple):
     """Queries of one form, in a caller's order of axes, which is the order of attention's results too.
 
     Attributes:
-        given: the first queries of this form, whose memory may be gone.
+        q: the first queries of this form, whose memory may be gone.
         axes: the order of their axes, with the letters B, T and H for sequences, tokens and heads; columns come last.
         layout: "token_major" or "head_major".
         tokens: how many queries a sequence has.
         new: a description of attention's new result, in the caller's order of axes.
     """
 
-    given: ArrayView
+    q: ArrayView
     axes: str
     layout: str
     tokens: int
@@ -58,11 +58,11 @@ class Queries(NamedTuple):
 
     def new_out(self, like: Any, width: int, live: runtime.Runtime) -> Any:
         """A new array of the kind of `like` for the result."""
-        return new_like(like, (*self.given.shape[:-1], width), self.given.dtype, live)
+        return new_like(like, (*self.q.shape[:-1], width), self.q.dtype, live)
 
     def new_lse(self, like: Any, live: runtime.Runtime) -> Any:
         """A new array of the kind of `like` for the log-sum-exps."""
-        return new_like(like, self.given.shape[:-1], dtypes.float32, live)
+        return new_like(like, self.q.shape[:-1], dtypes.float32, live)
 
     def result(self, operation: str, like: Any, out: Any, width: int, live: runtime.Runtime) -> tuple[Any, ArrayView]:
         """An array for the result, new or a caller's `out`, which must fit, and its view."""
@@ -70,7 +70,7 @@ class Queries(NamedTuple):
             out = self.new_out(like, width, live)
             return out, view_of_new(out, "out", operation)
         to = view_without_owner(out, "out", operation)
-        key = ("out", self.given.key, to.key, width)
+        key = ("out", self.q.key, to.key, width)
         if live.plans.get(key) is None:
             self._check_out(operation, to, width, live)
             live.plans.keep(key, True)
@@ -79,8 +79,8 @@ class Queries(NamedTuple):
     def _check_out(self, operation: str, out: ArrayView, width: int, live: runtime.Runtime) -> None:
         checks.on_device([("out", out)], live, operation)
         checks.writable(out, "out", operation)
-        checks.same_dtype(self.given, out, "q", "out", operation)
-        shape = (*self.given.shape[:-1], width)
+        checks.same_dtype(self.q, out, "q", "out", operation)
+        shape = (*self.q.shape[:-1], width)
         if out.shape != shape:
             raise ShapeError(f"{operation}: out is {describe(out)} where {shape} is needed.")
 
@@ -88,7 +88,7 @@ class Queries(NamedTuple):
         """The way out for a message if there are more queries than tokens: whether the other layout would fit."""
         if "T" not in self.axes:
             return ""
-        *_, first, second, _ = self.given.shape
+        *_, first, second, _ = self.q.shape
         others, heads = (second, first) if self.layout == "token_major" else (first, second)
         if others > tokens or heads % num_kv_heads:
             return ""
@@ -100,7 +100,7 @@ class Queries(NamedTuple):
         if 0 < tokens < self.tokens:
             raise PositionError(
                 f"{operation}: the {self.tokens} queries belong to the newest tokens, and there are {tokens} (q: "
-                f"{describe(self.given)}, {named(self.axes)}). Append the tokens first, or use "
+                f"{describe(self.q)}, {named(self.axes)}). Append the tokens first, or use "
                 f"extend().{self.remedy(tokens, num_kv_heads)}"
             )
 
@@ -118,13 +118,13 @@ def heads_first(a: ArrayView, axes: str) -> ArrayView:
         rest = len(axes)
         shape = tuple([1 if at is None else a.shape[at] for at in places]) + a.shape[rest:]
         strides = tuple([0 if at is None else a.strides[at] for at in places]) + a.strides[rest:]
-        found = a.restrided(shape, strides)
+        result = a.restrided(shape, strides)
         if a.ptr:
-            _heads_first.keep((a.key, axes), found.without_owner())
-        return found
-    found = like.at_address(a.ptr)
-    found.owner = a.owner
-    return found
+            _heads_first.keep((a.key, axes), result.without_owner())
+        return result
+    result = like.at_address(a.ptr)
+    result.owner = a.owner
+    return result
 
 
 def rows_first(a: ArrayView, layout: str) -> ArrayView:
@@ -144,19 +144,19 @@ def named(axes: str) -> str:
     return f"({', '.join(WORDS[axis] for axis in axes)}, D)"
 
 
-def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int, detail: str, layout: str) -> None:
+def check_heads(operation: str, name: str, heads: int, tokens: int, expected: int, detail: str, layout: str) -> None:
     """Raise ShapeError if new rows have another number of heads; it names the other layout if that would fit."""
-    if heads != wanted:
+    if heads != expected:
         remedy = ""
-        if tokens == wanted:
+        if tokens == expected:
             remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}."
-        elif heads and heads % wanted == 0:
+        elif heads and heads % expected == 0:
             remedy = (
                 " If these are queries, mind the order of arguments; if heads were repeated for the query heads, pass "
                 "them without the repetition."
             )
         raise ShapeError(
-            f"{operation}: the number of heads of {name} is {heads} where {wanted} is needed ({detail}).{remedy}"
+            f"{operation}: the number of heads of {name} is {heads} where {expected} is needed ({detail}).{remedy}"
         )
 
 
@@ -170,14 +170,14 @@ def attend_queries(
     is (batch, Hq, D) if the first of them is 1. Other shapes are refused.
     """
     key = ("queries", q.key, checks.name(layout, "layout", operation, checks.LAYOUTS), batch, num_kv_heads, width)
-    found: Queries | None = live.plans.get(key)
-    if found is None:
+    queries: Queries | None = live.plans.get(key)
+    if queries is None:
         checks.option(layout, "layout", operation, checks.LAYOUTS)
         axes = _axes_of(operation, q, layout, batch, num_kv_heads)
-        wanted = f"{named(AXES[layout])} or {named('BH')}"
-        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, wanted)
-        found = live.plans.keep(key, Queries.of(q, axes, layout))
-    return found
+        shapes = f"{named(AXES[layout])} or {named('BH')}"
+        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, shapes)
+        queries = live.plans.keep(key, Queries.of(q, axes, layout))
+    return queries
 
 
 def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int) -> str:
@@ -216,11 +216,11 @@ def extend_queries(
     if q.ndim == 3 and batch == 1:
         axes = axes[1:]
     _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, named(AXES[layout]))
-    found = Queries.of(q, axes, layout)
-    if found.tokens != tokens:
+    queries = Queries.of(q, axes, layout)
+    if queries.tokens != tokens:
         detail = f"q: {describe(q)}, {named(axes)}"
-        checks.extent(found.tokens, tokens, "the number of tokens of q", operation, detail)
-    return found
+        checks.extent(queries.tokens, tokens, "the number of tokens of q", operation, detail)
+    return queries
 
 
 def rows_of_queries(
@@ -233,15 +233,15 @@ def rows_of_queries(
 
 
 def _check(
-    operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, wanted: str
+    operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, shapes: str
 ) -> None:
     """Raise unless queries with these axes fit this many sequences and KV heads of this width."""
     key, (batch, num_kv_heads, width) = ("these queries fit", q.key, axes, form), form
     if live.plans.get(key) is not None:
         return
     checks.on_device([("q", q)], live, operation)
-    wanted += ", or without the batch" * (batch == 1)
-    checks.rank(q, (len(axes) + 1,), "q", wanted, operation)
+    shapes += ", or without the batch" * (batch == 1)
+    checks.rank(q, (len(axes) + 1,), "q", shapes, operation)
     checks.readable(q, "q", operation)
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")

@@ -70,12 +70,12 @@ class StoreConfig(NamedTuple):
         batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
         sinks = checks.integer(sinks, "sinks", operation)
         one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
-        given = list(window) if one_each else [window] * layers
-        if len(given) != layers:
+        entries = list(window) if one_each else [window] * layers
+        if len(entries) != layers:
             raise ShapeError(
-                f"{operation}: window has {len(given)} entries for num_layers={layers}. Pass one per layer."
+                f"{operation}: window has {len(entries)} entries for num_layers={layers}. Pass one per layer."
             )
-        windows = tuple(checks.window_of(w, capacity, operation) for w in given)
+        windows = tuple(checks.window_of(w, capacity, operation) for w in entries)
         if sinks and all(w is None for w in windows):
             raise OptionError(f"{operation}: sinks={sinks} needs a window, which no layer has. Give one, or sinks=0.")
         for w in windows:
@@ -256,7 +256,7 @@ class LayerStorage(abc.ABC):
 
     # --- operations of some storages
 
-    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+    def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts do not change."""
         self._refuse(operation)
 

@@ -68,8 +68,8 @@ def _listed(page: int, memory: LayerMemory, lens: Host, starts: range, origin: i
         np.arange(batch * heads), np.broadcast_to(lens, (batch, heads)).ravel())  # fmt: skip
     begin = np.array(starts, np.int64)
     counts = np.clip(of_each[:, None] - begin, 0, page)
-    found = np.stack([each[:, None] * tokens + begin - origin, counts, each[:, None] * pages + begin // page], axis=-1)
-    return found[counts > 0]
+    table = np.stack([each[:, None] * tokens + begin - origin, counts, each[:, None] * pages + begin // page], axis=-1)
+    return table[counts > 0]
 
 
 def _decoded(operation: str, memory: LayerMemory, layer: Layer, begin: int, stop: int) -> ArrayView:

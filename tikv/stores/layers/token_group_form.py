@@ -38,15 +38,15 @@ class CodeForm(NamedTuple):
     def arrays(self) -> dict[str, tuple[tuple[int, ...], DType, int]]:
         """By name in files: the shape of an entry for a group or a token, its dtype, and how many tokens it serves."""
         keys, values, group = self.keys, self.values, self.keys.group
-        found: dict[str, tuple[tuple[int, ...], DType, int]] = {
+        arrays: dict[str, tuple[tuple[int, ...], DType, int]] = {
             "k_codes": ((self.width, keys.words(group)), dtypes.uint32, group),
             "k_numbers": ((self.width, keys.numbers), self.key_scales, group),
             "v_codes": ((values.stored_width,), values.stored, 1),
         }
         if values.numbers:
             axis = (values.numbers,) if values.format else ()
-            found["v_numbers"] = (axis, self.value_scales, 1)
-        return found
+            arrays["v_numbers"] = (axis, self.value_scales, 1)
+        return arrays
 
     @property
     def token_bytes(self) -> float:
@@ -87,16 +87,16 @@ class TokenGroupForm(NamedTuple):
 
     def filled(self, lead: tuple[int, int], newest: int, coded: int) -> dict[str, tuple[tuple[int, ...], DType]]:
         """By name: the shapes (*lead, ...) of arrays for this many newest tokens and codes, and their dtypes."""
-        found: dict[str, tuple[tuple[int, ...], DType]]
-        found = {name: ((newest, row.width), row.stored) for name, row in zip(ROWS, self.newest_rows, strict=True)}
+        arrays: dict[str, tuple[tuple[int, ...], DType]]
+        arrays = {name: ((newest, row.width), row.stored) for name, row in zip(ROWS, self.newest_rows, strict=True)}
         codes = self.codes.arrays().items()
-        found |= {name: ((coded // tokens, *row), dtype) for name, (row, dtype, tokens) in codes}
-        return {name: ((*lead, *shape), dtype) for name, (shape, dtype) in found.items()}
+        arrays |= {name: ((coded // tokens, *row), dtype) for name, (row, dtype, tokens) in codes}
+        return {name: ((*lead, *shape), dtype) for name, (shape, dtype) in arrays.items()}
 
     def names(self, block_size: int) -> dict[str, tuple[tuple[int, ...], DType]]:
         """The arrays of codes by name, with the shape of a block of `block_size` tokens, and the dtype."""
-        found, heads = self.codes.arrays().items(), self.codes.heads
-        return {name: ((block_size // tokens, heads, *row), dtype) for name, (row, dtype, tokens) in found}
+        arrays, heads = self.codes.arrays().items(), self.codes.heads
+        return {name: ((block_size // tokens, heads, *row), dtype) for name, (row, dtype, tokens) in arrays}
 
     @classmethod
     def checked(
@@ -125,10 +125,12 @@ class TokenGroupForm(NamedTuple):
         widths = {name: rows.get(name) for name in ("head_dim", "head_dim_v")}
         scale_dtype = dtypes.parse(scales, operation, offered=quant.row.scale_dtypes)
         key_scales = quant.row.check_scale_dtype(scale_dtype, operation)
-        own = parse_format(values)
-        given = {"v_dtype": values, "scale_dtype": scales if own is None or own.own_scale_dtype is None else "float16"}
-        found = RowFormats.checked(operation, live, heads, dtype=key_scales, **widths, **given)
-        width, v = found.k.width, found.v
+        format = parse_format(values)
+        v_scales = scales if format is None or format.own_scale_dtype is None else "float16"
+        formats = RowFormats.checked(
+            operation, live, heads, dtype=key_scales, v_dtype=values, scale_dtype=v_scales, **widths
+        )
+        width, v = formats.k.width, formats.v
         newest = key_scales if row_dtype is None else dtypes.parse(row_dtype, operation)
         newest_v = v.dtype if isinstance(v.dtype, DType) and v.dtype in dtypes.FLOATS else newest
         said = RowFormats(
@@ -139,7 +141,7 @@ class TokenGroupForm(NamedTuple):
         arguments = {
             "head_dim": width, "head_dim_v": v.width, "dtype": newest, "v_dtype": newest_v, "scale_dtype": scales
         }  # fmt: skip
-        codes = CodeForm(heads, width, quant.row, key_scales, v, found.scale_dtype, newest)
+        codes = CodeForm(heads, width, quant.row, key_scales, v, formats.scale_dtype, newest)
         return cls(quant, said, arguments, codes)
 
 

@@ -101,8 +101,8 @@ class TokenGroupLayers(LayerStorage):
         return self.memory.nbytes + sum(codes.nbytes for codes in self.codes)
 
     def described(self, config: StoreConfig) -> str:
-        found = f"{super().described(config)}, " if any(config.windows) else f"{self.rows.name}, "
-        return f"{found}{self.quant.residual} or more {self.form.codes.rows.name}"
+        prefix = f"{super().described(config)}, " if any(config.windows) else f"{self.rows.name}, "
+        return f"{prefix}{self.quant.residual} or more {self.form.codes.rows.name}"
 
     def quantised(self, operation: str, layer: int) -> int:
         return self.codes[layer].tokens
@@ -115,8 +115,8 @@ class TokenGroupLayers(LayerStorage):
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append`: one launch for tokens that fit, and three for each group that becomes codes."""
-        found, axes = self._checked(operation, layer, rows, layout)
-        for part in self._parts(operation, layer, found, axes[0]):
+        arrays, axes = self._checked(operation, layer, rows, layout)
+        for part in self._parts(operation, layer, arrays, axes[0]):
             self._append(operation, layer, part, layout)
 
     @uninterrupted
@@ -126,11 +126,11 @@ class TokenGroupLayers(LayerStorage):
         for counts in self.counts:
             counts.require_room(operation, stacked[0].shape[1 + axes[0]])
         for i in range(len(self.counts)):
-            own = [a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in stacked]
-            for part in self._parts(operation, i, own, axes[0]):
+            arrays = [a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in stacked]
+            for part in self._parts(operation, i, arrays, axes[0]):
                 self._append(operation, i, part, layout)
 
-    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+    def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         """Raise OptionError."""
         self.require_positions(operation, "Append without positions.")
 
@@ -142,9 +142,9 @@ class TokenGroupLayers(LayerStorage):
 
     def _checked(self, operation: str, layer: int, rows: Views, layout: str) -> tuple[list[ArrayView], tuple[int, int]]:
         """New K and V that fit the layer as (batch, ., ., width), and their axes of tokens and heads."""
-        found, axes = self.newest.appends.checked(operation, [self.newest.counts[layer]], rows, layout, False)
-        self.counts[layer].require_room(operation, found[0].shape[1 + axes[0]])
-        return [a.restrided(a.shape[1:], a.strides[1:]) for a in found], axes
+        arrays, axes = self.newest.appends.checked(operation, [self.newest.counts[layer]], rows, layout, False)
+        self.counts[layer].require_room(operation, arrays[0].shape[1 + axes[0]])
+        return [a.restrided(a.shape[1:], a.strides[1:]) for a in arrays], axes
 
     def _parts(self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int) -> Iterator[_Part]:
         """New rows in parts that fit the ring; if it is full, its oldest group becomes codes first."""
@@ -203,9 +203,9 @@ class TokenGroupLayers(LayerStorage):
         self._refuse_options(operation, request)
         request.check_choices(operation, ("auto", "taichi"))
         scores, terms = request.scores, request.terms.views(operation)
-        sizes, given = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
-        queries = attend_queries(operation, given, request.layout, *sizes, live)
-        several = with_tokens(queries.as_read(given), 4)
+        sizes, q_view = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
+        queries = attend_queries(operation, q_view, request.layout, *sizes, live)
+        several = with_tokens(queries.as_read(q_view), 4)
         self._ring_plan(operation, layer, several, scores, terms)
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
         if ring.length and queries.tokens > max(newest, 1):
@@ -268,9 +268,9 @@ class TokenGroupLayers(LayerStorage):
         scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
-        given = view(q, "q", operation)
-        queries = extend_queries(operation, given, request.layout, *sizes, live)
-        asked = queries.as_read(given)
+        q_view = view(q, "q", operation)
+        queries = extend_queries(operation, q_view, request.layout, *sizes, live)
+        asked = queries.as_read(q_view)
         self._ring_plan(operation, layer, asked, scores, terms)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
@@ -278,8 +278,8 @@ class TokenGroupLayers(LayerStorage):
             for part in self._parts(operation, layer, rows, axes[0]):
                 since = self.counts[layer].valid_from
                 self._append(operation, layer, part, request.layout)
-                some = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
-                self._attend(operation, layer, some[0], scores, terms, Results(some[1], True, some[2]), since)
+                views = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
+                self._attend(operation, layer, views[0], scores, terms, Results(views[1], True, views[2]), since)
             return results_of(out, lse if request.return_lse else None, None)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
@@ -300,8 +300,8 @@ class TokenGroupLayers(LayerStorage):
         layers = [(self.newest, self.counts[i], self.codes[i]) for i in keeps]
         choices = [choose(operation, *layer, keep) for layer, keep in zip(layers, keeps.values(), strict=True)]
         copied = [copy_kept(operation, *layer, choice) for layer, choice in zip(layers, choices, strict=True)]
-        for layer, choice, found in zip(layers, choices, copied, strict=True):
-            hold_only(operation, *layer, choice, found)
+        for layer, choice, copies in zip(layers, choices, copied, strict=True):
+            hold_only(operation, *layer, choice, copies)
 
     def trim(self, operation: str, n: int) -> None:
         """As `LayerStorage.trim`; tokens that are codes are dropped in whole groups, or all of them by `reset`.
@@ -316,22 +316,23 @@ class TokenGroupLayers(LayerStorage):
             return
         self.refuse_trim(operation, n, length)
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left, history = _left_of(counts, length - n), counts.history
-            if left == counts.length:
+            remaining, history = _remaining(counts, length - n), counts.history
+            if remaining == counts.length:
                 continue
-            if history is not None and left < history.tokens:
-                counts.history = history.trimmed(history.tokens - left)
-            codes.tokens = min(codes.tokens, max(0, left - ring.sinks))
+            if history is not None and remaining < history.tokens:
+                counts.history = history.trimmed(history.tokens - remaining)
+            codes.tokens = min(codes.tokens, max(0, remaining - ring.sinks))
             for each in (counts, ring):
-                each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
+                each.length, each.valid_from, each.newest = remaining, min(each.valid_from, remaining), 0
 
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
         """Raise PositionError if layers, of which the longest has `length` tokens, cannot drop the `n` newest."""
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left, coded = _left_of(counts, length - n), ring.sinks + codes.tokens if codes.tokens else 0
+            remaining, coded = _remaining(counts, length - n), ring.sinks + codes.tokens if codes.tokens else 0
             counts.refuse_trim(operation, n, length)
-            if left < coded and (left - ring.sinks) % self.quant.group and left > ring.sinks:
-                most, whole = length - (counts.end - counts.length + coded), n + (left - ring.sinks) % self.quant.group
+            if remaining < coded and (remaining - ring.sinks) % self.quant.group and remaining > ring.sinks:
+                most = length - (counts.end - counts.length + coded)
+                whole = n + (remaining - ring.sinks) % self.quant.group
                 lost = counts.history is not None and length - whole < counts.history.first_whole
                 raise PositionError(
                     f"{operation}: cannot drop {n} tokens of length={length}: the first {coded} are codes of whole "
@@ -343,10 +344,10 @@ class TokenGroupLayers(LayerStorage):
         """As `LayerStorage.refuse_align`; a group that the dropped tokens let become codes does not come back."""
         super().refuse_align(operation, length)
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left = _left_of(counts, length)
-            before, now = (self._coded_at(n - ring.sinks, ring.ring) for n in (left, counts.length))
-            older = left - ring.sinks < codes.tokens or before < codes.tokens == now
-            if ring.sinks < left < counts.length and older:
+            remaining = _remaining(counts, length)
+            before, now = (self._coded_at(n - ring.sinks, ring.ring) for n in (remaining, counts.length))
+            older = remaining - ring.sinks < codes.tokens or before < codes.tokens == now
+            if ring.sinks < remaining < counts.length and older:
                 why = "older tokens became codes when its newest were appended"
                 raise cannot_align(operation, counts.index, counts.end, length, why)
 
@@ -363,27 +364,27 @@ class TokenGroupLayers(LayerStorage):
     @uninterrupted
     def reorder(self, operation: str, index: Any) -> None:
         """As `LayerStorage.reorder`; codes are copied to new memory."""
-        chosen = self.memory.sequences_of(operation, index)
-        if len(chosen) == self.batch_size and (chosen == np.arange(self.batch_size)).all():
+        sequences = self.memory.sequences_of(operation, index)
+        if len(sequences) == self.batch_size and (sequences == np.arange(self.batch_size)).all():
             return
-        taken = [codes.selected(chosen, self.memory) for codes in self.codes]
+        taken = [codes.selected(sequences, self.memory) for codes in self.codes]
         self.newest.reorder(operation, index)
-        self._hold(chosen, taken)
+        self._hold(sequences, taken)
 
     @uninterrupted
     def select(self, operation: str, index: Any) -> None:
         """As `LayerStorage.select`: in new memory."""
-        chosen = self.memory.sequences_of(operation, index)
-        taken = [codes.selected(chosen, self.memory) for codes in self.codes]
+        sequences = self.memory.sequences_of(operation, index)
+        taken = [codes.selected(sequences, self.memory) for codes in self.codes]
         self.newest.select(operation, index)
-        self._hold(chosen, taken)
+        self._hold(sequences, taken)
 
-    def _hold(self, chosen: Host, taken: Sequence[list[ArrayView]]) -> None:
+    def _hold(self, sequences: Host, taken: Sequence[list[ArrayView]]) -> None:
         """Hold the codes of these sequences, and what compactions left of them."""
         for counts, codes, arrays in zip(self.counts, self.codes, taken, strict=True):
             codes.hold(arrays)
             if counts.history is not None:
-                counts.history = counts.history.of_sequences(chosen)
+                counts.history = counts.history.of_sequences(sequences)
 
     # --- copies and files
 
@@ -430,9 +431,9 @@ class TokenGroupLayers(LayerStorage):
 
     def count_as(self, layer: int, other: TokenGroupLayers, index: int) -> None:
         self.newest.count_as(layer, other.newest, index)
-        own, found = self.counts[layer], other.counts[index]
-        self.memory.recount(own, found.length, found.history, found.valid_from)
-        own.index, own.newest = found.index, found.newest
+        state, source = self.counts[layer], other.counts[index]
+        self.memory.recount(state, source.length, source.history, source.valid_from)
+        state.index, state.newest = source.index, source.newest
         codes, theirs = self.codes[layer], other.codes[index]
         codes.tokens, codes.dropped = theirs.tokens, theirs.dropped
 
@@ -451,17 +452,17 @@ class TokenGroupLayers(LayerStorage):
     ) -> tuple[StoreConfig, Any]:
         config, layers = token_group_files.read(path, live, operation, placed)
         with files.understanding(path, operation):
-            found = cls(live, config)
+            storage = cls(live, config)
             counts = [(layer.counts.length, layer.oldest) for layer in layers]
-            found.newest.take_over(operation, counts, [layer.arrays[:2] for layer in layers])
-            for own, codes, layer in zip(found.counts, found.codes, layers, strict=True):
-                found.memory.recount(own, layer.counts.length, layer.counts.history, layer.counts.valid_from)
+            storage.newest.take_over(operation, counts, [layer.arrays[:2] for layer in layers])
+            for state, codes, layer in zip(storage.counts, storage.codes, layers, strict=True):
+                storage.memory.recount(state, layer.counts.length, layer.counts.history, layer.counts.valid_from)
                 codes.take_over(layer.coded, layer.arrays[2:])
-        return config, found
+        return config, storage
 
 
-def _left_of(counts: Layer, length: int) -> int:
-    """How many of a layer's tokens are left if its store is trimmed to this length."""
+def _remaining(counts: Layer, length: int) -> int:
+    """How many of a layer's tokens remain if its store is trimmed to this length."""
     return counts.length - max(0, counts.end - length)
 
 
