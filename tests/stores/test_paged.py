@@ -1085,6 +1085,11 @@ class AnyOrder(RuleBasedStateMachine):
         counts = data.draw(st.lists(st.integers(0, 4), min_size=len(seqs), max_size=len(seqs)))
         bounds = None if set(counts) == {1} else np.cumsum([0, *counts])
         for layer in layers:
+            if self._is_refused(layer, seqs, counts):
+                none = oracle.place(np.zeros((sum(counts), HEADS, WIDTH), DTYPES[self.dtype]), self.arch)
+                with pytest.raises(tikv.PositionError, match="ended between two layers"):
+                    self.store.append(layer, none, none, seqs, bounds)
+                self._align(seqs)
             new = {}
             for seq, count in zip(seqs, counts, strict=True):
                 ids, held, _ = self.model[seq]
@@ -1102,11 +1107,6 @@ class AnyOrder(RuleBasedStateMachine):
             except tikv.CapacityError:
                 assert most > free
                 return
-            except tikv.PositionError:
-                assert self._is_refused(layer, seqs, counts)
-                self._align(seqs)
-                return
-            assert not self._is_refused(layer, seqs, counts)
             for seq in seqs:
                 self.model[seq][1][layer] += new[seq]
 
