@@ -751,7 +751,7 @@ class KVCacheStore(CountedLayers):
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is outside the draft; kept tokens of a tree
-                are not a path from its root; fewer than ``drafted`` tokens were appended since the last commit, or none;
+                are not a path from its root; no tokens, or fewer than ``drafted``, were appended since the last commit;
                 layers have different lengths, or `compact` left the heads of a layer with different lengths; the
                 drafted tokens have overwritten older ones of a sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
