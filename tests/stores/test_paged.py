@@ -1067,6 +1067,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _present(self):
         return [seq for seq, (_, _, swapped) in self.model.items() if not swapped]
 
+    @precondition(lambda self: len(self.model) < 4)  # else most of the appends would find no blocks
     @rule(ids=st.none() | st.lists(st.integers(0, 1), max_size=7))
     def add(self, ids):
         leave = int(self.rng.choice((0, 1, 1, 3)))
@@ -1079,10 +1080,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.model[seq] = [ids, [[self._row(layer, ids, p) for p in range(there)] for layer in range(2)], False]
 
     @precondition(lambda self: self._present())
-    @rule(data=st.data(), layers=st.sampled_from([[0, 1], [1, 0], [0], [1]]))
+    @rule(data=st.data(), layers=st.sampled_from([[0, 1], [0, 1], [1, 0], [0], [1]]))
     def append(self, data, layers):
-        seqs = data.draw(st.lists(st.sampled_from(self._present()), unique=True, min_size=1))
+        seqs = data.draw(st.lists(st.sampled_from(self._present()), unique=True, min_size=1, max_size=3))
         counts = data.draw(st.lists(st.integers(0, 4), min_size=len(seqs), max_size=len(seqs)))
+        self._append(layers, seqs, counts)
+
+    def _append(self, layers, seqs, counts):
         bounds = None if set(counts) == {1} else np.cumsum([0, *counts])
         for layer in layers:
             if self._is_refused(layer, seqs, counts):
@@ -1110,18 +1114,15 @@ class AnyOrder(RuleBasedStateMachine):
             for seq in seqs:
                 self.model[seq][1][layer] += new[seq]
 
-    @precondition(lambda self: self._present())
-    @rule(data=st.data())
-    def align(self, data):
-        self._align(data.draw(st.lists(st.sampled_from(self._present()), unique=True, min_size=1)))
-
-    @precondition(lambda self: self._present())
+    @precondition(lambda self: self._present() and len(self.model) < 4)
     @rule(data=st.data())
     def fork(self, data):
         seq = data.draw(st.sampled_from(self._present()))
         ids, held, _ = self.model[seq]
         known = min(map(len, held)) // 2 * 2  # it may go another way
-        self.model[self.store.fork(seq)] = [ids[:known], [list(layer) for layer in held], False]
+        forked = self.store.fork(seq)
+        self.model[forked] = [ids[:known], [list(layer) for layer in held], False]
+        self._append([0, 1], [data.draw(st.sampled_from([seq, forked]))], [data.draw(st.integers(0, 2))])
 
     @precondition(lambda self: self._present())
     @rule(data=st.data())
