@@ -272,7 +272,8 @@ def test_the_picture_of_the_h200_is_what_the_command_draws(tmp_path):
     if f"Matplotlib v{matplotlib.__version__}," not in kept["light"] or platform.machine() != "x86_64":
         pytest.skip("another matplotlib or another machine places outlines otherwise by a hair")
     command = [sys.executable, str(ROOT / "benches" / "report.py"), "--h200", "--svg", str(tmp_path / "picture")]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert child.returncode == 0, child.stderr
     for theme, text in kept.items():
         drawn = (tmp_path / f"picture-{theme}.svg").read_text(encoding="utf-8")

@@ -237,7 +237,8 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
         "--svg",
         "docs/performance",
     ]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert child.returncode == 0, child.stderr
     assert "| cpu | prefill, float16 | 16.8 |" in child.stdout
     assert "| cpu | append all, 1 token | 5.0 | 2.0 |  |  | 1,234 |  |" in child.stdout

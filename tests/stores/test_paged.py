@@ -541,8 +541,9 @@ def test_the_last_token_of_a_prompt_that_is_cached_whole_is_left_to_be_computed(
     plain = make(dtype)
     other = plain.add()
     for layer in range(2):
-        store.append(layer, last[layer], last[layer], [b])
         plain.append(layer, given[layer][:7], given[layer][:7], [other], [0, 7])
+    for layer in range(2):
+        store.append(layer, last[layer], last[layer], [b])
         plain.append(layer, last[layer], last[layer], [other])
         for got, want in zip(store.tokens(layer, b), plain.tokens(layer, other), strict=True):
             oracle.assert_same_bits(got, oracle.to_numpy(want))
@@ -1045,9 +1046,28 @@ class AnyOrder(RuleBasedStateMachine):
         rng = np.random.default_rng([layer, *ids[: position + 1]]) if position < len(ids) else self.rng
         return rows(rng, 2, DTYPES[self.dtype])
 
+    def _lengths(self, seq):
+        return [len(held) for held in self.model[seq][1]]
+
+    def _is_refused(self, layer, seqs, counts):
+        """Whether a step seems to have ended between two layers of one of these sequences."""
+        for seq, count in zip(seqs, counts, strict=True):
+            this, other = self._lengths(seq)[:: 1 if layer == 0 else -1]
+            if (layer == 0 and 0 < this != other > 0) or (this == 0 and 0 < count < other):
+                return True
+        return False
+
+    def _align(self, seqs):
+        lens = [min(self._lengths(seq)) for seq in seqs]
+        assert self.store.align(seqs).tolist() == lens
+        for seq, n in zip(seqs, lens, strict=True):
+            ids, held, swapped = self.model[seq]
+            self.model[seq] = [ids if n == max(map(len, held)) else ids[:n], [layer[:n] for layer in held], swapped]
+
     def _present(self):
         return [seq for seq, (_, _, swapped) in self.model.items() if not swapped]
 
+    @precondition(lambda self: len(self.model) < 4)  # else most of the appends would find no blocks
     @rule(ids=st.none() | st.lists(st.integers(0, 1), max_size=7))
     def add(self, ids):
         leave = int(self.rng.choice((0, 1, 1, 3)))
@@ -1060,12 +1080,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.model[seq] = [ids, [[self._row(layer, ids, p) for p in range(there)] for layer in range(2)], False]
 
     @precondition(lambda self: self._present())
-    @rule(data=st.data(), layers=st.sampled_from([[0, 1], [1, 0], [0], [1]]))
+    @rule(data=st.data(), layers=st.sampled_from([[0, 1], [0, 1], [1, 0], [0], [1]]))
     def append(self, data, layers):
-        seqs = data.draw(st.lists(st.sampled_from(self._present()), unique=True, min_size=1))
+        seqs = data.draw(st.lists(st.sampled_from(self._present()), unique=True, min_size=1, max_size=3))
         counts = data.draw(st.lists(st.integers(0, 4), min_size=len(seqs), max_size=len(seqs)))
+        self._append(layers, seqs, counts)
+
+    def _append(self, layers, seqs, counts):
         bounds = None if set(counts) == {1} else np.cumsum([0, *counts])
         for layer in layers:
+            if self._is_refused(layer, seqs, counts):
+                none = oracle.place(np.zeros((sum(counts), HEADS, WIDTH), DTYPES[self.dtype]), self.arch)
+                with pytest.raises(tikv.PositionError, match="ended between two layers"):
+                    self.store.append(layer, none, none, seqs, bounds)
+                self._align(seqs)
             new = {}
             for seq, count in zip(seqs, counts, strict=True):
                 ids, held, _ = self.model[seq]
@@ -1086,13 +1114,15 @@ class AnyOrder(RuleBasedStateMachine):
             for seq in seqs:
                 self.model[seq][1][layer] += new[seq]
 
-    @precondition(lambda self: self._present())
+    @precondition(lambda self: self._present() and len(self.model) < 4)
     @rule(data=st.data())
     def fork(self, data):
         seq = data.draw(st.sampled_from(self._present()))
         ids, held, _ = self.model[seq]
         known = min(map(len, held)) // 2 * 2  # it may go another way
-        self.model[self.store.fork(seq)] = [ids[:known], [list(layer) for layer in held], False]
+        forked = self.store.fork(seq)
+        self.model[forked] = [ids[:known], [list(layer) for layer in held], False]
+        self._append([0, 1], [data.draw(st.sampled_from([seq, forked]))], [data.draw(st.integers(0, 2))])
 
     @precondition(lambda self: self._present())
     @rule(data=st.data())
@@ -1125,14 +1155,15 @@ class AnyOrder(RuleBasedStateMachine):
             self.store.swap_in(seq)
             self.model[seq][2] = False
             return
-        assert -(-self.store.length(seq) // 2) > self.store.num_free_blocks
+        assert -(-max(self._lengths(seq)) // 2) > self.store.num_free_blocks
 
     @invariant()
     def every_row_is_what_it_was_given(self):
         if not hasattr(self, "model"):
             return
         assert self.store.sequences == list(self.model)
-        assert self.store.context_lens.tolist() == [max(map(len, held)) for _, held, _ in self.model.values()]
+        lens = [self._lengths(seq) for seq in self.model]
+        assert self.store.context_lens.tolist() == [min(n) if all(n) else max(n) for n in lens]
         for seq in self._present():
             for layer, held in enumerate(self.model[seq][1]):
                 wanted = np.array(held, DTYPES[self.dtype]).reshape(-1, 2, HEADS, WIDTH)
@@ -1149,7 +1180,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.store.num_free_blocks == 9 - len(held)
         assert self.store.num_shared_blocks == sum(n > 1 for n in held.values())
         for seq, table in zip(self._present(), tables, strict=True):
-            assert len(table) == -(-self.store.length(seq) // 2)
+            assert len(table) == -(-max(self._lengths(seq)) // 2)
 
 
 def run_in_any_order(arch, dtype, layout, examples):
@@ -1206,7 +1237,12 @@ def test_a_layer_that_missed_an_append(arch, rng, form):
     past, lse = store.attend(1, q, [first, second], return_lse=True)
     assert not past[1].any()
     assert (lse[1] == -np.inf).all()
-    store.append(1, k[3:5], k[3:5], [second], cu_seqlens=[0, 2])
+    with pytest.raises(tikv.PositionError, match=rf"the first 2 tokens of layer 1 of sequence {second} would be fewer"):
+        store.append(1, k[3:5], k[3:5], [second], cu_seqlens=[0, 2])
+    third = store.add()
+    for layer in range(2):
+        store.append(layer, k[3:5], k[3:5], [third], cu_seqlens=[0, 2])
+    store.append(0, k[5:], k[5:], [third])
     seqs = [alone.add(), alone.add()]
     alone.append(0, k[:5], k[:5], seqs, cu_seqlens=[0, 3, 5])
-    np.testing.assert_array_equal(store.attend(1, q, [first, second]), alone.attend(0, q, seqs))
+    np.testing.assert_array_equal(store.attend(1, q, [first, third]), alone.attend(0, q, seqs))

@@ -81,9 +81,10 @@ def test_sequences_hold_what_stores_of_their_own_do(arch, rng, values):
     both.attend(0, [a, b, c])
     both.attend(1, [c, a], 2)
     for _ in range(40):
-        both.append(0, {a: 1, b: 1, c: 1})
+        both.append(1, {a: 1, b: 1, c: 1})  # not layer 0, whose append begins a step: then lengths are equal
     both.check()
-    both.attend(0, [c, b, a], softcap=2.0, scale=0.3)
+    both.attend(1, [c, b, a], softcap=2.0, scale=0.3)
+    both.attend(0, [c, b, a])
     both.extend(1, {c: 45, a: 0, b: 70})
     both.check()
     assert both.pool.nbytes > 0
@@ -148,16 +149,16 @@ def test_files(arch, rng, tmp_path, values):
     """What is loaded has the bits that were saved, shares what was shared, and goes on alike."""
     path, both = tmp_path / "pool.safetensors", Both(rng, arch, v_dtype=values)
     a, empty = both.add(), both.add()
-    for layer, tokens in enumerate((150, 141)):
+    for layer, tokens in enumerate((141, 150)):
         both.append(layer, {a: tokens})
     b = both.pool.fork(a)
     both.stores[b] = copy.deepcopy(both.stores[a])
-    both.append(0, {b: 77})
+    both.append(1, {b: 77})
     c = both.add()
     both.append(1, {c: 3})
     both.pool.save(path)
     before, shared = codes(both.pool), both.pool.num_shared_blocks
-    both.pool.append(0, *[oracle.place(both.rows(1), arch) for _ in "kv"], [a])  # after it was saved
+    both.pool.append(1, *[oracle.place(both.rows(1), arch) for _ in "kv"], [a])  # after it was saved
     both.pool = tikv.PagedKVCacheStore.load(path, num_blocks=30)
     assert (both.pool.sequences, both.pool.num_shared_blocks) == ([a, empty, b, c], shared)
     for got, want in zip(codes(both.pool), before, strict=True):
@@ -173,10 +174,12 @@ def test_files(arch, rng, tmp_path, values):
     both.pool.swap_in(b)
     both.pool.swap_in(new_b)
     both.check()
-    both.append(0, {new_c: 90, b: 1, new_b: 70})
+    both.append(1, {new_c: 90, b: 1, new_b: 70})
+    both.append(0, {c: 64})
     both.append(1, {new_b: 70, c: 64})
     both.check()
-    both.attend(0, [new_b, new_c, b])
+    both.attend(1, [new_b, new_c, b])
+    both.attend(0, [new_b, c, b])
     assert both.pool.add() not in (b, c, new_b, new_c)
 
 

@@ -308,6 +308,21 @@ def test_sequences_whose_first_layer_alone_is_used_go_on(arch, rng):
 
 
 @pytest.mark.archs("cpu")
+def test_an_append_of_no_tokens_hides_no_difference(arch, rng):
+    pool = pool_of("float32")
+    seq = pool.add()
+    for layer in range(LAYERS):
+        pool.append(layer, *new(rng, arch, 3)[1:], [seq], [0, 3])
+    pool.append(1, *new(rng, arch, 1)[1:], [seq])
+    for _ in range(LAYERS):
+        pool.append(1, *new(rng, arch, 0)[1:], [seq], [0, 0])
+    before = all_of_pool(pool)
+    with pytest.raises(tikv.PositionError, match=r"\(3 in layers 0, 2, 4 in layer 1\).*align"):
+        pool.append(0, *new(rng, arch, 0)[1:], [seq], [0, 0])
+    assert all_of_pool(pool) == before
+
+
+@pytest.mark.archs("cpu")
 def test_sequences_that_cannot_go_back(arch, rng):
     """If one of several cannot, none does."""
     for name in ("float32", "groups along tokens"):

@@ -55,7 +55,7 @@ class Draft(NamedTuple):
     Attributes:
         settled: how many tokens a commit has decided about.
         first, end: the tokens of the newest tree.
-        parents: those of the tree; None if there is none.
+        parents: those of the tree; None without a tree.
         rows: which row of `parents` belongs to each sequence.
     """
 
@@ -86,8 +86,8 @@ class Draft(NamedTuple):
         if self.settled and (since == 0 if drafted is None else drafted > since):
             asked = "nothing" if since == 0 else f"only {since} of the {drafted} drafted tokens"
             raise PositionError(
-                f"{operation}: {asked} was appended{of} since the last commit, and what that kept is no draft any "
-                f"more. Append the next draft first."
+                f"{operation}: {asked} was appended{of} since the last commit, and what that kept is not a draft "
+                f"any more. Append the next draft first."
             )
         if drafted is None and newest == 0:
             raise PositionError(
@@ -97,7 +97,7 @@ class Draft(NamedTuple):
         return newest if drafted is None else drafted
 
     def check(self, operation: str, paths: Sequence[Host], drafted: int, length: int, number: int = 0) -> None:
-        """Raise PositionError if a path keeps tokens of the tree that are no path from its root.
+        """Raise PositionError if a path keeps tokens of the tree that are not a path from its root.
 
         `paths` has one for each sequence, of indices among the `drafted` newest of `length` tokens; `number` is that of
         the first in the caller's list.

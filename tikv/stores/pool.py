@@ -772,7 +772,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is outside the draft; kept tokens of a tree
-                are no path from its root; nothing was appended since the last commit, or fewer tokens than ``drafted``;
+                are not a path from its root; no tokens, or fewer than ``drafted``, were appended since the last commit;
                 different numbers of tokens were appended to the layers of a sequence; a `compact` came after the draft;
                 a sequence does not exist, is swapped out or is named twice.
             ShapeError: the path is not a list of integers for each sequence.

@@ -390,6 +390,8 @@ class KVCacheStore(CountedLayers):
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        if positions is not None:
+            self._storage.require_positions(operation, "Append without positions.")
         if self._known != EVEN:
             refuse_uneven_step(operation, self._storage.counts)
         if positions is not None:
@@ -749,7 +751,7 @@ class KVCacheStore(CountedLayers):
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is outside the draft; kept tokens of a tree
-                are no path from its root; nothing was appended since the last commit, or fewer tokens than ``drafted``;
+                are not a path from its root; no tokens, or fewer than ``drafted``, were appended since the last commit;
                 layers have different lengths, or `compact` left the heads of a layer with different lengths; the
                 drafted tokens have overwritten older ones of a sliding layer, unless all are kept. Nothing is changed.
             ShapeError: the path is not a list of integers for each sequence, all of one length.
@@ -1003,7 +1005,9 @@ class KVCacheStore(CountedLayers):
             most = max(layer.most_held for layer in counts)
             words = f"{counted(self.length, 'token')}, up to {most}/{self.capacity} held"
         else:
-            words = tokens_in_words(str(self.length), max(layer.most_held for layer in counts), self.capacity)
+            most = max(layer.most_held for layer in counts)
+            held = self.length if most == max(ends) else most  # a longer layer has not dropped any either
+            words = tokens_in_words(self.length, held, self.capacity)
         return words + (f", layers differ: {lengths.in_words(ends)}" if min(ends) < max(ends) else "")
 
     @locked

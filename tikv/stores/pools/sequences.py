@@ -176,10 +176,15 @@ class AppendStep:
     overwritten: list[int] = field(default_factory=list)  # blocks whose tokens change
     lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
     committed: bool = False  # by one layer, so that tables and counts are true already
-    layers: int = 0  # how many layers have committed it
+    layers: int = 0  # how many layers have committed it, if it has tokens: one layer may repeat a step without any
     alone: bool = False  # whether the first layer did it, and others have no tokens of these sequences
     of_heads: list[AppendStep] = field(default_factory=list)  # the same of heads that have tables of their own
     layer: int = 0  # where it goes, if heads have tables of their own
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any sequence gets tokens."""
+        return self.cu_seqlens[-1] > 0
 
     @property
     def positions(self) -> Host:
@@ -594,7 +599,7 @@ class Sequences:
                 self.version += 1
             step.committed = True
             self._step = step
-        step.layers += 1
+        step.layers += step.has_tokens
         for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
             state.newest[layer] = count = step.cu_seqlens[i + 1] - step.cu_seqlens[i]
             state.lengths[layer] = start + count
@@ -609,7 +614,7 @@ class Sequences:
 
     def revoke(self, layer: int, step: AppendStep) -> None:
         """Uncount the tokens of a step in one layer; their blocks stay, for tokens that are appended instead."""
-        step.layers -= 1
+        step.layers -= step.has_tokens
         for state, start in zip(step.states, step.starts, strict=True):
             state.lengths[layer], state.newest[layer] = start, 0
 

@@ -27,6 +27,7 @@ def jobs_of_store(store: KVCacheStore, asked: Asked) -> list[Job]:
     """Calls of `extend`, `append` and `attend`, and of steps, for a layer of each window."""
     heads = asked.heads_over(store.num_kv_heads)
     layers = {window: i for i, window in reversed(list(enumerate(store.windows)))}
+    grouped = not _counts_alone(store)
     if None in layers and asked.tokens[0] > store.capacity:
         raise CapacityError(
             f"{OPERATION}: tokens={asked.tokens[0]} do not fit layer {layers[None]}, whose capacity is "
@@ -38,13 +39,15 @@ def jobs_of_store(store: KVCacheStore, asked: Asked) -> list[Job]:
             for tokens in asked.tokens:
                 most = store.capacity - tokens if window is None else 2 * window
                 for held in lengths_held(tokens, most, [window] if window else []):
-                    run = functools.partial(_call_store, store, layer, heads, tokens, held, dtype, asked.steps)
+                    run = functools.partial(_call_store, store, layer, heads, tokens, held, dtype, asked.steps, grouped)
                     jobs.append(Job(title_of(dtype, tokens, held, window), run))
     return jobs
 
 
-def _call_store(store: KVCacheStore, layer: int, heads: int, tokens: int, held: int, dtype: DType, steps: bool) -> None:
-    batch, live, grouped = store.batch_size, store.runtime, not _counts_alone(store)
+def _call_store(
+    store: KVCacheStore, layer: int, heads: int, tokens: int, held: int, dtype: DType, steps: bool, grouped: bool
+) -> None:
+    batch, live = store.batch_size, store.runtime
 
     def rows(n: int) -> list[CacheArray]:
         widths = store.head_dim, store.head_dim_v
@@ -71,7 +74,7 @@ def _call_store(store: KVCacheStore, layer: int, heads: int, tokens: int, held: 
 
 
 def _counts_alone(store: KVCacheStore) -> bool:
-    """Whether a store's count can be set without tokens; groups along tokens need the tokens themselves."""
+    """Whether an empty store's count can be set without tokens; groups along tokens need the tokens themselves."""
     try:
         store.advance(0)
     except OptionError:

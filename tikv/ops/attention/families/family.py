@@ -169,7 +169,8 @@ def rows_of_one_query(group: int, most: int) -> int:
 
 
 def rows_evenly(rows: int, most: int) -> int:
-    """Rows of each of the fewest tasks of at most `most` rows."""
+    """Rows of each of the fewest tasks of at most `most` rows; 1 if there are no rows, and so no tasks."""
+    rows = max(rows, 1)
     return -(-rows // -(-rows // most))
 
 
