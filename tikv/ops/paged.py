@@ -179,7 +179,7 @@ def check_write_slots(
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         given = dict(zip(names, arrays, strict=True))
         index, scales = given["slot_mapping"], [given.get("k_scale"), given.get("v_scale")]
-        return write.bind(live, operation, arrays, Placement("slots", array=index), scales, index_step=index.strides[0])
+        return write.bind(live, operation, arrays, Placement("slots", array=index, step=index.strides[0]), scales)
 
     plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
     plan.pool = shape
@@ -262,20 +262,18 @@ class PoolWrite(NamedTuple):
         arrays: Sequence[ArrayView],
         place: Placement,
         scales: Sequence[ArrayView | None] = (None, None),
-        **params: Any,
     ) -> list[Launch]:
         """The launch over (k, k_pool, v, v_pool, ...), or one each if K and V are stored in different ways.
 
         Args:
             live, operation, arrays: as in `bind_copy`.
-            place: where each token goes, without the number of slots per page.
+            place: where each token goes, without the numbers of slots.
             scales: the scales of K and of V, each may be None.
-            **params: as in `bind_copy`.
         """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
         names = [None if format is None else format.name for format in self.formats]
         alike = pools[0].dtype is pools[1].dtype and names[0] == names[1]
-        found = []
+        launches = []
         for streams in [self.streams] if alike else [[i] for i in self.streams]:
             bound = bind_copy(
                 live,
@@ -290,12 +288,10 @@ class PoolWrite(NamedTuple):
                 widths=[self.shapes[i].width for i in streams],
                 heads=self.heads,
                 tokens=self.tokens,
-                dst_place=place._replace(page=shape.page),
-                dst_limit=shape.slots,
-                **params,
+                dst_place=place._replace(page=shape.page, limit=shape.slots),
             )
-            found.append(bound)
-        return found
+            launches.append(bound)
+        return launches
 
 
 def _scale_of(scale: ArrayView | None) -> Scale | None:
@@ -509,9 +505,13 @@ def gather_call(
             widths=[shape.width],
             heads=shape.heads,
             tokens=length,
-            src_place=Placement("slots" if by_slot else "table", shape.page, table),
-            index_step=table.strides[0],
-            src_limit=shape.slots if by_slot else shape.blocks,
+            src_place=Placement(
+                "slots" if by_slot else "table",
+                shape.page,
+                table,
+                step=table.strides[0],
+                limit=shape.slots if by_slot else shape.blocks,
+            ),
         )
         return [bound]
 
