@@ -228,7 +228,7 @@ def steps_between_changes(arch):
     ("owner", "name", "instead"),
     [
         (CopiedByNumPy, "wait", lambda self: None),
-        (HostLayers, "_drop", lambda self: None),
+        (Residents, "drop", lambda self, layer=None: None),
         (HostLayers, "_ready", lambda self, layer, frame: frame.transfer.wait()),
         (Residents, "frame_of", lambda self, layer: self.frames[0]),
     ],

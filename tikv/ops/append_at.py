@@ -106,12 +106,10 @@ def _check(
             heads=heads,
             tokens=tokens,
             groups=batch,
-            dst_place=Placement("ragged", array=now["positions"]),
-            dst_limit=slots,
-            index_group=int(batch > 1),
-            sinks=sinks,
-            ring=ring,
-            keep=max(0, tokens - ring) if ring else 0,
+            dst_place=Placement(
+                "ragged", array=now["positions"], limit=slots, group=int(batch > 1), sinks=sinks, ring=ring,
+                keep=max(0, tokens - ring) if ring else 0,
+            ),
         )  # fmt: skip
 
     written = [name in ("k_cache", "v_cache", *SCALES) for name in names]

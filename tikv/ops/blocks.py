@@ -224,15 +224,8 @@ def _bind_blocks(
     indexed: str,
 ) -> Launch:
     """Bind the copy of blocks, where a block is one row. `indexed` says whose blocks the index array names."""
-    both = indexed == "both"
-    params: dict[str, Any] = {"index_step": index.strides[0]}
-    if indexed in ("both", "src"):
-        params["src_limit"] = src[0].shape[0]
-    if indexed in ("both", "dst"):
-        params["dst_limit"] = dst[0].shape[0]
-    if both:
-        params["dst_index"] = index.strides[1]
-    slots = Placement("slots", array=index)
+    slots, both = Placement("slots", array=index, step=index.strides[0]), indexed == "both"
+    of_src, of_dst = (slots._replace(limit=ends[0].shape[0]) for ends in (src, dst))
     return bind_copy(
         live,
         operation,
@@ -241,9 +234,8 @@ def _bind_blocks(
         widths=widths,
         heads=1,
         tokens=index.shape[0],
-        src_place=slots if both or indexed == "src" else LINEAR,
-        dst_place=slots if both or indexed == "dst" else LINEAR,
-        **params,
+        src_place=LINEAR if indexed == "dst" else of_src,
+        dst_place=LINEAR if indexed == "src" else of_dst._replace(first=index.strides[1] if both else 0),
     )
 
 

@@ -231,25 +231,17 @@ def bind_gather(
 ) -> list[Launch]:
     """Bind the copy of kept rows into another array: one launch if one stride leads through all heads of each array."""
     batch, heads = cache.shape[:2]
-    common: dict[str, Any] = {
-        "widths": [cache.shape[3]],
-        "tokens": index.shape[-1],
-        "src_place": Placement("slots", array=index),
-        "src_limit": cache.shape[2],
-        "index_step": index.strides[-1],
-    }
+    sizes: dict[str, Any] = {"widths": [cache.shape[3]], "tokens": index.shape[-1]}
+    placement = Placement("slots", array=index, limit=cache.shape[2], group=index.strides[0], step=index.strides[-1])
     if index.ndim == 2 or heads == 1:
         src, dst = (Rows(a, *_strides(a)) for a in (cache, out))
-        group = index.strides[0]
-        return [
-            bind_copy(live, operation, src=[src], dst=[dst], heads=heads, groups=batch, index_group=group, **common)
-        ]
+        sizes |= {"heads": heads, "groups": batch}
+        return [bind_copy(live, operation, src=[src], dst=[dst], src_place=placement, **sizes)]
     even = batch == 1 or all(a.strides[0] == heads * a.strides[1] for a in (cache, index, out))
+    sizes |= {"heads": 1, "groups": heads * (batch if even else 1)}
     launches = []
     for b in range(1 if even else batch):
         src, dst = (Rows(a, a.strides[1], a.strides[2], first=b * a.strides[0]) for a in (cache, out))
-        launches.append(
-            bind_copy(live, operation, src=[src], dst=[dst], heads=1, groups=heads * (batch if even else 1),
-                      index_group=index.strides[1], src_index=b * index.strides[0], **common)
-        )  # fmt: skip
+        of_heads = placement._replace(group=index.strides[1], first=b * index.strides[0])
+        launches.append(bind_copy(live, operation, src=[src], dst=[dst], src_place=of_heads, **sizes))
     return launches

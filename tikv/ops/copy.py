@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tikv import runtime
 from tikv.arrays import ArrayView, Views, describe, runtime_of, view, view_all
 from tikv.ops import checks
-from tikv.ops.layouts import Formats, Placement, Rows, reduced_position, token_and_head_axes
+from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
 from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
@@ -323,9 +323,7 @@ def check_copy(
             widths=[widths[i] for i in streams],
             heads=heads,
             tokens=tokens,
-            dst_place=Placement("ring" if window else "linear"),
-            keep=max(0, tokens - window) if window else 0,
-            ring=window or 0,
+            dst_place=Placement("ring", ring=window, keep=max(0, tokens - window)) if window else LINEAR,
         )
         return [bound]
 
@@ -390,9 +388,7 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
             widths=[width],
             heads=heads,
             tokens=tokens,
-            src_place=Placement("ring"),
-            src_position=reduced_position(length - tokens, 0, capacity),
-            ring=capacity,
+            src_place=Placement("ring", position=reduced_position(length - tokens, 0, capacity), ring=capacity),
         )
         return [bound]
 

@@ -99,12 +99,26 @@ class Placement(NamedTuple):
         page: slots per page, if there are pages.
         array: the array that the rule reads. One array serves both ends of a launch.
         pages: for kind "pages", its four arrays: requests, positions, pages and where each request's pages start.
+        position: of the first token.
+        limit: slots, or pages of a table, that exist.
+        group, step: the steps in `array` from one group to the next, and from one token to the next.
+        first: the entry of `array` that the first token of the first group reads.
+        sinks, ring: slots that stay, and slots after them that wrap; 0 for none. One end of a launch has them.
+        keep: the first token that a ring does not lose.
     """
 
     kind: str = "linear"
     page: int = 0
     array: ArrayView | None = None
     pages: Sequence[ArrayView] = ()
+    position: int = 0
+    limit: int = 0
+    group: int = 0
+    step: int = 0
+    first: int = 0
+    sinks: int = 0
+    ring: int = 0
+    keep: int = 0
 
 
 LINEAR = Placement()

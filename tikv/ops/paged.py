@@ -179,7 +179,7 @@ def check_write_slots(
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         named = dict(zip(names, arrays, strict=True))
         index, scales = named["slot_mapping"], [named.get("k_scale"), named.get("v_scale")]
-        return write.bind(live, operation, arrays, Placement("slots", array=index), scales, index_step=index.strides[0])
+        return write.bind(live, operation, arrays, Placement("slots", array=index, step=index.strides[0]), scales)
 
     plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
     plan.pool = shape
@@ -262,15 +262,13 @@ class PoolWrite(NamedTuple):
         arrays: Sequence[ArrayView],
         placement: Placement,
         scales: Sequence[ArrayView | None] = (None, None),
-        **params: Any,
     ) -> list[Launch]:
         """The launch over (k, k_pool, v, v_pool, ...), or one each if K and V are stored in different ways.
 
         Args:
             live, operation, arrays: as in `bind_copy`.
-            place: where each token goes, without the number of slots per page.
+            place: where each token goes, without the numbers of slots.
             scales: the scales of K and of V, each may be None.
-            **params: as in `bind_copy`.
         """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
         names = [None if format is None else format.name for format in self.formats]
@@ -290,9 +288,7 @@ class PoolWrite(NamedTuple):
                 widths=[self.shapes[i].width for i in streams],
                 heads=self.heads,
                 tokens=self.tokens,
-                dst_place=placement._replace(page=shape.page),
-                dst_limit=shape.slots,
-                **params,
+                dst_place=placement._replace(page=shape.page, limit=shape.slots),
             )
             launches.append(bound)
         return launches
@@ -509,9 +505,13 @@ def gather_call(
             widths=[shape.width],
             heads=shape.heads,
             tokens=length,
-            src_place=Placement("slots" if by_slot else "table", shape.page, table),
-            index_step=table.strides[0],
-            src_limit=shape.slots if by_slot else shape.blocks,
+            src_place=Placement(
+                "slots" if by_slot else "table",
+                shape.page,
+                table,
+                step=table.strides[0],
+                limit=shape.slots if by_slot else shape.blocks,
+            ),
         )
         return [bound]
 

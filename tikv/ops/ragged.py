@@ -86,9 +86,7 @@ def check_append(
             heads=heads,
             tokens=tokens,
             groups=batch,
-            dst_place=Placement("ragged", array=offsets),
-            index_group=offsets.strides[0],
-            dst_limit=capacity,
+            dst_place=Placement("ragged", array=offsets, group=offsets.strides[0], limit=capacity),
         )
         return [bound]
 

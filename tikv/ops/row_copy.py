@@ -127,7 +127,6 @@ def bind_copy(
     groups: int = 1,
     src_place: Placement = LINEAR,
     dst_place: Placement = LINEAR,
-    **params: Any,
 ) -> Launch:
     """Bind the copy of `groups` x `tokens` x `heads` rows, of K or of K and V.
 
@@ -139,7 +138,6 @@ def bind_copy(
         widths: elements in a row of each stream.
         heads, tokens, groups: extents; none is zero. A group is a sequence, or a sequence of one layer.
         src_place, dst_place: placements of the two ends.
-        **params: entries of `kernels.address.CopyParams` by name.
 
     Raises:
         CapacityError: an array or the launch is larger than 32-bit indices reach.
@@ -186,6 +184,7 @@ def bind_copy(
     )
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
     arrays += pages
+    entries = place_entries(src_place, dst_place)
     if summaries is not None and not cpu and index is None:
         arrays += [src[0].array]  # a placeholder
     if not plain and not pages:
@@ -193,12 +192,10 @@ def bind_copy(
         arrays += [unused]
         if summaries is None:
             arrays += [scales[0].array if scales else unused, scales[-1].array if scales else unused]
-        for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
-            if place.array is not None:
-                params[entry] = params.get(entry, 0) + place.array.offset // place.array.dtype.itemsize
-        params |= scale_entries(scales) | tensor_entries(src, dst)
-    params.update(k_units=streams[0].units, v_units=streams[-1].units)
-    numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
+        entries |= scale_entries(scales) | tensor_entries(src, dst)
+    numbers = address.CopyParams(
+        iterations, k_units=streams[0].units, v_units=streams[-1].units, groups=groups, tokens=tokens, **entries
+    )
     vectors: list[Any] = [strides, numbers]
     if summaries is not None:
         arrays += [*([] if cpu else [src[0].array, dst[0].array]), summaries.least.array]
@@ -257,6 +254,20 @@ def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, 
         stored_first=firsts[1], to_sequence=to.sequence, to_page=to.token, to_head=to.head,
         least_first=firsts[2], greatest_first=firsts[2] + summaries.distance,
     )  # fmt: skip
+
+
+def place_entries(src: Placement, dst: Placement) -> dict[str, int]:
+    """The entries of `kernels.address.CopyParams` for the placements of both ends."""
+    indexed, ring = src if src.array is not None else dst, src if src.ring else dst
+    src_index, dst_index = (
+        0 if end.array is None else end.first + end.array.offset // end.array.dtype.itemsize for end in (src, dst)
+    )
+    return {
+        "src_position": src.position, "src_limit": src.limit, "src_index": src_index,
+        "dst_position": dst.position, "dst_limit": dst.limit, "dst_index": dst_index,
+        "index_group": indexed.group, "index_step": indexed.step,
+        "sinks": ring.sinks, "ring": ring.ring, "keep": ring.keep,
+    }  # fmt: skip
 
 
 def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:

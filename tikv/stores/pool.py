@@ -1,7 +1,7 @@
 """PagedKVCacheStore: sequences of any length over one pool of blocks, which share common prefixes.
 
-This module has the public calls, the store's lock, and what a store reports about itself. `pools` has the rest: memory
-and who holds which block of it (`Pages`), appends, attention, and dropping tokens.
+This module has the public calls, the store's lock, and what a store reports about itself. `pools` has the rest: `Pages`
+is the interface of each way to keep tokens in blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, is_followed, new_array, refuse_backward, runtime_of, view
+from tikv.arrays import CacheArray, is_followed, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.formats import GroupFormat
@@ -26,12 +26,12 @@ from tikv.stores import files, picture
 from tikv.stores.files import pool as pool_files
 from tikv.stores.locking import StoreLock, changing, locked
 from tikv.stores.picture import counted, size_in_words
-from tikv.stores.pools import attend, compaction
-from tikv.stores.pools.append import PageAppends
+from tikv.stores.pools import compaction
 from tikv.stores.pools.blocks import salt_bytes
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.group_pages import TokenGroupPages
 from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.row_pages import RowPages
 from tikv.stores.pools.sequences import SequenceState
 from tikv.stores.row_format import Divisor
 
@@ -132,9 +132,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self.dtype: DType | GroupFormat = config.rows.k.dtype
         self.v_dtype: DType | GroupFormat = config.rows.v.dtype
         self.divisors: tuple[Divisor, Divisor] = config.rows.divisors
-        kind = Pages if config.groups is None else TokenGroupPages
-        self._pages: Pages = kind(self.runtime, self.config, self.num_layers)
-        self._appends = PageAppends(self._pages)
+        kind = RowPages if config.groups is None else TokenGroupPages
+        self._pages: Pages[Any] = kind(self.runtime, self.config, self.num_layers)
         self._followed = False  # whether torch's autograd follows tokens that were appended
         self.lock = StoreLock()
 
@@ -227,20 +226,20 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.positions"
         layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
         rows = self._pages.sequences.positions(layer, state)
-        found = np.full((len(rows), max(map(len, rows))), -1, np.int64)
-        for to, row in zip(found, rows, strict=True):
+        positions = np.full((len(rows), max(map(len, rows))), -1, np.int64)
+        for to, row in zip(positions, rows, strict=True):
             to[: len(row)] = row
-        return found if self.config.per_head else np.tile(found, (self.num_kv_heads, 1))
+        return positions if self.config.per_head else np.tile(positions, (self.num_kv_heads, 1))
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys in place, in the store's layout; not a copy."""
-        self._pages.refuse_groups("PagedKVCacheStore.keys", "Read tokens().")
-        return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
+        operation = "PagedKVCacheStore.keys"
+        return CacheArray(self._pages.arrays(operation, self._layer(layer, operation))[0][0], self.runtime)
 
     def values(self, layer: int) -> CacheArray:
         """A layer's pool of values in place, in the store's layout; not a copy."""
-        self._pages.refuse_groups("PagedKVCacheStore.values", "Read tokens().")
-        return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
+        operation = "PagedKVCacheStore.values"
+        return CacheArray(self._pages.arrays(operation, self._layer(layer, operation))[0][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
         """The scales of K and of V in place; None for one that has no scales.
@@ -254,14 +253,13 @@ class PagedKVCacheStore(runtime.DeepCopied):
             DTypeError: the store has no scales.
         """
         operation = "PagedKVCacheStore.scales"
-        self._pages.refuse_groups(operation, "Read tokens().")
-        arrays = self._pages.pools.scales[self._layer(layer, operation)]
+        arrays = self._pages.arrays(operation, self._layer(layer, operation))[1]
         if not arrays:
             raise DTypeError(
                 f"{operation}: a {self.config.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
             )
-        found = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
-        return found.get("k_scale"), found.get("v_scale")
+        scales = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
+        return scales.get("k_scale"), scales.get("v_scale")
 
     @locked
     def page_summaries(self, layer: int, seqs: Sequence[int]) -> tuple[CacheArray, CacheArray]:
@@ -298,12 +296,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             [[1.0, 2.0, 4.0], [3.0, 5.0, 4.0]]
         """
         operation = "PagedKVCacheStore.page_summaries"
-        self._pages.refuse_groups(operation)
-        layer, ids = self._layer(layer, operation), self._pages.ids(seqs, operation)
-        states, pages = [self._state(seq, operation) for seq in ids], self._pages.pools.pages[layer]
-        if pages is None:
-            raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
-        return pages.read(operation, *self._pages.sequences.block_tables(layer, states))
+        return self._pages.page_summaries(operation, self._layer(layer, operation), seqs)
 
     def _layer(self, index: int, operation: str) -> int:
         runtime.require_alive(self.runtime, operation)
@@ -396,10 +389,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.append"
         rows, layer = (view(k, "k", operation), view(v, "v", operation)), self._layer(layer, operation)
-        if isinstance(self._pages, TokenGroupPages):
-            self._pages.append(operation, layer, rows, seqs, cu_seqlens, layout)
-        else:
-            self._appends.append(operation, layer, rows, seqs, cu_seqlens, layout)
+        self._pages.append(operation, layer, rows, seqs, cu_seqlens, layout)
         self._followed |= is_followed(k, v)
 
     @changing
@@ -436,13 +426,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: one launch.
         """
         operation = "PagedKVCacheStore.write_qkv"
-        self._pages.refuse_groups(operation, "Write to arrays with tikv.write_qkv, and append them.")
-        found = self._appends.write_qkv(
+        q = self._pages.write_qkv(
             operation, self._layer(layer, operation), qkv, seqs, cu_seqlens, num_q_heads=num_q_heads,
             norm_rope=norm_rope, rope_positions=rope_positions, q_layout=q_layout,
         )  # fmt: skip
         self._followed |= is_followed(qkv)
-        return found
+        return q
 
     # --- reads
 
@@ -516,12 +505,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
             mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
-        layer = self._layer(layer, operation)
-        if isinstance(self._pages, TokenGroupPages):
-            found = self._pages.attend(operation, layer, q, seqs, request)
-        else:
-            found = attend.attend(operation, self._pages, layer, q, seqs, request)
-        return refuse_backward(found, q, followed=self._followed)
+        result = self._pages.attend(operation, self._layer(layer, operation), q, seqs, request)
+        return refuse_backward(result, q, followed=self._followed)
 
     @locked
     def extend(
@@ -586,13 +571,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
             shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
-        layer = self._layer(layer, operation)
-        if isinstance(self._pages, TokenGroupPages):
-            found = self._pages.extend(operation, layer, (q, k, v), seqs, cu_seqlens, request)
-        else:
-            found = attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)
+        result = self._pages.extend(operation, self._layer(layer, operation), (q, k, v), seqs, cu_seqlens, request)
         self._followed |= is_followed(k, v)
-        return refuse_backward(found, q, k, v, followed=self._followed)
+        return refuse_backward(result, q, k, v, followed=self._followed)
 
     @locked
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
@@ -608,20 +589,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         each head. Groups along tokens are decoded in a few launches for each block.
         """
         operation = "PagedKVCacheStore.tokens"
-        layer = self._layer(layer, operation)
-        state = self._state(seq, operation)
-        if isinstance(self._pages, TokenGroupPages):
-            return self._pages.tokens(operation, layer, state)
-        held = self._pages.sequences.blocks_held(layer, state)
-        most, heads, found = max(n for _, n in held), self.num_kv_heads, []
-        for stream, row in enumerate(self.config.rows.both):
-            out = new_array((most, heads, row.width), row.read_dtype, self.runtime, zeroed=len(held) > 1)
-            for h, (blocks, n) in enumerate(held):
-                to = out if len(held) == 1 else out.part(1, h, h + 1).part(0, 0, n)
-                if n:
-                    self._pages.pools.gather(layer, stream, np.array(blocks, np.int32), n, to)
-            found.append(CacheArray(out, self.runtime))
-        return found[0], found[1]
+        return self._pages.tokens(operation, self._layer(layer, operation), self._state(seq, operation))
 
     # --- changes of sequences
 
@@ -796,9 +764,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (2, 3, [0.0, 3.0])
         """
         operation = "PagedKVCacheStore.commit"
-        self._pages.refuse_groups(operation, "truncate() drops the newest tokens.")
         runtime.require_alive(self.runtime, operation)
-        compaction.commit(operation, self._pages, seqs, path, drafted)
+        self._pages.commit(operation, seqs, path, drafted)
 
     @changing
     def swap_out(self, seq: int) -> None:
@@ -967,8 +934,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         blocks, sequences = self._pages.sequences.drawn()
         rows = [picture.Table(*of_sequence) for of_sequence in sequences]
-        found = picture.table(repr(self), self.block_size, self.num_blocks, self.num_free_blocks, blocks.holders, rows)
-        return picture.save(found, path, "PagedKVCacheStore.draw")
+        sizes = self.block_size, self.num_blocks, self.num_free_blocks
+        return picture.save(picture.table(repr(self), *sizes, blocks.holders, rows), path, "PagedKVCacheStore.draw")
 
     def _repr_html_(self) -> str:
         return self.draw()
@@ -987,8 +954,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         states = self._pages.sequences.states.values()
         swapped = sum(state.swapped is not None for state in states)
         uneven = sum(len({*state.ends}) > 1 for state in states)
-        said = ((swapped, "swapped out"), (uneven, "with layers of different lengths"))
-        notes = ", ".join(f"{number} {what}" for number, what in said if number)
+        counts = ((swapped, "swapped out"), (uneven, "with layers of different lengths"))
+        notes = ", ".join(f"{number} {what}" for number, what in counts if number)
         notes = f" ({notes})" if notes else ""
         return (
             f"PagedKVCacheStore({counted(self.num_layers, 'layer')} x {counted(self.num_kv_heads, 'head')} x "

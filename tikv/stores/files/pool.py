@@ -39,7 +39,7 @@ MOST_BLOCKS = 2**22  # the most that a file may ask for: 67 million tokens in bl
 Path: TypeAlias = str | os.PathLike[str]
 
 
-def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[SequenceState], operation: str) -> None:
+def write(path: Path, pages: Pages[Any], ids: Sequence[int], states: Sequence[SequenceState], operation: str) -> None:
     """Save these sequences, or raise CacheFileError. Slots that they have not filled are saved as zeros."""
     sequences, pools = pages.sequences, pages.pools
     held = list(dict.fromkeys(block for state in states for block in state.blocks))
@@ -115,7 +115,7 @@ class SavedSequences:
         files.require_memory(self.path, form["num_blocks"] * block + new * row, self.operation)
         return form
 
-    def add_to(self, pages: Pages, share_prefixes: bool, salt: bytes) -> list[int]:
+    def add_to(self, pages: Pages[Any], share_prefixes: bool, salt: bytes) -> list[int]:
         """Add them to the existing sequences, under the next numbers; all of them or none.
 
         With `share_prefixes`, `add` finds their prefixes under this salt or else their own, unless it finds a block of
@@ -132,13 +132,15 @@ class SavedSequences:
                 )
         return self._restore(pages, None, share_prefixes, salt)
 
-    def fill(self, pages: Pages, share_prefixes: bool) -> None:
+    def fill(self, pages: Pages[Any], share_prefixes: bool) -> None:
         """Put them into a new store, under their saved numbers."""
         numbers = [saved["seq"] for saved in self.meta["sequences"]]
         self._restore(pages, numbers, share_prefixes)
         pages.sequences.next = max([self.meta["next"], *(number + 1 for number in numbers)])
 
-    def _restore(self, pages: Pages, numbers: list[int] | None, share_prefixes: bool, salt: bytes = b"") -> list[int]:
+    def _restore(
+        self, pages: Pages[Any], numbers: list[int] | None, share_prefixes: bool, salt: bytes = b""
+    ) -> list[int]:
         """Make them under these numbers; if the file contradicts itself or blocks are too few, raise and make none.
 
         Digests are computed from the file's token ids; any digests in the file are ignored. Without `numbers`, the pool

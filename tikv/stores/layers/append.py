@@ -189,12 +189,9 @@ class AppendPlan(Plan):
 
     def _bind_anew(self, given: Sequence[ArrayView]) -> list[Launch]:
         first, batch, heads = self.layers[0], self.batch, self.heads
-        params = dict[str, Any]()
         scales = first.scales_of_rows(heads, self.rows.numbers)
-        if not self.counted:
-            params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
         if self.absolute:
-            place = Placement("layers", array=self._layer_table())
+            placement = Placement("layers", array=self._layer_table())
             dst = [
                 Rows(a, token=a.shape[3], format=format)
                 for a, format in zip((first.k, first.v), self.rows.formats, strict=True)
@@ -202,18 +199,16 @@ class AppendPlan(Plan):
             # The table has the first row of each layer's heads, and so the first scale too.
             scales = [None if a is None else a._replace(sequence=0, head=0) if a.token else a for a in scales]
         else:
-            linear = Placement("ring" if first.ring else "linear")
-            place = linear if self.counted else Placement("ragged", array=given[2])
-            dst = self._rows_of_layers()
-            keep = max(0, self.tokens - first.ring) if first.ring else 0
-            params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
+            placement, dst = first.placement(0, self.tokens), self._rows_of_layers()
+            if not self.counted:
+                placement = placement._replace(kind="ragged", array=given[2], limit=first.slots, group=int(batch > 1))
         sequence_axis = 0 if batch == 1 else 1
         src = [
             Rows(a, sequence=s[sequence_axis], token=s[1 + self.token_axis], head=s[1 + self.head_axis])
             for a, (_, s) in zip(given, self._forms, strict=False)
         ]
         dst = [rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)]
-        return self._bind(src, dst, params | {"heads": heads, "groups": len(self.layers) * batch, "dst_place": place})
+        return self._bind(src, dst, {"heads": heads, "groups": len(self.layers) * batch, "dst_place": placement})
 
     def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any], head: int = 0) -> list[Launch]:
         """The launches for these rows; `head` is the number of the first head if each head is its own sequence."""
@@ -300,10 +295,8 @@ class UnevenAppendPlan(AppendPlan):
         strides = [form[1] for form in self._forms]
         even = self.batch == 1 or all(s[1] == heads * s[1 + self.head_axis] for s in strides)
         groups = heads * (self.batch if even else 1)
-        keep = max(0, self.tokens - layer.ring) if layer.ring else 0
-        params: dict[str, Any] = {"sinks": layer.sinks, "ring": layer.ring, "keep": keep}
-        params |= {"dst_limit": layer.slots, "index_group": 1}
-        found = []
+        placement = layer.placement(0, self.tokens)._replace(kind="ragged", limit=layer.slots, group=1)
+        launches = []
         for b in range(1 if even else self.batch):
             first = b * heads
             src = [
@@ -317,9 +310,9 @@ class UnevenAppendPlan(AppendPlan):
                 for a, w, format, scale in stored
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
-            placed = {"heads": 1, "groups": groups, "dst_place": Placement("ragged", array=index)}
-            found += self._bind(src, dst, params | placed, first)
-        return found
+            placed = {"heads": 1, "groups": groups, "dst_place": placement._replace(array=index)}
+            launches += self._bind(src, dst, placed, first)
+        return launches
 
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:

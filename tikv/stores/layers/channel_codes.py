@@ -18,7 +18,6 @@ from tikv.errors import CapacityError
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
-from tikv.ops.layouts import Placement
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
 from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
@@ -81,8 +80,7 @@ class ChannelCodes:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
         self._coded.encode(
             self.runtime, operation, (rows_of(layer.k), rows_of(layer.v)), self._transposed,
-            (self.tokens - self.dropped) % self.room, src_place=Placement("ring"),
-            src_position=layer.slot_of(layer.sinks + self.tokens), sinks=layer.sinks, ring=layer.ring,
+            (self.tokens - self.dropped) % self.room, placement=layer.placement(layer.sinks + self.tokens),
         )  # fmt: skip
         self.tokens += self.group
 

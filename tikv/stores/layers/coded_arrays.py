@@ -14,7 +14,7 @@ from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_pla
 from tikv.ops.attention.launches import ALL, AttendedTokens
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttentionScale
-from tikv.ops.layouts import Placement, Rows, Scale
+from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.attend import NO_VIEWS
 from tikv.stores.layers.memory import copy_rows
@@ -104,18 +104,18 @@ class CodedArrays(NamedTuple):
         transposed: ArrayView,
         token: int,
         block: int = 0,
-        **placed: Any,
+        placement: Placement = LINEAR,
     ) -> None:
-        """Quantise a group of rows of K and V, whose places are in `placed`, in three launches.
+        """Quantise a group of rows of K and V, whose slots `placement` gives, in three launches.
 
         `transposed` is memory for the group's keys by channel, for all sequences that the rows belong to.
         """
         form, pairs, group = self.form, transposed.shape[0], self.form.keys.group
         by_channel, by_token = self._by_channel(transposed)
         shape = pairs // form.heads, form.heads, group
-        copy_rows(live, operation, [rows[0]], [by_token], [form.width], shape, **placed)
+        copy_rows(live, operation, [rows[0]], [by_token], [form.width], shape, placement)
         copy_rows(live, operation, [by_channel], [self.keys(token, block)], [group], (pairs, 1, form.width))
-        copy_rows(live, operation, [rows[1]], [self.values(token, block)], [form.values.width], shape, **placed)
+        copy_rows(live, operation, [rows[1]], [self.values(token, block)], [form.values.width], shape, placement)
 
     def decode(
         self,
@@ -132,10 +132,10 @@ class CodedArrays(NamedTuple):
         transposed = self.turned(sequences, (skip + len(tokens)) // group, dtypes.float32, live)
         by_channel, by_token = self._by_channel(transposed)
         pairs, channels, _ = transposed.shape
-        shape, placement = (sequences, form.heads, len(tokens)), Placement("linear", group)
+        shape, placement = (sequences, form.heads, len(tokens)), Placement("linear", group, position=skip)
         keys, values = self.keys(tokens.start, block), self.values(tokens.start, block)
         copy_rows(live, operation, [keys], [by_channel], [group], (pairs, 1, channels))
-        copy_rows(live, operation, [by_token], [to[0]], [form.width], shape, src_place=placement, src_position=skip)
+        copy_rows(live, operation, [by_token], [to[0]], [form.width], shape, placement)
         copy_rows(live, operation, [values], [to[1]], [form.values.width], shape)
 
     def attend(

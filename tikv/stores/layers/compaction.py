@@ -166,7 +166,7 @@ def _gather_by_head(
     n, dst = index.shape[-1], [_rows_by_head(a) for a in to]
     copy_rows(
         memory.runtime, operation, src, dst, widths, (memory.batch_size * memory.num_kv_heads, 1, n),
-        src_place=Placement("slots", array=index), src_limit=limit, index_group=n, index_step=1,
+        Placement("slots", array=index, limit=limit, group=n, step=1),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from tikv.arrays import ArrayView, Host, as_numpy, to_device
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.fixed_scales import fixed_scale, head_step
-from tikv.ops.layouts import Formats, Scale, reduced_position
+from tikv.ops.layouts import Formats, Placement, Scale, reduced_position
 from tikv.ops.staging import KnownOnHost
 from tikv.stores import lengths
 from tikv.stores.history import History
@@ -183,6 +183,11 @@ class Layer:
     def slot_of(self, position: int) -> int:
         """The slot of a position."""
         return reduced_position(position, self.sinks, self.ring)
+
+    def placement(self, position: int, tokens: int = 0) -> Placement:
+        """The slots of tokens from a position on; if `tokens` are written there, a ring keeps the last of them."""
+        kind, keep = ("ring", max(0, tokens - self.ring)) if self.ring else ("linear", 0)
+        return Placement(kind, position=self.slot_of(position), sinks=self.sinks, ring=self.ring, keep=keep)
 
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
         """Raise PositionError if a store of `length` tokens drops `n`, and the layer lacks some of those that stay."""

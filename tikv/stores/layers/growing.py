@@ -144,11 +144,7 @@ class GrowingLayer(runtime.NotCopied):
         require_alive(self.runtime, operation)
         rows = view_all((k, v), ROWS, operation)
         with self._memory.lock:
-            plan = self._appends.plans.get((0, rows.key))
-            if plan is None:
-                self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)
-            else:
-                plan.append(rows)
+            self._appends.append(operation, self._layer, rows, "head_major")
         self.append_alike = self._like_the_last(operation)
 
     def _like_the_last(self, operation: str) -> AppendAlike:
@@ -161,7 +157,7 @@ class GrowingLayer(runtime.NotCopied):
         if test is None:
             return takes_nothing
         same, address, key, same_at = test
-        plan = self._appends.plans.get((0, key))
+        plan = self._appends.plans.get((operation, self._layer.index, key, "head_major"))
         launch_again = None if plan is None else plan.launch_again
         if plan is None or launch_again is None or not plan.pointers:
             return takes_nothing

@@ -60,7 +60,7 @@ class HostLayers(LayerStorage):
 
     def _new_residents(self, batch_size: int) -> dict[int | None, Residents[Frame]]:
         """Empty frames for layers of each window."""
-        found = {}
+        residents = {}
         for window in dict.fromkeys(self.config.windows):
             layers = [i for i, w in enumerate(self.config.windows) if w == window]
             of_one = self.config._replace(num_layers=1, batch_size=batch_size, windows=(window,), place="device")
@@ -71,8 +71,8 @@ class HostLayers(LayerStorage):
                 forms = [[a.shape for a, _ in x.filled(i)] for x, i in ((content, 0), (self.whole, layers[0]))]
                 assert batch_size != self.batch_size or forms[0] == forms[1], "a copy has the layout of its layer"
                 frames.append(Frame(content, self._transfer(self.runtime)))
-            found[window] = Residents(layers, len(self.config.windows), frames)
-        return found
+            residents[window] = Residents(layers, len(self.config.windows), frames)
+        return residents
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
         return HostLayers(self.config, copy.deepcopy(self.whole, memo), self._transfer)
@@ -81,11 +81,11 @@ class HostLayers(LayerStorage):
 
     @property
     def resident_layers(self) -> int:
-        return sum(len(some.frames) for some in self.residents.values())
+        return sum(len(residents.frames) for residents in self.residents.values())
 
     @property
     def resident_nbytes(self) -> int:
-        return sum(frame.content.nbytes for some in self.residents.values() for frame in some.frames)
+        return sum(frame.content.nbytes for residents in self.residents.values() for frame in residents.frames)
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +118,12 @@ class HostLayers(LayerStorage):
     def _bring(self, operation: str, layer: int) -> Frame:
         """The frame of a layer, for launches from now on; the next layer is being copied."""
         refuse_capture(self.runtime, operation)
-        batches = {frame.content.batch_size for some in self.residents.values() for frame in some.frames}
+        batches = {frame.content.batch_size for residents in self.residents.values() for frame in residents.frames}
         if batches != {self.batch_size}:
             self.residents = self._new_residents(self.batch_size)
         frame = self._of(layer).bring(layer, self._fetch)
-        for some in self.residents.values():
-            some.bring_next(layer, self._fetch)
+        for residents in self.residents.values():
+            residents.bring_next(layer, self._fetch)
         self._ready(layer, frame)
         return frame
 
@@ -133,29 +133,12 @@ class HostLayers(LayerStorage):
         frame.content.count_as(0, self.whole, layer)
 
     @contextlib.contextmanager
-    def _writing(self, layer: int, frame: Frame) -> Iterator[None]:
-        """A context for writes to a frame and to the host: a frame that was not written as the host was is dropped."""
-        try:
-            yield
-        except BaseException:
-            self._of(layer).drop(layer)
-            raise
-        finally:
-            frame.transfer.used()
-
-    @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
-        """A context for writes to the host, after any copies in progress; the copies are dropped and made again."""
-        for some in self.residents.values():
-            for frame in some.frames:
-                if frame.layer is not None:
-                    frame.transfer.wait()
-        yield
-        self._drop()
-
-    def _drop(self) -> None:
-        for some in self.residents.values():
-            some.drop()
+        """As `Residents.on_host`, for all layers."""
+        with contextlib.ExitStack() as stack:
+            for residents in self.residents.values():
+                stack.enter_context(residents.on_host())
+            yield
 
     # --- writes
 
@@ -168,7 +151,7 @@ class HostLayers(LayerStorage):
             self.whole.append(operation, layer, rows, layout)
             return
         self._ready(layer, frame)
-        with self._writing(layer, frame):
+        with self._of(layer).writing(layer, frame):
             frame.content.append(operation, 0, rows, layout)
             self.whole.append(operation, layer, rows, layout)
 
@@ -197,11 +180,11 @@ class HostLayers(LayerStorage):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, over the copy; new tokens go to the host as well."""
         frame = self._bring(operation, layer)
-        with self.whole.attempted(operation, layer), self._writing(layer, frame):
-            found = frame.content.extend(operation, 0, arrays, request)
+        with self.whole.attempted(operation, layer), self._of(layer).writing(layer, frame):
+            result = frame.content.extend(operation, 0, arrays, request)
             rows = view_all(arrays[1:], ROWS, operation)
             self._append_to_host(operation, layer, rows, request.layout)
-            return found
+            return result
 
     @uninterrupted
     def _append_to_host(self, operation: str, layer: int, rows: Views, layout: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tikv import runtime
@@ -38,14 +38,14 @@ class Places:
 
     def add(self, layer: HostedLayer) -> None:
         """Add a layer, instead of any other with its number."""
-        for some in self._residents.values():
-            some.drop(layer.number)
+        for residents in self._residents.values():
+            residents.drop(layer.number)
         self._layers[layer.number] = layer
         live = layer.runtime
-        found = self._residents.setdefault(live, Residents((), self.count, ()))
-        found.layers = sorted(i for i, x in self._layers.items() if x.runtime is live)
-        while len(found.frames) < min(self.resident_layers, len(found.layers)):
-            found.frames.append(Place((self.transfer or transfer_of)(live)))
+        residents = self._residents.setdefault(live, Residents((), self.count, ()))
+        residents.layers = sorted(i for i, x in self._layers.items() if x.runtime is live)
+        while len(residents.frames) < min(self.resident_layers, len(residents.layers)):
+            residents.frames.append(Place((self.transfer or transfer_of)(live)))
 
     def of(self, layer: HostedLayer) -> Residents[Place]:
         """The resident layers of its device."""
@@ -53,12 +53,12 @@ class Places:
 
     def bring(self, layer: HostedLayer, ahead: bool = False) -> Place:
         """The place of a layer, to which it is at least being copied; with `ahead`, the next layer is copied too."""
-        some = self.of(layer)
-        found = some.bring(layer.number, self._fetch)
+        residents = self.of(layer)
+        place = residents.bring(layer.number, self._fetch)
         if ahead:
-            some.layers = [number for number in some.layers if number in self._layers]
-            some.bring_next(layer.number, self._fetch)
-        return found
+            residents.layers = [number for number in residents.layers if number in self._layers]
+            residents.bring_next(layer.number, self._fetch)
+        return place
 
     def _fetch(self, number: int, place: Place) -> None:
         place.take(self._layers[number])
@@ -168,17 +168,8 @@ class HostedLayer(GrowingLayer):
         self.bring()
         return self._places.bring(self)
 
-    def _drop(self) -> None:
-        self._places.of(self).drop(self.number)
-
-    @contextlib.contextmanager
-    def _on_host(self) -> Iterator[None]:
-        """A context for writes to the host, after any copy in progress; the copy is dropped and made again."""
-        place = self._places.of(self).frame_of(self.number)
-        if place is not None:
-            place.transfer.wait()
-        yield
-        self._drop()
+    def _on_host(self) -> contextlib.AbstractContextManager[None]:
+        return self._places.of(self).on_host(self.number)
 
     # --- reads
 
@@ -211,15 +202,9 @@ class HostedLayer(GrowingLayer):
     def append(self, k: Any, v: Any) -> None:
         """As `GrowingLayer.append`, to the copy and to the host."""
         content = self.bring()
-        place = self._places.bring(self)
-        try:
+        with self._places.of(self).writing(self.number, self._places.bring(self)):
             content.append(k, v)
             super().append(k, v)
-        except BaseException:
-            self._drop()
-            raise
-        finally:
-            place.transfer.used()
 
     def _like_the_last(self, operation: str) -> AppendAlike:
         return self.append_alike  # takes no tokens, since they go to two places

@@ -234,11 +234,15 @@ class LayerMemory:
         stored = zip((layer.k, layer.v), self.rows.formats, scales, strict=True)
         src = [rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored]
         shape = self.batch_size, self.num_kv_heads, tokens
-        placement, slot = Placement("ring") if layer.ring else LINEAR, layer.slot_of(position)
         copy_rows(
-            self.runtime, operation, src, [rows_of(a, at) for a in out], self.rows.widths, shape, src_place=placement,
-            src_position=slot, sinks=layer.sinks, ring=layer.ring,
-        )  # fmt: skip
+            self.runtime,
+            operation,
+            src,
+            [rows_of(a, at) for a in out],
+            self.rows.widths,
+            shape,
+            layer.placement(position),
+        )
 
     def copy_filled(self) -> list[list[ArrayView]]:
         """Copies of every layer's filled slots, in the same place as the layers."""
@@ -281,11 +285,10 @@ class LayerMemory:
         if slots == 0:
             return
         ends, shape = ([rows_of(src)], [rows_of(dst)]), (self.batch_size, self.num_kv_heads, slots)
-        width, placed = width_of(src), dict[str, Any]()
+        width, placement = width_of(src), LINEAR
         if sequences is not None:
-            shape = (sequences.shape[0], *shape[1:])
-            placed = {"src_place": Placement("group", array=sequences), "index_group": 1}
-        copy_rows(self.runtime, "KVCacheStore", *ends, [width], shape, **placed)
+            shape, placement = (sequences.shape[0], *shape[1:]), Placement("group", array=sequences, group=1)
+        copy_rows(self.runtime, "KVCacheStore", *ends, [width], shape, placement)
 
     def move_in_place(
         self, operation: str, layers: Sequence[Layer], slots: np.ndarray[Any, Any], most: int, start: int = 0
@@ -362,12 +365,11 @@ def copy_rows(
     dst: Sequence[Rows],
     widths: Sequence[int],
     shape: tuple[int, int, int],
-    **placed: Any,
+    src_place: Placement = LINEAR,
 ) -> None:
-    """Copy the rows of `shape` sequences, heads and tokens at once, with options of `bind_copy`; see `bind_copies`."""
-    groups, heads, tokens = shape
-    sizes: dict[str, Any] = {"groups": groups, "heads": heads, "tokens": tokens}
-    for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, **sizes, **placed):
+    """Copy the rows of `shape` sequences, heads and tokens at once, to where `dst` says; see `bind_copies`."""
+    sizes: dict[str, Any] = dict(zip(("groups", "heads", "tokens"), shape, strict=True))
+    for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, src_place=src_place, **sizes):
         each.bound.launch()
 
 

@@ -7,7 +7,8 @@ copied when it is asked for, and the computation waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from tikv import launch, runtime
@@ -157,6 +158,26 @@ class Residents(Generic[F]):
         for frame in self.frames:
             if layer is None or frame.layer == layer:
                 frame.layer = None
+
+    @contextlib.contextmanager
+    def writing(self, layer: int, frame: F) -> Iterator[None]:
+        """A context for writes to a frame and to the host: a frame that was not written as the host was is dropped."""
+        try:
+            yield
+        except BaseException:
+            self.drop(layer)
+            raise
+        finally:
+            frame.transfer.used()
+
+    @contextlib.contextmanager
+    def on_host(self, layer: int | None = None) -> Iterator[None]:
+        """A context for writes to the host, of a layer or of all, after copies in progress; copies are then dropped."""
+        for frame in self.frames:
+            if frame.layer is not None and layer in (None, frame.layer):
+                frame.transfer.wait()
+        yield
+        self.drop(layer)
 
     def _steps(self, using: int, layer: int) -> int:
         """After how many more layers a layer is used again."""

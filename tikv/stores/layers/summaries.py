@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tikv.arrays import ArrayView, Host, new_array
-from tikv.ops.layouts import Rows, WrittenPages
+from tikv.ops.layouts import Placement, Rows, WrittenPages
 from tikv.ops.page_summaries import both_of, distance_in, summarize_listed
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
@@ -79,5 +79,5 @@ def _decoded(operation: str, memory: LayerMemory, layer: Layer, begin: int, stop
     out = new_array((*shape, row.width), row.read_dtype, memory.runtime)
     scale = layer.scales_of_rows(memory.num_kv_heads, memory.rows.numbers)[0]
     src = rows_of(layer.k)._replace(format=row.format, scale=scale)
-    copy_rows(memory.runtime, operation, [src], [rows_of(out)], [row.width], shape, src_position=begin)
+    copy_rows(memory.runtime, operation, [src], [rows_of(out)], [row.width], shape, Placement(position=begin))
     return out

@@ -15,20 +15,18 @@ from tikv.ops.plan import Launch
 from tikv.ops.rotate import Rope
 from tikv.stores.history import History
 from tikv.stores.layers.drafts import check_ascending
-from tikv.stores.pools.blocks import slots_of
-from tikv.stores.pools.group_pages import TokenGroupPages
 from tikv.stores.pools.head_sequences import HeadSequences
+from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Changing, Pages
-from tikv.stores.pools.rows import Moves, check_turn, move_in_place, move_rows
+from tikv.stores.pools.rows import Moves, move_in_place, move_rows
 from tikv.stores.pools.sequences import SequenceState
 
 
-def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep: Any, rope: Rope | None) -> None:
+def compact(operation: str, pages: Pages[Any], layer: int, state: SequenceState, keep: Any, rope: Rope | None) -> None:
     """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
     pages.refuse_pieces(operation)
     if rope is not None:
-        pages.refuse_groups(f"{operation}(rope=)")
-        check_turn(pages.config, pages.pools.layers[layer], rope, operation)
+        pages.check_rope(operation, layer, rope)
     # Indices or a mask of one sequence get an axis of sequences; what is not an array is refused later.
     of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
     held = pages.sequences.held(layer, state)
@@ -42,7 +40,7 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
 
 def _compact_heads(
     operation: str,
-    pages: Pages,
+    pages: Pages[LayerPools],
     sequences: HeadSequences,
     layer: int,
     state: SequenceState,
@@ -50,37 +48,32 @@ def _compact_heads(
     rope: Rope | None,
 ) -> None:
     """Keep different tokens for each head, if a block holds tokens of one head only."""
-    turned, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
+    rotated, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
-    moves = sequences.moves(layer, state, by_head, turned)
-    _move(operation, pages, layer, moves, rope)
-    sequences.compact_heads(layer, state, by_head, turned)
+    moves = sequences.moves(layer, state, by_head, rotated)
+    move(operation, pages, layer, moves, rope)
+    sequences.compact_heads(layer, state, by_head, rotated)
 
 
 def _compact_alike(
-    operation: str, pages: Pages, layer: int, state: SequenceState, chosen: Host, rope: Rope | None
+    operation: str, pages: Pages[Any], layer: int, state: SequenceState, indices: Host, rope: Rope | None
 ) -> None:
     """Keep the same tokens for all heads, in blocks that other sequences may share."""
-    sequences, held = pages.sequences, state.lengths[layer]
-    place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
-    pages.check_kept(operation, layer, state, chosen)
-    changed = (chosen != place) | ((rope is not None) & (before != place))
-    first = int(changed.argmax()) if changed.any() else len(chosen)
-    step = sequences.begin_compaction(operation, state, first, len(chosen))
+    sequences, count, held = pages.sequences, len(indices), state.lengths[layer]
+    new, before = np.arange(count), state.positions(layer)[indices]
+    pages.check_kept(operation, layer, state, indices)
+    moves = Moves(indices, new, before, before if rope is None else new)
+    changed = moves.changed
+    first = int(changed.argmax()) if changed.any() else count
+    step = sequences.begin_compaction(operation, state, first, count)
     with Changing(pages, step) as change:
         change.copy_shared()
-        if isinstance(pages, TokenGroupPages):
-            pages.keep(layer, state, step.tables[0], chosen)
-        else:
-            src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
-            moves = Moves(src, dst, before[changed], place[changed])
-            _move(operation, pages, layer, moves, rope)
-    next_position = held + state.shift(layer) if rope is None else len(place)
-    left = History.of_rows([before if rope is None else place], state.came(layer), next_position)
-    sequences.compact(layer, step, first, left)
+        pages.move(operation, layer, state, step.tables[0], moves, rope)
+    next_position = held + state.shift(layer) if rope is None else count
+    sequences.compact(layer, step, first, History.of_rows([moves.after], state.came(layer), next_position))
 
 
-def _move(operation: str, pages: Pages, layer: int, moves: Moves, rope: Rope | None) -> None:
+def move(operation: str, pages: Pages[LayerPools], layer: int, moves: Moves, rope: Rope | None) -> None:
     """Move and rotate rows of a layer, and update the summaries of the pages that they are in now."""
     move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
     summaries = pages.pools.pages[layer]
@@ -88,7 +81,7 @@ def _move(operation: str, pages: Pages, layer: int, moves: Moves, rope: Rope | N
         summaries.summarize_slots(operation, moves.dst)
 
 
-def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | None) -> None:
+def commit(operation: str, pages: Pages[LayerPools], seqs: Any, path: Any, drafted: int | None) -> None:
     """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
     pages.refuse_pieces(operation)
     ids, sequences = pages.ids(seqs, operation), pages.sequences
@@ -123,29 +116,31 @@ def _same_for_all(index: Host, operation: str) -> Host:
     return one[one >= 0].astype(np.int64)
 
 
-def _moves(operation: str, pages: Pages, slots: Sequence[tuple[Host, Host]]) -> list[Launch]:
+def _moves(operation: str, pages: Pages[LayerPools], slots: Sequence[tuple[Host, Host]]) -> list[Launch]:
     """The launches that move rows from slots to slots of each layer, in the order of their places."""
-    layers, found, config = iter(slots), [], pages.config
+    layers, launches, config = iter(slots), list[Launch](), pages.config
     for group in pages.pools.groups:
         first = np.arange(group.layers) * config.num_blocks * config.block_size
         pairs = [(src + n, dst + n) for n, (src, dst) in zip(first, layers, strict=False)]
-        found += move_in_place(pages.runtime, operation, config, group.arrays, pairs)
-    return found
+        launches += move_in_place(pages.runtime, operation, config, group.arrays, pairs)
+    return launches
 
 
 def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
     """The path of each sequence, int64; raises unless it ascends within its draft."""
-    given = path.tolist() if hasattr(path, "tolist") else path
-    given = list(given) if isinstance(given, list | tuple | range) else [given]
-    if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in given):
-        given = [given]
-    if len(given) != len(drafted):
-        raise ShapeError(f"{operation}: path has {len(given)} entries for {len(drafted)} sequences. Pass one for each.")
-    found = []
-    for i, (one, count) in enumerate(zip(given, drafted, strict=True)):
+    entries = path.tolist() if hasattr(path, "tolist") else path
+    entries = list(entries) if isinstance(entries, list | tuple | range) else [entries]
+    if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in entries):
+        entries = [entries]
+    if len(entries) != len(drafted):
+        raise ShapeError(
+            f"{operation}: path has {len(entries)} entries for {len(drafted)} sequences. Pass one for each."
+        )
+    paths = []
+    for i, (one, count) in enumerate(zip(entries, drafted, strict=True)):
         numbers = one.tolist() if hasattr(one, "tolist") else one
         if not isinstance(numbers, list | tuple | range) or not all(type(n) is int for n in numbers):
             raise ShapeError(f"{operation}: path[{i}] is {one}. Give a list of ascending integers for each sequence.")
-        found.append(np.array(numbers, np.int64))
-        check_ascending(operation, found[-1], count, i)
-    return found
+        paths.append(np.array(numbers, np.int64))
+        check_ascending(operation, paths[-1], count, i)
+    return paths

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from tikv.ops.attention.paged import check_paged_queries, paged_call
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
+from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import results_of
@@ -42,9 +43,8 @@ from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
-from tikv.stores.pools.rows import of_all_heads, pairs_of
-from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState, refuse_missed
-from tikv.stores.pools.tables import DeviceTables
+from tikv.stores.pools.rows import Moves, of_all_heads, pairs_of
+from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
 from tikv.stores.row_format import ROWS, RowFormats, append_one_of
 
 FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
@@ -52,19 +52,19 @@ FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
 
 def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: Host) -> list[ArrayView]:
     """A copy of parts of blocks, `each` per block, by their numbers among the parts of all blocks."""
-    found = []
+    copies = []
     for a in arrays:
         rows, of_heads = _as_parts(a, each), of_all_heads(a.shape[1], each, numbers)
-        found.append(new_array((len(of_heads), rows.shape[1]), a.dtype, live))
-        blocks.swap_blocks(rows, found[-1], pairs_of(of_heads, np.arange(len(of_heads))))
-    return found
+        copies.append(new_array((len(of_heads), rows.shape[1]), a.dtype, live))
+        blocks.swap_blocks(rows, copies[-1], pairs_of(of_heads, np.arange(len(of_heads))))
+    return copies
 
 
-def put_parts(arrays: Sequence[ArrayView], each: int, taken: Sequence[ArrayView], numbers: Host) -> None:
+def put_parts(arrays: Sequence[ArrayView], each: int, copies: Sequence[ArrayView], numbers: Host) -> None:
     """Write what `take_parts` copied to the parts with these numbers."""
-    for a, found in zip(arrays, taken, strict=True):
+    for a, parts in zip(arrays, copies, strict=True):
         of_heads = of_all_heads(a.shape[1], each, numbers)
-        blocks.swap_blocks(found, _as_parts(a, each), pairs_of(np.arange(len(of_heads)), of_heads))
+        blocks.swap_blocks(parts, _as_parts(a, each), pairs_of(np.arange(len(of_heads)), of_heads))
 
 
 def _moved(parts: Host, src: Sequence[int], dst: Sequence[int], each: int) -> tuple[int, Host, Host]:
@@ -94,7 +94,7 @@ class NewPages:
         rows, self._num_layers, self.runtime = form.newest_rows, num_layers, live
         formats = RowFormats(*rows, config.rows.scale_dtype)
         self._config = dataclasses.replace(config, block_size=self.group, rows=formats, groups=None)
-        self._places, self._free = dict[int, int](), list(range(FIRST_SEQUENCES))
+        self._ranks, self._free = dict[int, int](), list(range(FIRST_SEQUENCES))
         self._away: dict[int, HostBlocks] = {}  # pages of swapped-out sequences
         self.pools = self._pools_for(FIRST_SEQUENCES)
 
@@ -104,31 +104,31 @@ class NewPages:
 
     def _grow(self, sequences: int) -> None:
         """Allocate memory for `sequences` sequences, and keep what is stored."""
-        made, kept = self._pools_for(sequences), np.arange(len(self._places) * self.each)
-        for old, new in zip(self.pools.layers, made.layers, strict=True):
+        larger, pages = self._pools_for(sequences), np.arange(len(self._ranks) * self.each)
+        for old, new in zip(self.pools.layers, larger.layers, strict=True):
             for a, to in zip(old, new, strict=True):
-                blocks.swap_blocks(a, to, pairs_of(kept, kept))
-        self.pools = made
-        self._free += range(len(self._places), sequences)
+                blocks.swap_blocks(a, to, pairs_of(pages, pages))
+        self.pools = larger
+        self._free += range(len(self._ranks), sequences)
 
     def take(self, seq: int) -> None:
         """Take pages for a sequence."""
         if not self._free:
-            self._grow(2 * len(self._places))
-        self._places[seq] = self._free.pop(0)
+            self._grow(2 * len(self._ranks))
+        self._ranks[seq] = self._free.pop(0)
 
     def release(self, seq: int) -> None:
         """Give back a sequence's pages, if it has any."""
-        place = self._places.pop(seq, None)
-        if place is not None:
-            self._free.append(place)
+        rank = self._ranks.pop(seq, None)
+        if rank is not None:
+            self._free.append(rank)
         self._away.pop(seq, None)
 
     def swap_out(self, seq: int) -> None:
         """Move its pages to the host."""
-        found = self.read(seq)
+        pages = self.read(seq)
         self.release(seq)
-        self._away[seq] = found
+        self._away[seq] = pages
 
     def swap_in(self, seq: int) -> None:
         """The reverse of `swap_out`."""
@@ -149,7 +149,7 @@ class NewPages:
 
     def pages(self, seq: int) -> list[int]:
         """The pages of a sequence, in the order of memory."""
-        first = self._places[seq] * self.each
+        first = self._ranks[seq] * self.each
         return list(range(first, first + self.each))
 
     def in_order(self, seq: int, coded: int) -> list[int]:
@@ -185,7 +185,7 @@ class NewPages:
         self.pools.copy_blocks(list(zip(self.pages(src), self.pages(dst), strict=True)))
 
 
-class TokenGroupPages(Pages):
+class TokenGroupPages(Pages[BlockPools]):
     """`Pages` of groups along tokens, see the module.
 
     Attributes:
@@ -193,25 +193,22 @@ class TokenGroupPages(Pages):
         coded: how many of the oldest tokens are codes, for each sequence and layer.
     """
 
+    title = "a pool with groups along tokens"
+    remedy = "Use axis='head_dim'."
+
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
         assert config.groups is not None
-        self.runtime, self.config, self.form = live, config, config.groups
-        self.pools: Any = BlockPools(config, num_layers, live)
-        self.sequences = Sequences(num_layers, config.num_blocks, config.block_size)
-        self.tables = DeviceTables(live)
+        super().__init__(live, config, num_layers, BlockPools(config, num_layers, live))
+        self.form = config.groups
         self.new, self.coded = NewPages(config, self.form, num_layers, live), dict[int, list[int]]()
         self.quant, self.scratch = self.form.quant, ScoreMemory(live)
         self._codes = [CodedArrays(self.form.codes, *arrays) for arrays in self.pools.layers]
-        self._turned = self._codes[0].turned(1, 1, self.form.codes.rows, live)
+        self._rotated = self._codes[0].turned(1, 1, self.form.codes.rows, live)
 
     @property
     def nbytes(self) -> int:
         """Bytes of blocks and of pages of new tokens, filled or not."""
-        return int(self.pools.nbytes) + self.new.pools.nbytes
-
-    def refuse_groups(self, operation: str, remedy: str = "Use axis='head_dim'.") -> NoReturn:
-        """As in `Pages`; it always raises."""
-        raise OptionError(f"{operation}: a pool with groups along tokens does not support this. {remedy}")
+        return self.pools.nbytes + self.new.pools.nbytes
 
     # --- sequences
 
@@ -222,9 +219,9 @@ class TokenGroupPages(Pages):
                 "PagedKVCacheStore.add: blocks with groups along tokens cannot be found by token_ids, since the "
                 "newest tokens of a block may not be codes yet. Leave token_ids out, and use fork()."
             )
-        return self._came(self.sequences.add(token_ids, salt, leave), [0] * len(self._codes))
+        return self._with_pages(self.sequences.add(token_ids, salt, leave), [0] * len(self._codes))
 
-    def _came(self, seq: int, coded: list[int]) -> int:
+    def _with_pages(self, seq: int, coded: list[int]) -> int:
         self.new.take(seq)
         self.coded[seq] = coded
         return seq
@@ -232,7 +229,7 @@ class TokenGroupPages(Pages):
     @uninterrupted
     def fork(self, state: SequenceState) -> int:
         """As in `Pages`; pages of new tokens are copied."""
-        seq = self._came(self.sequences.fork(state), list(self.coded[state.number]))
+        seq = self._with_pages(self.sequences.fork(state), list(self.coded[state.number]))
         self.new.copy(state.number, seq)
         return seq
 
@@ -244,15 +241,15 @@ class TokenGroupPages(Pages):
             PositionError: part of a group would be kept. Nothing is changed.
         """
         coded, group = self.coded[state.number], self.quant.group
-        kept = [n - (left.dropped if left else 0) for left in state.left]  # of each layer, if it holds so many
-        for codes, left in zip(coded, kept, strict=True):
-            if left < codes and left % group:
+        lengths = [n - (history.dropped if history else 0) for history in state.left]  # of layers that hold so many
+        for codes, length in zip(coded, lengths, strict=True):
+            if length < codes and length % group:
                 raise PositionError(
                     f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes} are codes of "
                     f"whole groups, quantised once. Keep at least that many, or a multiple of {group}."
                 )
         self.sequences.truncate(state, n)
-        self.coded[state.number] = [min(pair) for pair in zip(coded, kept, strict=True)]
+        self.coded[state.number] = [min(pair) for pair in zip(coded, lengths, strict=True)]
 
     def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
         """As in `Pages`; a group that the dropped tokens let become codes does not come back."""
@@ -260,29 +257,31 @@ class TokenGroupPages(Pages):
         most, group = self.quant.residual + self.quant.group, self.quant.group
         for layer, (coded, end) in enumerate(zip(self.coded[state.number], state.ends, strict=True)):
             now = state.lengths[layer]
-            kept = now - (end - n)
-            before, after = (max(0, -(-(tokens - most) // group)) * group for tokens in (kept, now))
-            if 0 < n < end and (kept < coded or before < coded == after):
+            aligned = now - (end - n)
+            before, after = (max(0, -(-(tokens - most) // group)) * group for tokens in (aligned, now))
+            if 0 < n < end and (aligned < coded or before < coded == after):
                 why = "older tokens became codes when its newest were appended"
                 raise state.cannot_align(operation, layer, n, why)
 
-    def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
+    def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
         """As in `Pages`: a group of codes must be kept as a whole."""
         coded = Coded(0, self.coded[state.number][layer], self.quant.group)
-        kept_groups(operation, chosen[None], coded, lambda row: f"sequence {state.number} in layer {layer}")
+        kept_groups(operation, indices[None], coded, lambda row: f"sequence {state.number} in layer {layer}")
 
     @uninterrupted
-    def keep(self, layer: int, state: SequenceState, table: Sequence[int], chosen: Host) -> None:
-        """Move groups and new tokens of a layer, by a table of blocks; if memory is short, nothing moves."""
-        group, before = self.quant.group, self.coded[state.number][layer]
-        coded = int(np.searchsorted(chosen, before))
+    def move(
+        self, operation: str, layer: int, state: SequenceState, table: Sequence[int], moves: Moves, rope: Rope | None
+    ) -> None:
+        """As in `Pages`, groups and new tokens."""
+        group, before, indices = self.quant.group, self.coded[state.number][layer], moves.src
+        coded = int(np.searchsorted(indices, before))
         pages, pages_to = (self.new.in_order(state.number, n) for n in (before, coded))
-        codes = _moved(chosen[:coded:group] // group, table, table, self.config.block_size // group)
-        new = _moved(chosen[coded:] - before, pages, pages_to, group)
-        moves = (self.pools.layers[layer], *codes), (self.new.pools.layers[layer], *new)
-        taken = [take_parts(self.runtime, arrays, each, src) for arrays, each, src, _ in moves]
-        for (arrays, each, _, dst), found in zip(moves, taken, strict=True):
-            put_parts(arrays, each, found, dst)
+        codes = _moved(indices[:coded:group] // group, table, table, self.config.block_size // group)
+        new = _moved(indices[coded:] - before, pages, pages_to, group)
+        moved = (self.pools.layers[layer], *codes), (self.new.pools.layers[layer], *new)
+        copies = [take_parts(self.runtime, arrays, each, src) for arrays, each, src, _ in moved]
+        for (arrays, each, _, dst), parts in zip(moved, copies, strict=True):
+            put_parts(arrays, each, parts, dst)
         self.coded[state.number][layer] = coded
 
     @uninterrupted
@@ -352,32 +351,33 @@ class TokenGroupPages(Pages):
         self,
         operation: str,
         layer: int,
-        given: Sequence[ArrayView],
+        rows: Sequence[ArrayView],
         seqs: Any,
-        cu: Any,
+        cu_seqlens: Any,
         layout: str,
         part: bool = False,
-    ) -> None:
-        """As `PageAppends.append`: one launch for tokens that the new pages have room for, and three for each group.
+    ) -> AppendStep:
+        """As in `Pages`: one launch for tokens that the new pages have room for, and three for each group.
 
         `part` is as in `Sequences.begin`.
         """
-        check_rows(operation, self.config, given, layout)
-        rows = [rows_first(a, layout) for a in given]
+        check_rows(operation, self.config, rows, layout)
+        rows = [rows_first(a, layout) for a in rows]
         slots = np.full(rows[0].shape[0], -1, np.int32)
         self._write(operation, layer, rows, slots, prepared_only=True)
-        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0], part)
+        step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0], part)
         with Changing(self, step) as change:
             change.copy_shared()
             done = [0] * len(step.states)
-            while self._place(operation, layer, step, done, slots):
+            while self._find_slots(operation, layer, step, done, slots):
                 self._write(operation, layer, rows, slots)
                 slots[:] = -1
         self.sequences.commit(layer, step)
+        return step
 
-    def _place(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
+    def _find_slots(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
         """Find slots for each sequence's next rows, after quantising a group if there is no room; False if none."""
-        quant, found = self.quant, False
+        quant, any_rows = self.quant, False
         most = quant.residual + quant.group
         for i, state in enumerate(step.states):
             first, end = step.cu_seqlens[i] + done[i], step.cu_seqlens[i + 1]
@@ -387,12 +387,12 @@ class TokenGroupPages(Pages):
             if length - coded[layer] >= most:
                 self._encode(operation, layer, state.number, step.tables[i])
             count = min(end - first, most - (length - coded[layer]))
-            places = np.arange(count) + length - coded[layer]
+            indices = np.arange(count) + length - coded[layer]
             pages = np.array(self.new.in_order(state.number, coded[layer]))
-            slots[first : first + count] = pages[places // quant.group] * quant.group + places % quant.group
+            slots[first : first + count] = pages[indices // quant.group] * quant.group + indices % quant.group
             done[i] += count
-            found = True
-        return found
+            any_rows = True
+        return any_rows
 
     def _write(
         self, operation: str, layer: int, rows: Sequence[ArrayView], slots: Host, prepared_only: bool = False
@@ -412,23 +412,23 @@ class TokenGroupPages(Pages):
 
     def _check_dtype(self, operation: str, rows: Sequence[ArrayView]) -> None:
         """Raise DTypeError if K and V have one dtype and the new pages do not take rows of it."""
-        kept, given = [row.stored.name for row in self.form.newest_rows], rows[0]
-        takes = [d.name for d in dtypes.QUANTIZABLE if all(to in dtypes.CONVERSIONS[d.name] for to in kept)]
-        if given.dtype is rows[1].dtype and given.dtype.name not in takes:
+        stored, k = [row.stored.name for row in self.form.newest_rows], rows[0]
+        takes = [d.name for d in dtypes.QUANTIZABLE if all(to in dtypes.CONVERSIONS[d.name] for to in stored)]
+        if k.dtype is rows[1].dtype and k.dtype.name not in takes:
             raise DTypeError(
-                f"{operation}: cannot append {given.dtype.name} to a pool with groups along tokens, whose newest rows "
-                f"are {'|'.join(dict.fromkeys(kept))} (k: {describe(given)}). {append_one_of(takes)}."
+                f"{operation}: cannot append {k.dtype.name} to {self.title}, whose newest rows are "
+                f"{'|'.join(dict.fromkeys(stored))} (k: {describe(k)}). {append_one_of(takes)}."
             )
 
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
         """Quantise the next group of a sequence, in three launches."""
         at, size = self.coded[seq][layer], self.config.block_size
         k, v = self._rows_of_page(layer, self.new.in_order(seq, at)[0])
-        self._codes[layer].encode(self.runtime, operation, (k, v), self._turned, at % size, table[at // size])
+        self._codes[layer].encode(self.runtime, operation, (k, v), self._rotated, at % size, table[at // size])
         self.coded[seq][layer] = at + self.quant.group
 
     def _rows_of_page(self, layer: int, page: int) -> list[Rows]:
-        """The places of K and V of a page of new tokens."""
+        """K and V of a page of new tokens."""
         return [
             Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0])
             for a in self.new.pools.layers[layer]
@@ -437,7 +437,7 @@ class TokenGroupPages(Pages):
     # --- reads
 
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
-        """As `PagedKVCacheStore.tokens`; keys are float32."""
+        """As in `Pages`; keys are float32."""
         live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
         length, coded, size = state.lengths[layer], self.coded[state.number][layer], self.config.block_size
         out = [new_array((length, heads, row.width), row.read_dtype, live) for row in self.config.rows.both]
@@ -454,15 +454,15 @@ class TokenGroupPages(Pages):
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
-        """As `PagedKVCacheStore.attend`; codes and new pages are read in place."""
+        """As in `Pages`; codes and new pages are read in place."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         self._refuse_options(operation, request)
         states = [self.sequences.state(seq, operation) for seq in ids]
         if not request.return_lse and 0 in [state.lengths[layer] for state in states]:
             refuse_missed(operation, layer, states)
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
-        given = view(q, "q", operation)
-        queries = attend_queries(operation, given, request.layout, *sizes, live)
+        q_view = view(q, "q", operation)
+        queries = attend_queries(operation, q_view, request.layout, *sizes, live)
         for state in states:
             new = state.lengths[layer] - self.coded[state.number][layer]
             state.check_queries(operation, layer, queries.tokens, request)
@@ -476,13 +476,13 @@ class TokenGroupPages(Pages):
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
         self._attend(
-            operation, layer, with_tokens(queries.as_read(given), 4), states, request, Results(to, True, to_lse)
+            operation, layer, with_tokens(queries.as_read(q_view), 4), states, request, Results(to, True, to_lse)
         )
         return results_of(result, lse if request.return_lse else None, None)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        title = "a pool with groups along tokens does not support"
-        request.refuse(operation, (*REFUSED, "window"), title, "Leave it out, or use axis='head_dim'.")
+        title, remedy = f"{self.title} does not support", "Leave it out, or use axis='head_dim'."
+        request.refuse(operation, (*REFUSED, "window"), title, remedy)
         request.check_choices(operation, ("auto", "taichi"))
 
     def _attend(
@@ -515,23 +515,23 @@ class TokenGroupPages(Pages):
         merge_into(operation, (*newest, *older), False, to.out, to.lse)
 
     def extend(
-        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu: Any, request: AttendRequest
-    ) -> Any:
-        """As `PagedKVCacheStore.extend`, some tokens at a time: each query sees what it would see if it came alone."""
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu_seqlens: Any,
+        request: AttendRequest,
+    ) -> Any:  # fmt: skip
+        """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""
         live, config, quant = self.runtime, self.config, self.quant
         self._refuse_options(operation, request)
-        q, given = (
-            view(arrays[0], "q", operation),
-            [view(a, n, operation) for a, n in zip(arrays[1:], "kv", strict=True)],
-        )
-        check_rows(operation, config, given, request.layout)
-        rows = [rows_first(a, request.layout) for a in given]
+        q, *kv = (view(a, name, operation) for a, name in zip(arrays, "qkv", strict=True))
+        check_rows(operation, config, kv, request.layout)
+        rows = [rows_first(a, request.layout) for a in kv]
         asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
-        detail = f"k: {describe(given[0])}"
+        detail = f"k: {describe(kv[0])}"
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
-        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])  # checks that there is room for all
+        step = begin_append(
+            self, operation, layer, seqs, cu_seqlens, rows[0].shape[0]
+        )  # checks that there is room for all
         if not step.committed:
             self.sequences.undo(step, refused=True)
         tokens, q_heads, padded = rows[0].shape[0], asking.shape[1], step.cu_seqlens[-1] < rows[0].shape[0]
@@ -548,10 +548,10 @@ class TokenGroupPages(Pages):
                 while first < end:
                     free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
                     count = min(end - first, free or quant.group, MOST_QUERIES)
-                    some_rows = [a.part(0, first, first + count) for a in rows]
-                    self.append(operation, layer, some_rows, [state.number], [0, count], "token_major", part=True)
-                    some, found, found_lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
-                    self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
+                    next_rows = [a.part(0, first, first + count) for a in rows]
+                    self.append(operation, layer, next_rows, [state.number], [0, count], "token_major", part=True)
+                    part, out, lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
+                    self._attend(operation, layer, part, [state], request, Results(out, True, lse))
                     first += count
         except BaseException as error:
             with Held():

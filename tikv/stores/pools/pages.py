@@ -1,27 +1,39 @@
-"""Pages: the parts of a paged store, and the context in which its blocks change."""
+"""Pages: how a `PagedKVCacheStore` keeps its tokens, and the context in which blocks change.
+
+Each way to keep them is one class in one file. It implements the abstract methods, and those of the others that it can:
+a method that it leaves out raises an error that names it.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
-from tikv.arrays import Host
+from tikv.arrays import ArrayView, CacheArray, Host
 from tikv.errors import OptionError, TikvError
+from tikv.ops.attention.request import AttendRequest
 from tikv.ops.indices import host_integers
+from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.head_sequences import HeadSequences
-from tikv.stores.pools.memory import LayerPools
+from tikv.stores.pools.memory import BlockPools
+from tikv.stores.pools.rows import Moves
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.shared_prefix import Block
 from tikv.stores.pools.tables import DeviceTables
 
+Memory = TypeVar("Memory", bound=BlockPools)
 
-class Pages:
+
+class Pages(abc.ABC, Generic[Memory]):
     """The memory of all layers, who holds which block of it, and what launches read beside the rows.
 
     Attributes:
+        title: the name of this kind of store in messages.
+        remedy: the way out for methods that this kind does not support.
         config: what the pools of all layers have in common.
         pools: the memory.
         sequences: the sequences and their blocks.
@@ -29,13 +41,15 @@ class Pages:
         block: tokens and bytes of a block of a layer.
     """
 
-    def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
-        self.runtime, self.config = live, config
-        self.pools = LayerPools(config, num_layers, live)
+    title: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init__(self, live: Runtime, config: PoolConfig, num_layers: int, pools: Memory) -> None:
+        self.runtime, self.config, self.pools = live, config, pools
         sizes = num_layers, config.num_blocks, config.block_size
         self.sequences = HeadSequences(*sizes, config.num_kv_heads) if config.per_head else Sequences(*sizes)
         self.tables = DeviceTables(live)
-        self.block = Block(config.block_size, self.pools.nbytes // max(1, num_layers * config.num_blocks))
+        self.block = Block(config.block_size, pools.nbytes // max(1, num_layers * config.num_blocks))
 
     def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
         """The sequences that a caller named."""
@@ -46,8 +60,59 @@ class Pages:
         """Bytes of all layers, filled or not."""
         return self.pools.nbytes
 
-    def refuse_groups(self, operation: str, remedy: str = "") -> None:
-        """Raise OptionError if keys are in groups along tokens, which a call does not support."""
+    # --- operations of every kind of pages
+
+    @abc.abstractmethod
+    def append(
+        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
+    ) -> AppendStep:
+        """Append views of K and V to one layer, and return where the tokens went; `PagedKVCacheStore.append`."""
+
+    @abc.abstractmethod
+    def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+        """Attention of queries over the tokens of their sequences in one layer; `PagedKVCacheStore.attend`."""
+
+    @abc.abstractmethod
+    def extend(
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu_seqlens: Any,
+        request: AttendRequest,
+    ) -> Any:  # fmt: skip
+        """Append new tokens of some sequences and attend with their queries; `PagedKVCacheStore.extend`."""
+
+    @abc.abstractmethod
+    def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
+        """A copy of what a layer of a sequence holds; `PagedKVCacheStore.tokens`."""
+
+    @abc.abstractmethod
+    def move(
+        self, operation: str, layer: int, state: SequenceState, table: Sequence[int], moves: Moves, rope: Rope | None
+    ) -> None:
+        """Move the tokens that a layer keeps, by their indices in the blocks of a table; if it fails, nothing moves."""
+
+    # --- operations of some
+
+    def arrays(self, operation: str, layer: int) -> tuple[Sequence[ArrayView], dict[str, Any]]:
+        """K and V of a layer in place, and its scales, for `PagedKVCacheStore.keys`, `values` and `scales`."""
+        self._refuse(operation, "Read tokens().")
+
+    def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Any, cu_seqlens: Any, **options: Any) -> Any:
+        """Split, norm, rotate and append fused rows, and return the queries; `PagedKVCacheStore.write_qkv`."""
+        self._refuse(operation, "Write to arrays with tikv.write_qkv, and append them.")
+
+    def page_summaries(self, operation: str, layer: int, seqs: Any) -> tuple[CacheArray, CacheArray]:
+        """The least and the greatest key of each page of sequences; `PagedKVCacheStore.page_summaries`."""
+        self._refuse(operation)
+
+    def commit(self, operation: str, seqs: Any, path: Any, drafted: int | None) -> None:
+        """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
+        self._refuse(operation, "truncate() drops the newest tokens.")
+
+    def check_rope(self, operation: str, layer: int, rope: Rope) -> None:
+        """Raise unless a compaction can rotate a layer's keys by `rope`."""
+        self._refuse(f"{operation}(rope=)")
+
+    def _refuse(self, operation: str, remedy: str = "") -> NoReturn:
+        raise OptionError(f"{operation}: {self.title} does not support this. {remedy or self.remedy}")
 
     # --- sequences, and what goes with them
 
@@ -69,8 +134,8 @@ class Pages:
             if left is not None and n < min(end, left.end):
                 raise state.cannot_align(operation, layer, n, f"it was compacted when it had {left.end}")
 
-    def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
-        """Raise PositionError if tokens of a layer are chosen that cannot be kept without others."""
+    def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
+        """Raise PositionError if tokens of a layer, by index, cannot be kept without others."""
 
     def free(self, seq: int) -> None:
         """Forget a sequence."""
@@ -116,7 +181,7 @@ class Changing:
 
     __slots__ = ("pages", "step")
 
-    def __init__(self, pages: Pages, step: AppendStep) -> None:
+    def __init__(self, pages: Pages[Any], step: AppendStep) -> None:
         self.pages, self.step = pages, step
 
     def __enter__(self) -> Changing:

@@ -25,6 +25,7 @@ from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
 from tikv.stores.layers.queries import rows_first, rows_of_queries
+from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.shared_prefix import Neighbours, SharedAttention, pool_call, serves
 
@@ -42,7 +43,7 @@ class RaggedAttention:
     def __init__(
         self,
         operation: str,
-        pages: Pages,
+        pages: Pages[LayerPools],
         layer: int,
         q: Any,
         request: AttendRequest,

@@ -18,12 +18,18 @@ from tikv.stores.pools.config import PoolConfig
 
 
 class Moves(NamedTuple):
-    """Rows of a layer: the slots from which and to which they move, and their positions before and after."""
+    """Rows of a layer: the slots or indices from and to which they move, and their positions before and after."""
 
     src: Host
     dst: Host
     before: Host
     after: Host
+
+    @property
+    def changed(self) -> Host:
+        """Which of the rows, (n,) bool, move or are rotated."""
+        changed: Host = (self.src != self.dst) | (self.before != self.after)
+        return changed
 
 
 def move_rows(

@@ -108,6 +108,5 @@ class LayerPages:
         index = to_device(pages.astype(np.int32).ravel(), live)
         copy_rows(
             live, operation, self._rows(), to, [width, width], (count, heads, n),
-            src_place=Placement("slots", array=index), src_limit=self.summaries[0].shape[0], index_group=n,
-            index_step=1,
+            Placement("slots", array=index, limit=self.summaries[0].shape[0], group=n, step=1),
         )  # fmt: skip
