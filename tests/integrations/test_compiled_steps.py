@@ -532,12 +532,15 @@ def test_a_capture_by_the_compiler_is_known(monkeypatch):
 def test_texts_that_do_not_fit(arch):
     model = build(arch)
     cache = TikvCache(model.config, max_cache_len=14)
-    with pytest.raises(tikv.CapacityError, match="0 cached \\+ 15 new tokens exceed max_cache_len=14"):
-        generate(model, cache, inputs(arch, 15), 3, **compiling(arch))
-    assert cache.get_seq_length() == 0
-    cache = TikvCache(model.config, max_cache_len=14)
-    with pytest.raises(tikv.CapacityError, match="14 cached \\+ 1 new tokens exceed max_cache_len=14"):
-        generate(model, cache, inputs(arch, 11), 9, **compiling(arch))
+    for prompt, new in ((15, 3), (11, 9)):
+        with pytest.raises(
+            tikv.CapacityError, match=f"may have {prompt + new - 1} tokens to cache, and max_cache_len=14"
+        ):
+            generate(model, cache, inputs(arch, prompt), new, **compiling(arch))
+        assert cache.get_seq_length() == 0
+    with torch.no_grad(), pytest.raises(tikv.CapacityError, match="0 cached \\+ 15 new tokens exceed max_cache_len=14"):
+        model(**inputs(arch, 15), **given(cache))
+    generate(model, cache, inputs(arch, 11), 4, **compiling(arch))
     assert cache.get_seq_length() == 14
     # Old versions say it by an IndexError of their own.
     with pytest.raises((tikv.ShapeError, IndexError), match=r"holds 14 tokens, and the text has no new ones|index -1"):
