@@ -125,9 +125,9 @@ def test_left_padding(arch, family):
 def hide_what_nobody_may_read(cache, padded):
     """NaN in the slots of the padding and behind the text, of all layers whose slots do not go round."""
     for layer in cache.layers:
-        if layer.is_sliding or layer._k.dtype not in (torch.float32, torch.float16):
+        if layer.is_sliding or layer.store.dtype.name not in ("float32", "float16"):
             continue
-        for a in (layer._k, layer._v):
+        for a in (layer.store.keys.torch(), layer.store.values.torch()):
             a[:, :, layer.get_seq_length() :] = torch.nan
             for b, n in enumerate(padded):
                 a[b, :, :n] = torch.nan
@@ -452,7 +452,7 @@ def test_another_cache_takes_the_same_program(arch):
 def test_a_step_reads_what_is_stored_and_no_slot_more(arch):
     it = Stepper(arch)
     for layer in it.cache.layers:
-        layer._k[:, :, 9:] = layer._v[:, :, 9:] = torch.nan
+        layer.store.keys.torch()[:, :, 9:] = layer.store.values.torch()[:, :, 9:] = torch.nan
     it.check(it.step(9), 9)
 
 
@@ -503,7 +503,7 @@ def test_a_capture_by_hand_is_refused_before_anything_is_written(arch, monkeypat
     """Nobody would see to it that its replays find the cache where it was."""
     it = Stepper(arch)
     it.step(9)
-    keys = it.cache.layers[0]._k.clone()
+    keys = it.cache.layers[0].store.keys.torch().clone()
     if arch == "cpu":
         monkeypatch.setattr(stored_ops, "_captured", lambda cache: True)
         capture = contextlib.nullcontext()
@@ -515,7 +515,7 @@ def test_a_capture_by_hand_is_refused_before_anything_is_written(arch, monkeypat
     with pytest.raises(tikv.ArchError, match="a CUDA graph is being captured by hand"), capture:
         it.step(10)
     monkeypatch.undo()
-    assert torch.equal(it.cache.layers[0]._k[:, :, :10], keys[:, :, :10])
+    assert torch.equal(it.cache.layers[0].store.keys.torch()[:, :, :10], keys[:, :, :10])
     assert it.cache.get_seq_length() == 10
     it.check(it.step(10), 10)
 
@@ -567,7 +567,7 @@ def test_a_cache_goes_with_its_last_reference(arch):
     it.step(9)
     gc.collect()  # what torch's compiler left
     it.step(10)
-    kept = weakref.ref(it.cache.layers[0]._k)
+    kept = weakref.ref(it.cache.layers[0].store)
     gc.disable()
     try:
         it.cache = None

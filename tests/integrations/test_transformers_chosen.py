@@ -210,7 +210,9 @@ def test_text_in_each_format_is_that_of_the_same_cache_under_a_mask(family, form
 def spoil(layer, keep):
     """Let all rows that a layer holds be NaN, but for those of the tokens that each head of each sequence keeps."""
     held = layer.get_seq_length()
-    for rows, scales in zip((layer._k, layer._v), layer._scales, strict=True):
+    store = layer.store
+    for rows, scales in zip((store.keys, store.values), store.scales, strict=True):
+        rows, scales = rows.torch(), None if scales is None else scales.torch()
         for b, h in np.ndindex(*rows.shape[:2]):
             kept = keep[b, min(h, keep.shape[1] - 1)].flatten().tolist()
             gone = [i for i in range(held) if i not in kept]

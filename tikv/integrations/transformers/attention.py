@@ -66,77 +66,89 @@ def attend(
             function would know, and has no such function.
         DTypeError: the mask has integers.
     """
-    kind: Any = type(module)
-    keywords.check_declared(kind)
-    said = () if HEARD.issuperset(kwargs) else keywords.said(kwargs)
-    sinks = kwargs.get("s_aux")
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    graded = (query, key, value) if sinks is None else (query, key, value, sinks)
-    trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
-    # kvpress masks keys of single heads, but only in the functions that were registered when it was imported.
-    masked_outside = module.__dict__.get("masked_key_indices") is not None
-    (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
-    traced = _is_traced()
-    if attention_mask is not None:
-        if not traced and _says_what_is_read(attention_mask, key, value):
-            attention_mask = None
-        elif attention_mask.shape[-1] > held:
-            attention_mask = attention_mask[..., :held]  # the slots that a step reads if it is not compiled
-    served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
-    logits = None if sinks is None else sinks.detach().float()
-    ours = served and (tokens == 1 or sinks is not None or _is_invariant()) and not said
-    if traced:
-        counted = getattr(key, "tikv_counted", None)
-        starts = getattr(attention_mask, "tikv_starts", None)
-        seen = (
-            attention_mask is None or starts is not None or getattr(attention_mask, "tikv_of_slots", None) is not None
-        )
-        alike = counted is not None and getattr(value, "tikv_counted", None) is counted
-        if ours and tokens == 1 and seen and alike:
-            assert counted is not None
-            return counted.attend(query, scaling, softcap, logits, starts).transpose(1, 2), None
-        if counted is not None and attention_mask is not None and attention_mask.shape[-1] < held:
+    keywords.check_declared(type(module))
+    call = _Call(module, query, key, value, attention_mask, dropout, scaling, softcap, kwargs)
+    in_place = _by_compiled_step(call) or _by_kernels(call) or _over_selected_keys(call)
+    if in_place is not None:
+        return in_place
+    call.decode()
+    return _by_own_function(call) or _by_plain_operations(call) or _by_sdpa(call)
+
+
+class _Call:
+    """One call of `attend`: its arguments, and what its cases ask about them.
+
+    Attributes:
+        said: the keywords that change scores or are unknown.
+        causal: whether a query sees only the keys up to its own, if there is no mask.
+        sinks: (heads,) the logits of learned sinks; or None.
+        served: whether this library's kernels can serve the queries.
+        ours: whether they do, and torch does not, if there is no mask.
+    """
+
+    def __init__(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, scale: float | None,
+        softcap: float | None, options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.module, self.query, self.key, self.value = module, query, key, value
+        self.dropout, self.scale, self.softcap, self.options = dropout, scale, softcap, options
+        self.said = () if HEARD.issuperset(options) else keywords.said(options)
+        self.sinks = sinks = options.get("s_aux")
+        causal = options.get("is_causal")
+        self.causal = getattr(module, "is_causal", True) if causal is None else causal
+        graded = (query, key, value) if sinks is None else (query, key, value, sinks)
+        trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
+        # kvpress masks keys of single heads, but only in the functions that were registered when it was imported.
+        masked_outside = module.__dict__.get("masked_key_indices") is not None
+        (batch, _, self.tokens, _), (k_batch, _, self.held, _) = query.shape, key.shape
+        self.traced = _is_traced()
+        if mask is not None:
+            if not self.traced and _says_what_is_read(mask, key, value):
+                mask = None
+            elif mask.shape[-1] > self.held:
+                mask = mask[..., : self.held]  # the slots that a step reads if it is not compiled
+        self.mask = mask
+        self.served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
+        self.logits = None if sinks is None else sinks.detach().float()
+        self.ours = self.served and (self.tokens == 1 or sinks is not None or _is_invariant()) and not self.said
+
+    def decode(self) -> None:
+        """Make plain tensors of keys, values and the mask, and a mask of all that says which keys are seen.
+
+        Raises:
+            DTypeError: the mask has integers.
+        """
+        query, mask = self.query, self.mask
+        if self.traced and mask is not None and hasattr(self.key, "tikv_counted") and mask.shape[-1] < self.held:
             # The mask of several tokens was made before the step, for what was stored then.
-            missing, hidden = (
-                held - attention_mask.shape[-1],
-                0 if attention_mask.dtype is torch.bool else float("-inf"),
-            )
-            attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
-    elif served:
-        found = (
-            None if said else _by_kernels(query, key, value, attention_mask, (scaling, softcap, causal), logits, ours)
-        )
-        if found is not None:
-            return found, None
-        numbers = chosen_keys(module, query, key, attention_mask, causal and tokens > 1, said, kwargs)
-        if numbers is not None:
-            request = AttendRequest(scale=scaling, softcap=softcap, sink_logits=logits)
-            return attend_chosen(query, key, value, numbers, request), None
-    key, value = decoded(key), decoded(value)
-    mask, plain = decoded(attention_mask), softcap is not None or sinks is not None
-    if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or floats to add to the scores.")
-    if tokens == 1:
-        causal = False  # the newest query sees all keys
-    if mask is None and causal and (said or plain or tokens != held):
-        mask = keywords.causal_mask(query, key)
-    if said:
-        mask = keywords.joined(module, query, key, mask, said, kwargs)
-    if mask is not None and mask.ndim < 4:
-        mask = mask[(None,) * (4 - mask.ndim)]  # transformers' functions look at its heads
-    if said:
-        own = [name for name in said if KEYWORDS.get(name, MODEL) == MODEL]
-        if own:
-            kwargs.update({name: None for name in said if name not in own}, scaling=scaling, dropout=dropout)
-            kwargs.update({} if softcap is None else {"softcap": softcap})
-            return keywords.by_own_function(module, query, key, value, mask, own, kwargs)
-    if plain:
-        return _plain(query, key, value, mask, scaling, dropout, softcap, sinks), None
-    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    causal = causal and mask is None
-    out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
-    return out, None
+            hidden = 0 if mask.dtype is torch.bool else float("-inf")
+            mask = torch.nn.functional.pad(mask, (0, self.held - mask.shape[-1]), value=hidden)
+        self.key, self.value, mask = decoded(self.key), decoded(self.value), decoded(mask)
+        if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
+            raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or floats to add to the scores.")
+        self.causal = self.causal and self.tokens > 1  # the newest query sees all keys
+        plain = self.softcap is not None or self.sinks is not None
+        if mask is None and self.causal and (self.said or plain or self.tokens != self.held):
+            mask = keywords.causal_mask(query, self.key)
+        if self.said:
+            mask = keywords.joined(self.module, query, self.key, mask, self.said, self.options)
+        if mask is not None and mask.ndim < 4:
+            mask = mask[(None,) * (4 - mask.ndim)]  # transformers' functions look at its heads
+        self.mask = mask
+
+
+def _by_compiled_step(call: _Call) -> tuple[Any, None] | None:
+    """Attention of a single token that `torch.compile` traces, over the slots that the layer counts on the device."""
+    if not call.traced or not call.ours or call.tokens > 1:
+        return None
+    counted = getattr(call.key, "tikv_counted", None)
+    if counted is None or getattr(call.value, "tikv_counted", None) is not counted:
+        return None
+    assert counted is not None
+    starts = getattr(call.mask, "tikv_starts", None)
+    if call.mask is not None and starts is None and getattr(call.mask, "tikv_of_slots", None) is None:
+        return None
+    return counted.attend(call.query, call.scale, call.softcap, call.logits, starts).transpose(1, 2), None
 
 
 def _says_what_is_read(mask: Any, key: Any, value: Any) -> bool:
@@ -147,50 +159,55 @@ def _says_what_is_read(mask: Any, key: Any, value: Any) -> bool:
     return not counted.hides or reads_in_place(key, value)  # a step that is not compiled gets only slots in use
 
 
-def _by_kernels(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    scores: tuple[float | None, float | None, bool],
-    logits: Any,
-    ours: bool,
-) -> Any:
-    """Attention without a mask by this library's kernels: (batch, T, heads, head_dim_v), or None if torch serves it.
-
-    `scores` are the scale, the soft cap and whether a query sees only the keys up to itself; `logits` those of sinks;
-    `ours` says that torch does not serve it.
-    """
-    if mask is not None and type(mask) is not PromptMask:
+def _by_kernels(call: _Call) -> tuple[Any, None] | None:
+    """Attention without a mask by this library's kernels, in place; None if torch serves it."""
+    mask, query = call.mask, call.query
+    if call.traced or not call.served or call.said or (mask is not None and type(mask) is not PromptMask):
         return None
-    scale, softcap, causal = scores
-    request = request_of(scale, softcap, causal or mask is not None)
-    if logits is not None:
-        request = request._replace(sink_logits=logits)
-    if mask is None and ours:
-        return attend_in_place(query, key, value, request).transpose(1, 2)
-    tokens = query.shape[2]
-    if tokens == 1 or not request.causal:
+    request = request_of(call.scale, call.softcap, call.causal or mask is not None)
+    if call.logits is not None:
+        request = request._replace(sink_logits=call.logits)
+    if mask is None and call.ours:
+        return attend_in_place(query, call.key, call.value, request).transpose(1, 2), None
+    if call.tokens == 1 or not request.causal:
         return None
-    if mask is None and tokens == key.shape[2] and softcap is None:
+    if mask is None and call.tokens == call.held and call.softcap is None:
         return None  # cuDNN, which torch uses, is faster if queries and keys are as many
-    return attend_prompt(query, key, value, mask, request, ours)
+    out = attend_prompt(query, call.key, call.value, mask, request, call.ours)
+    return None if out is None else (out, None)
 
 
-def _plain(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Any,
-) -> Any:
-    """Attention with a soft cap and sinks in torch operations; keys that a bool mask hides do not count, even NaN."""
+def _over_selected_keys(call: _Call) -> tuple[Any, None] | None:
+    """Attention that reads only the rows of the keys that the model selected for each query."""
+    if call.traced or not call.served:
+        return None
+    causal = call.causal and call.tokens > 1
+    indices = chosen_keys(call.module, call.query, call.key, call.mask, causal, call.said, call.options)
+    if indices is None:
+        return None
+    request = AttendRequest(scale=call.scale, softcap=call.softcap, sink_logits=call.logits)
+    return attend_chosen(call.query, call.key, call.value, indices, request), None
+
+
+def _by_own_function(call: _Call) -> tuple[Any, Any] | None:
+    """Attention by the model's own function, if there are keywords that only it knows."""
+    names = [name for name in call.said if KEYWORDS.get(name, MODEL) == MODEL]
+    if not names:
+        return None
+    options = call.options | {name: None for name in call.said if name not in names}
+    options |= {"scaling": call.scale, "dropout": call.dropout}
+    options |= {} if call.softcap is None else {"softcap": call.softcap}
+    return keywords.by_own_function(call.module, call.query, call.key, call.value, call.mask, names, options)
+
+
+def _by_plain_operations(call: _Call) -> tuple[Any, None] | None:
+    """Attention with a soft cap or sinks in torch operations; keys that a bool mask hides do not count, even NaN."""
+    query, key, value, mask, sinks, softcap = call.query, call.key, call.value, call.mask, call.sinks, call.softcap
+    if softcap is None and sinks is None:
+        return None
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if call.scale is None else call.scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.dtype is torch.bool:
@@ -203,7 +220,17 @@ def _plain(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see no key; a NaN does not count
     weights = weights.masked_fill(blind, 0)[..., : key.shape[2]]
-    return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+    return (torch.nn.functional.dropout(weights, call.dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def _by_sdpa(call: _Call) -> tuple[Any, None]:
+    """Attention by torch's `scaled_dot_product_attention`."""
+    forward, causal = ALL_ATTENTION_FUNCTIONS["sdpa"], call.causal and call.mask is None
+    out, _ = forward(
+        call.module, call.query, call.key, call.value, call.mask, scaling=call.scale, dropout=call.dropout,
+        is_causal=causal,
+    )  # fmt: skip
+    return out, None
 
 
 def mask_for_attend(*args: Any, **kwargs: Any) -> Any:

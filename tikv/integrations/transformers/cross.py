@@ -24,8 +24,9 @@ class _EncoderToo(TikvLayer):
         self._written_once = first
         return found
 
-    def _usual_room(self) -> int | None:
-        return None  # the role of the layer is unknown until tokens are appended a second time
+    def _attach(self) -> None:
+        super()._attach()
+        self.has_prompt_room = False  # the layer's role is unknown until tokens are appended a second time
 
     def _visible(self) -> tuple[Any, Any]:
         if self._written_once and self.store is not None:

@@ -97,8 +97,8 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         "origin": store.origin,
         "whole_from": store.whole_from,
         "settled": layer._settled,
-        "oldest": getattr(layer, "sinks", 0),
-        "starts": getattr(layer, "_starts", None),
+        "oldest": layer.sinks,
+        "starts": layer._starts,
         "written_once": getattr(layer, "_written_once", False),
         "record_past": layer.record_past,
     }
@@ -241,9 +241,9 @@ def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any,
         layer.store = layer._new_store(capacity=said["capacity"], **said["form"])
     counts = ("length", "origin", "whole_from", *(["coded"] if isinstance(layer, GroupsLayer) else []))
     layer.store.from_host(arrays, **{key: said[key] for key in counts})
-    layer.device = layer._device_of(layer.store)
     layer.is_initialized = True
     layer._attach()
+    layer.device = layer._memory.device
     layer.record_past, layer._settled = said["record_past"], said["settled"]
     if isinstance(layer, RingLayer):
         layer.take_over(said["oldest"], said.get("starts"))

@@ -7,17 +7,49 @@ from typing import Any
 from tikv import dtypes
 from tikv.arrays import runtime_of
 from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.slots import CacheSlots
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.growing_groups import GrowingGroups
 from tikv.stores.layers.token_group_form import TokenGroupForm
+
+
+class GroupsMemory:
+    """The memory of `GrowingGroups` where a `TorchMemory` is expected: only the storage itself can read it."""
+
+    k = v = slots = None
+    as_stored = False
+
+    def __init__(self, store: GrowingGroups, dtype: Any, name: str) -> None:
+        self._store, self._dtype = store, dtypes.parse(dtype, name)
+        self.shape = store.batch_size, store._layers.config.num_kv_heads
+        self.widths = store.rows.widths
+        self.device = store.newest_keys.torch().device
+
+    def read(self, first: int, end: int) -> tuple[Any, Any]:
+        """A copy of slots first..end, the last one held, in the model's dtype."""
+        k, v = (a.torch(wait=False) for a in self._store.decoded(first, self._dtype))
+        return k, v
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether a tensor is in the memory: never."""
+        return False
+
+    def stored(self, first: int, end: int) -> None:
+        """None, since only the storage can read it."""
+
+    def slots_from(self, first: int, end: int) -> None:
+        """None, as `stored`."""
+
+    def attend(self, first: int, query: Any, request: AttendRequest) -> Any:
+        """Attention of the newest token's queries over the tokens from slot `first` on, in place."""
+        return self._store.attend(query, request, first)
 
 
 class GroupsLayer(TikvLayer):
     """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``: older keys are codes, the newest are not.
 
     As with any format, several new tokens see what is stored after they were appended. A decoded token reads it in
-    place, by `attend_stored`, if attention is "tikv". Full and sliding layers work alike: a window drops whole groups.
+    place, by `GroupsMemory.attend`, if attention is "tikv". Full and sliding layers work alike: a window drops whole
+    groups.
     """
 
     def _new_store(self, **form: Any) -> Any:
@@ -37,41 +69,8 @@ class GroupsLayer(TikvLayer):
         rows = {"dtype": self.storage.quant, "v_dtype": self._v_dtype, **widths}
         return TokenGroupForm.checked(operation, runtime_of(), num_kv_heads, rows, dtype)
 
-    def _attach(self) -> None:
-        """Update what follows from the memory and its room; torch reads none of the memory."""
-        store: Any = self._store
-        usual = self._usual_room()
-        self.has_prompt_room = usual is not None and store.capacity > usual
-        self._counted = None
-        self.batch_size, self.num_heads = store.batch_size, store._layers.config.num_kv_heads
-        self.max_batch_size = self.batch_size
-        self.head_dim, self._v_width = store.rows.widths
-        self._k = self._v = self._slots = None
-        self._scales: list[Any] = []
-        self._as_stored = self._whole = False
-        self._bound = self._bound_of(store)
-
-    def _device_of(self, store: Any) -> Any:
-        return store.newest_keys.torch().device
-
-    def _is_memory(self, tensor: Any) -> bool:
-        return False
-
-    def _read(self, first: int, end: int) -> tuple[Any, Any]:
-        store: Any = self.store
-        k, v = (a.torch(wait=False) for a in store.decoded(first, dtypes.parse(self.dtype, self._name)))
-        return k, v
-
-    def _stored(self, first: int, end: int) -> Any:
-        return None  # only the layer itself can read it
-
-    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
-        return None
-
-    def attend_stored(self, first: int, query: Any, request: AttendRequest) -> Any:
-        """Attention of the newest token's queries over the tokens from slot `first` on, in place."""
-        store: Any = self.store
-        return store.attend(query, request, first)
+    def _new_memory(self, store: Any) -> Any:
+        return GroupsMemory(store, self.dtype, self._name)
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
         target = super()._cropped_to(tokens_to_remove)

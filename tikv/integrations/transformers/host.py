@@ -8,9 +8,8 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.arrays import runtime_of
-from tikv.integrations.transformers import layer as layers
+from tikv.integrations.transformers import traced
 from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.slots import CacheSlots
 from tikv.integrations.transformers.storage import OPERATION, Storage
 from tikv.stores.layers.growing import GrowingLayer
 from tikv.stores.layers.hosted import HostedLayer, Places
@@ -57,8 +56,7 @@ class HostLayer(TikvLayer):
     def _leave(self) -> None:
         """Detach the copy, whose memory another layer takes."""
         self._recall()
-        self._content = self._k = self._v = self._slots = None
-        self._scales = []
+        self._content = self._memory = None
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
@@ -69,19 +67,11 @@ class HostLayer(TikvLayer):
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         if not self.is_hosted:
             return super()._traced_update(key_states, value_states)
-        return layers._update_outside_the_graph(self, key_states, value_states)
+        return traced.update_outside(self, key_states, value_states)
 
-    def _read(self, first: int, end: int) -> tuple[Any, Any]:
+    def _here(self) -> Any:
         self._bring()
-        return super()._read(first, end)
-
-    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
-        self._bring()
-        return super()._slots_from(first, end)
-
-    def _stored(self, first: int, end: int) -> Any:
-        self._bring()
-        return super()._stored(first, end)
+        return self._memory
 
     def _blank(self) -> TikvLayer:
         return HostLayer(self.index, self.sliding_window, self.limit, self.storage, self.config, self._places)

@@ -106,7 +106,7 @@ class IndexedLayer(TikvLayer):
         self._indexer.cut(self.get_seq_length())
         if self._indexer.length == self.get_seq_length():  # their keys and values come later
             self._refuse_beyond_limit(indexer_key_states.shape[1])
-        room = self._room_for(self._indexer.length + indexer_key_states.shape[1])
+        room = self.room.slots_for(self._indexer.length + indexer_key_states.shape[1])
         return self._indexer.append(indexer_key_states, room)
 
     def update_index(self, idx_k: Any) -> Any:
@@ -158,38 +158,13 @@ class IndexedLayer(TikvLayer):
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """As `TikvLayer.reorder_cache`, of both."""
-        batch = self._sequences()
-        super().reorder_cache(beam_idx)
-        self._choose(torch.as_tensor(beam_idx), batch)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """As `TikvLayer.batch_repeat_interleave`, of both."""
-        batch = self._sequences()
-        super().batch_repeat_interleave(repeats)
-        self._choose(torch.arange(batch).repeat_interleave(repeats), batch)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """As `TikvLayer.batch_select_indices`, of both."""
-        batch = self._sequences()
-        super().batch_select_indices(indices)
-        self._choose(torch.as_tensor(indices), batch)
-
-    def _sequences(self) -> int:
-        return self.batch_size if self.get_seq_length() else 0
-
-    def _choose(self, sequences: Any, batch: int) -> None:
-        """Choose the same sequences of the indexer's keys; attention's keys had `batch` sequences before."""
+    def _follow_rows(self, rows: Any, batch: int) -> None:
         if not batch:
             return
-        self._indexer.choose(sequences)
+        self._indexer.choose(rows)
         positions = self.indexer_position_ids
         if positions is not None and positions.shape[1] == batch:  # and not one row for all of them
-            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
-
-    def _blank(self) -> IndexedLayer:
-        return IndexedLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
+            self.indexer_position_ids = positions[:, rows.to(positions.device)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         found: Any = super().__deepcopy__(memo)

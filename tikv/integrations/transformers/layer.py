@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
-from tikv import dtypes
 from tikv.errors import ArchError, OptionError, PositionError, ShapeError
-from tikv.integrations import torch_ops
-from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers import room as rooms
+from tikv.integrations.transformers import shim, steps, traced
 from tikv.integrations.transformers.attention import ATTENTION  # registers the attention
 from tikv.integrations.transformers.gradients import RefuseBackward, has_gradient
 from tikv.integrations.transformers.keywords import check_configured
-from tikv.integrations.transformers.room import LayerRoom
-from tikv.integrations.transformers.slots import CacheSlots
+from tikv.integrations.transformers.memory import TorchMemory, part
+from tikv.integrations.transformers.room import Room
+from tikv.integrations.transformers.slot_map import SlotMap
 from tikv.integrations.transformers.storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
-from tikv.integrations.transformers.stored import Pair, decoded, stored_tensors
+from tikv.integrations.transformers.stored import Pair, stored_tensors
+from tikv.stores.layers.growing import GrowingLayer
 
 
-def _find_part() -> Any:
-    """part(tensor, shape, strides, first element): a view of a tensor, made by the function that compiled code uses.
-
-    as_strided, the fallback if that function has changed, takes twice the time, and slices three times. The tensor
-    must begin where its storage does.
-    """
-    base = torch.arange(12, device="cpu").view(2, 6)
-    try:
-        part = torch._C._dynamo.guards._reinterpret_tensor
-        found = part(base, (2, 2), (6, 1), 3), part(base, (2, 2), (6, 1))
-        works = [a.tolist() for a in found] == [[[3, 4], [9, 10]], [[0, 1], [6, 7]]]
-        works = works and all(a.untyped_storage().data_ptr() == base.data_ptr() for a in found)
-    except (AttributeError, TypeError, RuntimeError):
-        works = False
-    return part if works else torch.as_strided
-
-
-_part = _find_part()
-
-
-class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
+class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """One layer: keys and values, in place and in temporal order, in this library's memory.
 
     Args:
@@ -53,34 +35,71 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         max_cache_len: how many tokens a sequence may have; None for any number.
         dtype: the stored format, as in `TikvCache`, or a `Storage` of keys, values and scales.
         config: the model's configuration, which says whether its attention reads what is stored.
+
+    Attributes:
+        store: the storage of keys and values; None before the first tokens.
+        room: how many slots it has.
+        slot_map: where each token lies.
+        for_steps: whether the layer belongs to a cache whose steps may be compiled.
+        has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
+        _goes_on: whether positions continue after the newest token, whatever is held.
+        _past: how many tokens before the newest a query sees, sinks aside.
+        _settled: no rollback goes back beyond this position.
+
+    A subclass overrides some of these hooks: `_new_store` and `_new_memory`, what the storage is and what reads it;
+    `_here`, what happens before it is read; `slot_map`, where tokens lie; `_make_ready`, `_count_on_device` and
+    `_count_steps`, how compiled steps find and count them; `_visible`, what the next token sees; `_cropped_to`, which
+    lengths `crop` leaves; `_follow_rows`, what else changes when sequences are selected; `_forget`, `_set` and
+    `_blank`.
     """
 
-    is_croppable = True
-    _slots: CacheSlots | None = None
-    attend_stored: Any = None  # attention of a decoded token, if only the layer can read its memory
-    supports_early_init = True
+    is_croppable = supports_early_init = True
+    sinks = 0  # how many first tokens of a row every query sees, whatever the window
+    _memory: Any = None  # the storage's memory as torch sees it: a `TorchMemory`, or what serves as one
+    _starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin, if they have sinks
+    _way_out_of_crop = "Call activate_past_recording() before the tokens that may be dropped, or reset()."
+    _options: Mapping[str, Any] = MappingProxyType({})  # further arguments
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        self._counted: steps.Counted | None = None
-        self.store = None
+        self._store: Any = None
+        self._counted: steps.Counted | None = None  # what compiled steps know of the memory
         self._staged: dict[str, Any] = {}
         self._lent: weakref.ref[Pair] | None = None  # the tensors that `update` returned and nobody has decoded yet
         super().__init__()
         self.index = index
-        self.is_sliding = window is not None
+        self.window: Any = window
         self.sliding_window = window
-        self._goes_on = self.is_sliding  # whether positions continue after the newest token, whatever is held
+        self.is_sliding = self._goes_on = window is not None
         self.limit = max_cache_len
+        self.room = Room.of(window, max_cache_len)
         self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
-        self.for_steps = False
-        self.record_past = False
-        self.has_prompt_room = False  # see `let_go_of_prompt`
-        self.is_initialized = False
-        self._past = 0 if window is None else max(0, window - 1)  # how many tokens before the newest a query sees
-        self._settled = 0  # no rollback goes back beyond this position
+        self.for_steps = self.record_past = self.has_prompt_room = self.is_initialized = False
+        self._past = 0 if window is None else max(0, window - 1)
+        self._settled = 0
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
+
+    @property
+    def _name(self) -> str:
+        return f"{OPERATION} layer {self.index}"
+
+    @property
+    def store(self) -> GrowingLayer | None:
+        """The storage, after counting all tokens of compiled steps."""
+        if self._counted is not None and self._counted.steps.before is not None:
+            self._count_steps()
+        return self._store  # type: ignore[no-any-return]
+
+    @store.setter
+    def store(self, store: GrowingLayer | None) -> None:
+        self._store, self._counted = store, None
+
+    @property
+    def slot_map(self) -> SlotMap:
+        """Where each token lies now."""
+        store = self.store
+        return SlotMap(0, 0) if store is None else SlotMap(store.end, store.origin)
 
     def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
         """Allocate memory for keys and values of these shapes, dtype and device."""
@@ -97,7 +116,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 num_kv_heads=heads,
                 head_dim=width,
                 head_dim_v=value_states.shape[3],
-                capacity=self._room_for(tokens),
+                capacity=self.room.slots_for(tokens),
                 batch_size=batch,
                 dtype=self.storage.k or self.dtype,
                 v_dtype=self.storage.v or self.dtype,
@@ -115,26 +134,111 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         return int(key_states.shape[2])
 
+    def _new_store(self, **form: Any) -> Any:
+        """New memory of this form."""
+        return GrowingLayer(**form)
+
+    def _new_memory(self, store: Any) -> Any:
+        """The memory as it is read."""
+        return TorchMemory(store, self.dtype, self._name)
+
     def _attach(self) -> None:
-        """Update torch's views of the memory and what follows from them; called after each change of memory or room."""
-        store = self._store
-        assert store is not None
+        """Update the memory's views and what follows from its room; called after each change of memory or room."""
+        store, room = self._store, self.room
+        memory = self._memory = self._new_memory(store)
         self._counted = None
-        with torch.inference_mode(False):  # traced code outside of it may not write to its tensors
-            # Launches and the model's own work run on one stream in the order of their calls, so nothing waits.
-            self._k, self._v = store.keys.torch(wait=False), store.values.torch(wait=False)
-            self._scales: list[Any] = [None if a is None else a.torch(wait=False) for a in store.scales]
-        self.batch_size, self.num_heads = self._k.shape[:2]
+        (self.batch_size, self.num_heads), (self.head_dim, self._v_width) = memory.shape, memory.widths
         self.max_batch_size = self.batch_size
-        self.head_dim, self._v_width = store.rows.widths
-        self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
-        self._of_rows = [None if a is None or a.ndim < 3 else (a.shape[3:], a.stride()) for a in self._scales]
-        self._as_stored = self._k.dtype is self.dtype is self._v.dtype
-        self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots, unconverted
-        usual = self._usual_room()
-        self.has_prompt_room = usual is not None and store.capacity > usual
-        self._slots = CacheSlots(self._k, self._v, self._scales[0], self._scales[1], store.rows.formats)
-        self._bound = self._bound_of(store)
+        self._whole = memory.as_stored and not self.is_sliding  # new tokens see all slots, unconverted
+        self.has_prompt_room = room.usual is not None and store.capacity > room.usual
+        self._bound = room.bound(store.capacity, store.origin)
+
+    def _here(self) -> Any:
+        """The memory, which launches from now on may read."""
+        return self._memory
+
+    def _read(self, first: int, end: int) -> tuple[Any, Any]:
+        """Slots first..end in the model's dtype: a view if that is the stored dtype."""
+        return self._here().read(first, end)  # type: ignore[no-any-return]
+
+    def _left_behind(self) -> int:
+        """How many of the oldest held tokens no later query or rollback needs."""
+        store = self.store
+        if store is None or not self.is_sliding:
+            return 0
+        settled = self._settled if self.record_past else store.end - rooms.ROLLBACK
+        return max(0, settled - self._past - store.origin)
+
+    def _make_room(self, tokens: int) -> None:
+        """Drop tokens outside the window, and grow if that does not make enough room."""
+        store: Any = self.store
+        self._refuse_beyond_limit(tokens)
+        drop = self._left_behind()
+        needed = store.length - drop + tokens
+        capacity = self.room.slots_for(needed)
+        if self.is_sliding and store.capacity >= needed:
+            capacity = min(capacity, store.capacity)
+        store.make_room(capacity=capacity, drop=drop)
+        self._attach()
+
+    def let_go_of_prompt(self) -> None:
+        """After attention to a prompt, give back the memory of tokens that no later query or rollback needs.
+
+        What `update` returned does not change: it refers to the old memory for as long as it is referenced.
+        """
+        store = self.store
+        if store is None or self._staged:
+            return
+        drop = self._left_behind()
+        capacity = self.room.slots_for(store.length - drop)
+        if capacity < store.capacity:
+            self._recall()
+            store.make_room(capacity=capacity, drop=drop)
+            self._attach()
+
+    def _refuse_beyond_limit(self, tokens: int) -> None:
+        if self.limit is not None:
+            self.room.refuse_beyond(self._name, self.get_seq_length(), tokens)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `torch.compile` can compile all steps of this layer to one program."""
+        return self.for_steps and shim.attention_of(self.config) == ATTENTION
+
+    def _count_on_device(self, tokens: int) -> None:
+        """Note that the host has appended tokens, or with 0 that it has dropped some; compiled steps may follow."""
+        if tokens > 1 or (tokens == 0 and self._counted is not None):
+            self._make_ready()
+        elif self._counted is not None:
+            self._counted.current = False
+
+    def _make_ready(self) -> None:
+        """Make the layer ready for compiled steps from here on, if slots follow from positions."""
+        store = self.store
+        if store is None or store.origin or store.capacity != self.limit or not self.is_compileable:
+            return
+        if self._counted is None:
+            self._counted = steps.Counted(self, self.limit)
+        self._counted.set(store.end)
+
+    def _count_steps(self) -> None:
+        """Count what compiled steps have added.
+
+        Raises:
+            CapacityError: they continued beyond the memory; what was stored is counted.
+        """
+        self._counted.count_into(self._store, self._name)  # type: ignore[union-attr]
+
+    def _goes_by_steps(self) -> bool:
+        """Whether compiled steps may continue from the layer's current state."""
+        return self._counted is not None and self._counted.current and shim.attention_of(self.config) == ATTENTION
+
+    def get_seq_length(self) -> int:
+        """Tokens seen since `reset`, less those cropped; a tensor while a step is traced."""
+        if _is_traced() and self._goes_by_steps():
+            assert self._counted is not None
+            return self._counted.count[0]  # type: ignore[no-any-return]
+        return 0 if self.store is None else self.store.end
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
@@ -169,10 +273,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 self._count_on_device(key_states.shape[2])
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
-            batch, heads = self.batch_size, self.num_heads  # as `_slices`, inlined: each step waits for it
-            keys = _part(self._k, (batch, heads, end, self.head_dim), self._k_strides)
-            keys.tikv_slots = self._slots
-            return keys, _part(self._v, (batch, heads, end, self._v_width), self._v_strides)
+            batch, heads, memory = self.batch_size, self.num_heads, self._memory  # as `read`, inlined: each step waits
+            keys = part(memory.k, (batch, heads, end, self.head_dim), memory.k_strides)
+            keys.tikv_slots = memory.slots
+            return keys, part(memory.v, (batch, heads, end, self._v_width), memory.v_strides)
         if _made_alike(key_states, value_states):  # `append_alike` does not take these tokens
             return self.update(*_alike(key_states, value_states))
         if has_gradient(key_states, value_states):  # nor does it take these
@@ -209,22 +313,18 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _returned(self, key_states: Any, first: int, end: int) -> tuple[Any, Any]:
         """What `update` returns of slots first..end."""
-        graded = torch.is_grad_enabled()
+        graded, memory = torch.is_grad_enabled(), self._memory
         one = key_states.shape[2] == 1
-        if one and not (self._as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
-            return self._lend(first, end)
+        if one and not (memory.as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
+            pair = Pair(self, first, end)  # decoded only if something other than `attend` uses them
+            self._lent = weakref.ref(pair)
+            shape = self.batch_size, self.num_heads, end - first
+            k_shape, v_shape = (*shape, self.head_dim), (*shape, self._v_width)
+            return stored_tensors(pair, k_shape, v_shape, self.dtype, self.device)  # type: ignore[no-any-return]
         keys, values = self._read(first, end)
-        if self._as_stored and graded:  # autograd may save them, and would not notice that they are overwritten
+        if memory.as_stored and graded:  # autograd may save them, and would not notice that they are overwritten
             return keys.clone(), values.clone()
         return keys, values
-
-    def _lend(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end, which are decoded only if something other than `attend` uses them."""
-        pair = Pair(self, first, end)
-        self._lent = weakref.ref(pair)
-        batch, heads, held = self.batch_size, self.num_heads, end - first
-        k_shape, v_shape = (batch, heads, held, self.head_dim), (batch, heads, held, self._v_width)
-        return stored_tensors(pair, k_shape, v_shape, self.dtype, self.device)  # type: ignore[no-any-return]
 
     def _recall(self) -> None:
         """Decode what the last `update` returned, if it is still referenced, before the memory changes."""
@@ -237,64 +337,18 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """`update` while torch traces its caller: a custom operator and views do the same, if there is room."""
         key_states, value_states = _alike(key_states, value_states)
         if self._goes_by_steps():
-            found = self._update_by_step(key_states, value_states)
-            return _update_outside_the_graph(self, key_states, value_states) if found is None else found
-        store = self.store
-        if (
-            store is None
-            or self._staged
-            or self._lent is not None
-            or has_gradient(key_states, value_states)
-            or not self._takes(key_states, value_states)
-            or not store.plain
-            or self.is_compileable
-        ):
-            return _update_outside_the_graph(self, key_states, value_states)
-        tokens = key_states.shape[2]
-        if tokens == 1 and store.length and _lengths_are_constants():
-            return _step_outside_the_graph(self, key_states, value_states)
-        drop = self._left_behind() if store.length + tokens > store.capacity else 0
-        keep = store.length - drop
-        end = keep + tokens
-        if end > store.capacity or (self.limit is not None and store.end + tokens > self.limit):
-            return _update_outside_the_graph(self, key_states, value_states)
-        if drop:
-            for a in self._memory():
-                a[:, :, :keep] = a[:, :, drop : store.length].clone()
-            store.recount(length=keep, origin=store.origin + drop)
-            self._bound = self._bound_of(store)
-        # Each head of each sequence is a page of a pool with one head.
-        pages = torch.arange(self.batch_size * self.num_heads, device=self.device)
-        slots = pages[:, None] * store.capacity + torch.arange(keep, end, device=self.device)
-        k, v = (a.flatten(0, 2)[:, None] for a in (key_states, value_states))
-        k_pool, v_pool = (a.flatten(0, 1)[:, :, None] for a in (self._k, self._v))
-        k_scale, v_scale = (None if a is None else a.flatten(0, 1)[:, :, None] for a in self._scales)
-        torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
-        store.recount(length=end, origin=store.origin)
-        first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        copied = self._as_stored and torch.is_grad_enabled()  # as in `_seen`
-        k, v = (a[:, :, first:end].to(self.dtype, copy=copied) for a in (self._k, self._v))
-        if k_scale is not None:
-            k, v = (
-                (a * scale[:, :, first:end, None]).to(self.dtype) for a, scale in zip((k, v), self._scales, strict=True)
-            )
-        return k, v
-
-    def _memory(self) -> list[Any]:
-        """Torch's views of the memory: keys, values, and the scales of rows."""
-        return [a for a in (self._k, self._v, *self._scales) if a is not None and a.ndim > 2]
+            counted: Any = self._counted
+            if self._memory.takes(key_states, value_states) and (key_states.shape[2] == 1 or not counted.ring):
+                return counted.append(key_states, value_states)  # type: ignore[no-any-return]
+            return traced.update_outside(self, key_states, value_states)
+        return traced.append(self, key_states, value_states)
 
     def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
         """Take on the form of another model or batch if the layer is empty; else raise."""
-        store = self.store
-        assert store is not None
-        lead = self.batch_size, self.num_heads
-        form = (*lead, "n", self.head_dim), (*lead, "n", self._v_width)
-        given = (
-            (*key_states.shape[:2], "n", key_states.shape[-1]),
-            (*value_states.shape[:2], "n", value_states.shape[-1]),
-        )
-        same = (form, self.dtype, self.device) == (given, key_states.dtype, key_states.device)
+        store: Any = self.store
+        form = tuple((self.batch_size, self.num_heads, "n", width) for width in (self.head_dim, self._v_width))
+        new = tuple((*a.shape[:2], "n", a.shape[-1]) for a in (key_states, value_states))
+        same = (form, self.dtype, self.device) == (new, key_states.dtype, key_states.device)
         if store.end == 0 and not same:
             self.lazy_initialization(key_states, value_states)
             return
@@ -305,48 +359,6 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"{self.device}; the new ones are keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}, "
             f"{key_states.dtype} on {key_states.device}. Use a TikvCache for each model and batch, or reset()."
         ) from error
-
-    def _read(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end in the model's dtype: a view if that is the stored dtype."""
-        if self._scales != [None, None]:
-            assert self.store is not None
-            k, v = (a.torch(wait=False) for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
-            return k, v
-        k, v = self._slices(first, end)
-        if not first:
-            k.tikv_slots = self._slots
-        return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
-
-    def _is_memory(self, tensor: Any) -> bool:
-        """Whether a tensor is in the memory of keys or of values."""
-        found = tensor.untyped_storage().data_ptr()
-        return found in (self._k.untyped_storage().data_ptr(), self._v.untyped_storage().data_ptr())
-
-    def _slices(self, first: int, end: int) -> tuple[Any, Any]:
-        """Views of slots first..end."""
-        k_width, v_width = self._k.shape[3], self._v.shape[3]
-        k_shape = self.batch_size, self.num_heads, end - first, k_width
-        v_shape = self.batch_size, self.num_heads, end - first, v_width
-        if not first:  # each argument costs time
-            return _part(self._k, k_shape, self._k_strides), _part(self._v, v_shape, self._v_strides)
-        return (
-            _part(self._k, k_shape, self._k_strides, first * k_width),
-            _part(self._v, v_shape, self._v_strides, first * v_width),
-        )
-
-    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
-        """Slots first..end for attention; all slots if `first` is 0. None if attention cannot use them."""
-        return CacheSlots(*self._stored(first, end)) if first else self._slots
-
-    def _stored(self, first: int, end: int) -> Any:
-        """Slots first..end as they are stored: keys, values, their scales, and the store's formats."""
-        assert self.store is not None
-        shape = self.batch_size, self.num_heads, end - first
-        k_scale, v_scale = (
-            a if form is None else _part(a, (*shape, *form[0]), form[1], first * form[1][2])
-            for a, form in zip(self._scales, self._of_rows, strict=True)
-        )
-        return *self._slices(first, end), k_scale, v_scale, self.store.rows.formats
 
     def _visible(self) -> tuple[Any, Any]:
         """What the next token will see besides itself; while a step is traced: all slots."""
@@ -398,10 +410,9 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         # The new ones may be views of the memory that they are written to.
         keys, values = new["keys"].clone(), new["values"].clone()
         self.lazy_initialization(keys, values)
-        assert self.store is not None
-        self.store.append(keys, values)
-        self.store.origin = max(0, end - tensor.shape[2])
-        self._settled = self.store.end
+        self._store.append(keys, values)
+        self._store.origin = max(0, end - tensor.shape[2])
+        self._settled = self._store.end
         self._attach()
 
     def _refuse_half_set(self) -> None:
@@ -411,17 +422,20 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"the other one too."
         )
 
-    cumulative_length = property(LayerRoom.get_seq_length)
+    cumulative_length = property(get_seq_length)
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""
-        if (found := self._mask_sizes_of_steps(shim.query_length(queries))) is not None:
-            return found
+        counted, tokens = self._counted if self._goes_by_steps() else None, shim.query_length(queries)
+        if counted is not None and _is_traced():
+            return counted.traced_sizes()
         end, origin = self.get_seq_length(), 0 if self.store is None else self.store.origin
+        if counted is not None and tokens == 1:
+            if counted.stepped:
+                self._refuse_beyond_limit(1)
+            return counted.slots, steps.SlotsOffset.of(counted, end + 1)
         first = max(0, end - self._past) if self.is_sliding else origin
-        return end - first + shim.query_length(queries), steps.KnownOffset(
-            first
-        ) if self.for_steps and not _is_traced() else first
+        return end - first + tokens, steps.KnownOffset(first) if self.for_steps and not _is_traced() else first
 
     def get_max_length(self) -> int:
         """The most tokens that the layer can hold; -1 means any number."""
@@ -449,8 +463,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._settled = 0
         if self.store is not None:
             self.store.reset()
-            self._bound = self._bound_of(self.store)
-            self._recount_on_device()
+            self._bound = self.room.bound(self.store.capacity, self.store.origin)
+            self._count_on_device(0)
 
     def compact(self, keep: Any) -> None:
         """Keep some tokens of a full layer, whose memory then shrinks to what they need.
@@ -464,7 +478,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         self._recall()
         self.store.compact(keep)
-        self.store.make_room(capacity=min(self._room_for(self.store.length + 1), self.store.capacity))
+        self.store.make_room(capacity=min(self.room.slots_for(self.store.length + 1), self.store.capacity))
         self._attach()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -491,72 +505,64 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._recall()
         self.store.trim(self.get_seq_length() - target)
         self._settled = target
-        self._recount_on_device()
+        self._count_on_device(0)
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
         """The length that `crop` leaves; raises if it is impossible."""
         length = self.get_seq_length()
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
-            n, most = int(tokens_to_remove), min(int(tokens_to_remove), length)
-            raise OptionError(
-                f"{self._name}: crop({n}) is unclear: old versions of transformers kept {n} tokens, and this one "
-                f"counts tokens to remove. With {length} tokens, crop({most - length}) keeps {most}, and crop({-n}) "
-                f"drops {most}."
+            raise _unclear_crop(self._name, int(tokens_to_remove), length)
+        first, needed = self.slot_map.first, self._oldest_needed(target)
+        seen = "a layer that sees all tokens" if self.window is None else f"a window of {self.window}"
+        if 0 < target < length and first > needed:
+            raise PositionError(
+                f"{self._name}: cannot go back from {length} to {target} tokens: {seen} needs "
+                f"positions from {needed} on, but the cache holds {first}..{length - 1}. {self._way_out_of_crop}"
             )
-        self._refuse_crop(length, target)
         return target
-
-    def _first_held(self) -> int:
-        """The oldest position that is held, sinks aside."""
-        return 0 if self.store is None else self.store.origin
 
     def _oldest_needed(self, target: int) -> int:
         """The oldest position, sinks aside, that a query at position `target` sees."""
-        return max(0, target - self._past)
-
-    def _refuse_crop(self, length: int, target: int) -> None:
-        first, needed = self._first_held(), self._oldest_needed(target)
-        if 0 < target < length and first > needed:
-            raise PositionError(
-                f"{self._name}: cannot go back from {length} to {target} tokens: {self._seen_in_words()} needs "
-                f"positions from {needed} on, but the cache holds {first}..{length - 1}. {self._way_out_of_crop()}"
-            )
-
-    def _seen_in_words(self) -> str:
-        return f"a window of {self.sliding_window}" if self.is_sliding else "a layer that sees all tokens"
-
-    def _way_out_of_crop(self) -> str:
-        return "Call activate_past_recording() before the tokens that may be dropped, or reset()."
+        return max(min(self._starts or (0,)) + self.sinks, target - self._past)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Replace each sequence b by sequence ``beam_idx[b]``."""
-        if self.get_seq_length():
-            assert self.store is not None
-            self._recall()
-            self.store.reorder(beam_idx)
+        batch = self._change_rows("reorder", beam_idx)
+        self._follow_rows(torch.as_tensor(beam_idx), batch)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence: 0, 0, 1, 1 for 2."""
-        if self.get_seq_length():
-            assert self.store is not None
-            self._recall()
-            self.store.repeat(repeats)
-            self._attach()
+        batch = self._change_rows("repeat", repeats)
+        if batch:
+            self._follow_rows(torch.arange(batch).repeat_interleave(repeats), batch)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences, in this order; -1 is the last one. A boolean mask is accepted too."""
-        if self.get_seq_length():
-            assert self.store is not None
-            self._recall()
-            chosen = torch.as_tensor(indices)
-            chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
-            self.store.select(torch.where(chosen < 0, chosen + self.batch_size, chosen))
+        rows = torch.as_tensor(indices)
+        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        batch = self._change_rows("select", rows)
+        self._follow_rows(rows, batch)
+
+    def _change_rows(self, change: str, argument: Any) -> int:
+        """Call a method of the storage that changes sequences, if it holds any; how many there were."""
+        if not self.get_seq_length():
+            return len(self._starts or ())
+        batch: int = self.batch_size
+        if change == "select":
+            argument = torch.where(argument < 0, argument + batch, argument)
+        self._recall()
+        getattr(self.store, change)(argument)
+        if change != "reorder":
             self._attach()
+        return batch
+
+    def _follow_rows(self, rows: Any, batch: int) -> None:
+        """Let what else is kept of each sequence follow: the storage now has these `rows` of its `batch`."""
 
     def _blank(self) -> TikvLayer:
         """A layer like this one, without tokens."""
-        return type(self)(self.index, self.sliding_window, self.limit, self.storage, self.config)
+        return type(self)(self.index, self.window, self.limit, self.storage, self.config, **self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         found = self._blank()
@@ -572,10 +578,6 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         memo[id(self)] = found
         return found
 
-    def _device_of(self, store: Any) -> Any:
-        """The device on which torch sees the memory of a store."""
-        return store.keys.torch().device
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError(
             f"{self._name}: a cache is not pickled, nor copied by copy.copy(), which would share its memory. Use "
@@ -585,6 +587,14 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __repr__(self) -> str:
         kind = f"window {self.sliding_window}" if self.is_sliding else "full"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+def _unclear_crop(name: str, n: int, length: int) -> OptionError:
+    most = min(n, length)
+    return OptionError(
+        f"{name}: crop({n}) is unclear: old versions of transformers kept {n} tokens, and this one counts tokens to "
+        f"remove. With {length} tokens, crop({most - length}) keeps {most}, and crop({-n}) drops {most}."
+    )
 
 
 def _made_alike(key_states: Any, value_states: Any) -> bool:
@@ -600,37 +610,3 @@ def _alike(key_states: Any, value_states: Any) -> tuple[Any, Any]:
         return key_states, value_states
     wide = torch.promote_types(key_states.dtype, value_states.dtype)
     return key_states.to(wide).contiguous(), value_states.to(wide).contiguous()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _lengths_are_constants() -> bool:
-    """Whether torch compiles with ``dynamic=False``."""
-    from torch._dynamo import config
-
-    return bool(config.assume_static_by_default and not config.automatic_dynamic_shapes)
-
-
-def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`TikvLayer.update` outside of compiled code; with ``fullgraph=True`` torch gives this reason in its error."""
-
-    def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        keys, values = layer.update_in_order(key_states, value_states)
-        if layer.for_steps:
-            layer._make_ready()  # the next step stays in the graph
-        layer._recall()  # torch cannot compile `StoredTensor`s
-        return decoded(keys), decoded(values)
-
-    found: Any = torch.compiler.disable(update)
-    found._torchdynamo_disable_msg = reason
-    return found  # type: ignore[no-any-return]
-
-
-_update_outside_the_graph = _outside_the_graph(
-    f"{OPERATION} makes and moves its memory, refuses tokens and writes codes in groups only outside of compiled "
-    f"graphs. With fullgraph=True, give max_cache_len, and run the prompt or early_initialization() outside of the "
-    f"compiled model"
-)
-_step_outside_the_graph = _outside_the_graph(
-    f"{OPERATION}: torch would compile the model again for each number of cached tokens, since dynamic=False makes it "
-    f"a constant. Leave dynamic out, or use dynamic=True"
-)

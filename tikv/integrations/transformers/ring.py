@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import ArchError, OptionError, ShapeError, TikvError
 from tikv.integrations.transformers import layer as layers
-from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers import shim, steps, traced
 from tikv.integrations.transformers import stored_ops as ops
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
@@ -34,11 +34,8 @@ class RingLayer(TikvLayer):
         ring: how many slots after the sinks a ring has.
     """
 
-    window: int
-    sinks: int
     ring: int
     _ring_first: int | None = None  # the oldest position in the ring; None if the slots are in temporal order
-    _starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin
 
     @property
     def slot_map(self) -> SlotMap:
@@ -50,12 +47,6 @@ class RingLayer(TikvLayer):
             return SlotMap(store.end, store.origin + self.sinks, self.sinks, 0, self._starts)
         first = max(self._ring_first, store.end - self.ring)  # compiled steps may have overwritten some since
         return SlotMap(store.end, first, self.sinks, self.ring, self._starts)
-
-    def _first_held(self) -> int:
-        return self.slot_map.first if self.store is not None else 0
-
-    def _oldest_needed(self, target: int) -> int:
-        return max(min(self._starts or (0,)) + self.sinks, target - (self.window - self.sinks) + 1)
 
     @uninterrupted
     def _rearrange(self, to: SlotMap, capacity: int) -> None:
@@ -92,7 +83,7 @@ class RingLayer(TikvLayer):
 
     def _words(self) -> list[Any]:
         """The memory in dtypes that torch can index."""
-        return [a.view(_INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self._memory()]
+        return [a.view(_INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self._memory.arrays()]
 
     def _capacity(self) -> int:
         return 0 if self._store is None else self._store.capacity
@@ -103,16 +94,16 @@ class RingLayer(TikvLayer):
 
     def _show_ring(self) -> None:
         """Tell attention which of the slots the newest token sees."""
-        if self._slots is None:
+        if self._memory is None:
             return
-        to = self.slot_map
+        to, slots = self.slot_map, self._memory.slots
         if to.starts is not None:
             held = [len(to.held(start)) for start in to.starts]
-            self._slots.sees(torch.tensor(held, dtype=torch.int32, device=self.device))
+            slots.sees(torch.tensor(held, dtype=torch.int32, device=self.device))
         elif to.ring + to.sinks > self.window:
-            self._slots.sees(to.end, self.window, self.sinks + self.ring)
+            slots.sees(to.end, self.window, self.sinks + self.ring)
         else:
-            self._slots.sees(None)
+            slots.sees(None)
 
     def _put_in_order(self) -> None:
         """Move the tokens to temporal order."""
@@ -177,14 +168,14 @@ class RingLayer(TikvLayer):
 
     def _append_rows(self, to: SlotMap, key_states: Any, value_states: Any) -> None:
         """Write the next tokens of rows that begin at different positions; padding is not written."""
-        if not self._takes(key_states, value_states):
+        if not self._memory.takes(key_states, value_states):
             self._refit(key_states, value_states, None)
         assert self.store is not None
-        starts = np.asarray(to.starts)
+        starts, memory = np.asarray(to.starts), self._memory
         next_tokens = to.end - starts if to.ring else [int(to.slots(to.end, start)) for start in starts]
         where = torch.as_tensor(np.asarray(next_tokens), dtype=torch.int64, device=self.device)
         ops.append_stored(
-            key_states, value_states, self._k, self._v, *self._scales, where, to.ring, self.sinks,
+            key_states, value_states, memory.k, memory.v, *memory.scales, where, to.ring, self.sinks,
             *(ops.name_of(format) for format in self.store.rows.formats),
         )  # fmt: skip
 
@@ -201,7 +192,7 @@ class RingLayer(TikvLayer):
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         if not self._goes_by_steps() and self._ring_first is not None:  # a number that steps must not look at
-            return layers._update_outside_the_graph(self, key_states, value_states)
+            return traced.update_outside(self, key_states, value_states)
         return super()._traced_update(key_states, value_states)
 
     def _count_on_device(self, tokens: int) -> None:
@@ -209,11 +200,8 @@ class RingLayer(TikvLayer):
         if counted is not None and counted.current:
             if tokens == 1:
                 counted.count.add_(1)
-            else:
+            elif tokens:  # tokens are dropped from slots in temporal order, and the ring is made before the next step
                 counted.current = False
-
-    def _recount_on_device(self) -> None:
-        """Do nothing: tokens are dropped from slots in temporal order, and the ring is made before the next step."""
 
     def _count_steps(self) -> None:
         """Count what compiled steps have added."""
@@ -275,25 +263,10 @@ class RingLayer(TikvLayer):
             self._ring_first, self._starts = None, None
             self._show_ring()
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """As `TikvLayer.reorder_cache`."""
-        super().reorder_cache(beam_idx)
-        self._choose_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """As `TikvLayer.batch_repeat_interleave`."""
-        super().batch_repeat_interleave(repeats)
-        self._choose_rows(np.repeat(np.arange(len(self._starts or ())), repeats))
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """As `TikvLayer.batch_select_indices`."""
-        super().batch_select_indices(indices)
-        self._choose_rows(indices)
-
-    def _choose_rows(self, rows: Any) -> None:
+    def _follow_rows(self, rows: Any, batch: int) -> None:
         """Let each row begin where the row that it was copied from does."""
         if self._starts is not None:
-            self._set_starts(tuple(np.asarray(self._starts)[np.asarray(torch.as_tensor(rows).cpu())].tolist()))
+            self._set_starts(tuple(torch.tensor(self._starts)[rows.cpu()].tolist()))
             self._show_ring()
 
     def take_over(self, oldest: int, starts: list[int] | None) -> None:
@@ -327,7 +300,6 @@ class SlidingRing(RingLayer):
 
     def __init__(self, index: int, window: int, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
         room = window + ROLLBACK
-        self.window, self.sinks = window, 0
         self.ring = room if max_cache_len is None else max(window, min(room, max_cache_len))
         super().__init__(index, window, max_cache_len, dtype, config)
 

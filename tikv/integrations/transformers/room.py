@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-from tikv.integrations.transformers.ready import ReadyLayer
-from tikv.stores.layers.growing import GrowingLayer
+from tikv.errors import CapacityError
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with, and the fewest by which it grows
 GROWTH = 8  # memory grows by one slot per this many tokens, so a token is copied at most this often
@@ -13,79 +12,46 @@ ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its win
 SPARE = 128  # room for this many more tokens, or a quarter of its window, before tokens are moved to the front
 
 
-class LayerRoom(ReadyLayer):
-    """The part of a `TikvLayer` that makes room.
+class Room(NamedTuple):
+    """How many slots a layer has.
 
     Attributes:
-        has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
+        usual: how many it needs except for prompts; None if it grows with the text.
+        most: how many it has at most except for prompts; None for any number.
+        limit: how many tokens a sequence may have; None for any number.
     """
 
-    is_sliding: bool
-    record_past: bool
-    has_prompt_room: bool
-    _past: int  # how many tokens before the newest a query sees
-    _settled: int  # no rollback goes back beyond this position
-    _staged: dict[str, Any]
+    usual: int | None = None
+    most: int | None = None
+    limit: int | None = None
 
-    def _attach(self) -> None:
-        raise NotImplementedError
+    @classmethod
+    def of(cls, window: int | None, limit: int | None) -> Room:
+        """The room of a layer whose tokens stay in temporal order."""
+        if window is None:
+            return cls(limit=limit)
+        past = max(0, window - 1)
+        usual = past + ROLLBACK + max(SPARE, past // 4)
+        return cls(usual if limit is None else min(usual, limit), limit=limit)
 
-    def _recall(self) -> None:
-        raise NotImplementedError
-
-    def _room_for(self, tokens: int) -> int:
+    def slots_for(self, tokens: int) -> int:
         """How many slots to have for `tokens` tokens."""
-        if self.is_sliding:
-            usual = self._past + ROLLBACK + max(SPARE, self._past // 4)
-            usual = usual if self.limit is None else min(usual, self.limit)
+        if self.usual is not None:
             # A chunk beyond the usual room gets extra room, which is given back when the next tokens come.
-            return usual if tokens <= usual else tokens + usual
+            return self.usual if tokens <= self.usual else tokens + self.usual
         if self.limit is not None:
             return self.limit
-        if tokens <= FIRST_CAPACITY:
-            return FIRST_CAPACITY
-        return tokens + max(FIRST_CAPACITY, tokens // GROWTH)
+        slots = FIRST_CAPACITY if tokens <= FIRST_CAPACITY else tokens + max(FIRST_CAPACITY, tokens // GROWTH)
+        return slots if self.most is None else max(tokens, min(self.most, slots))
 
-    def _usual_room(self) -> int | None:
-        """How many slots the layer needs except for prompts; None if it never has more for them."""
-        return self._room_for(0) if self.is_sliding else None
+    def bound(self, capacity: int, origin: int) -> int:
+        """How many tokens there are slots for, within `limit`, if the first is at position `origin`."""
+        return capacity if self.limit is None else min(capacity, self.limit - origin)
 
-    def _bound_of(self, store: GrowingLayer) -> int:
-        """How many tokens there are slots for, within `limit`."""
-        return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
-
-    def _left_behind(self) -> int:
-        """How many of the oldest held tokens no later query or rollback needs."""
-        store = self.store
-        if store is None or not self.is_sliding:
-            return 0
-        settled = self._settled if self.record_past else store.end - ROLLBACK
-        return max(0, settled - self._past - store.origin)
-
-    def _make_room(self, tokens: int) -> None:
-        """Drop tokens outside the window, and grow if that does not make enough room."""
-        store = self.store
-        assert store is not None
-        self._refuse_beyond_limit(tokens)
-        drop = self._left_behind()
-        needed = store.length - drop + tokens
-        capacity = self._room_for(needed)
-        if self.is_sliding and capacity > needed and store.capacity >= needed and capacity > store.capacity:
-            capacity = store.capacity
-        store.make_room(capacity=capacity, drop=drop)
-        self._attach()
-
-    def let_go_of_prompt(self) -> None:
-        """After attention to a prompt, give back the memory of tokens that no later query or rollback needs.
-
-        What `update` returned does not change: it refers to the old memory for as long as it is referenced.
-        """
-        store = self.store
-        if store is None or self._staged:
-            return
-        drop = self._left_behind()
-        capacity = self._room_for(store.length - drop)
-        if capacity < store.capacity:
-            self._recall()
-            store.make_room(capacity=capacity, drop=drop)
-            self._attach()
+    def refuse_beyond(self, name: str, held: int, tokens: int) -> None:
+        """Raise CapacityError if a layer with `held` tokens cannot take `tokens` more within `limit`."""
+        if self.limit is not None and held + tokens > self.limit:
+            raise CapacityError(
+                f"{name}: {held} cached + {tokens} new tokens exceed max_cache_len={self.limit}. Nothing was written. "
+                f"Use a larger max_cache_len, or leave it out to let the cache grow."
+            )

@@ -6,6 +6,7 @@ This module is imported only for models with such layers, since old versions of 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
     def __init__(self, index: int, **options: Any) -> None:
         super().__init__(**options)
         self.index = index
-        self._options = options
+        self._options: Mapping[str, Any] = options
         self._from_start: set[int] = set()  # the states that include all tokens since the first
 
     def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
@@ -240,9 +241,6 @@ class KeysAndState(_KeysBeside, TikvLayer):
         TikvLayer.__init__(self, index, window, max_cache_len, dtype, config)
         StateLayer.__init__(self, index, **options)
 
-    def _blank(self) -> KeysAndState:
-        return KeysAndState(self.index, self.sliding_window, self.limit, self.storage, self.config, **self._options)
-
 
 class StreamingKeysAndState(_KeysBeside, StreamingLayer):
     """`StreamingLayer` with a state beside it; the state includes all tokens."""
@@ -252,6 +250,3 @@ class StreamingKeysAndState(_KeysBeside, StreamingLayer):
     def __init__(self, index: int, window: int, sinks: int, dtype: Any, config: Any, **options: Any) -> None:
         StreamingLayer.__init__(self, index, window, sinks, dtype, config)
         StateLayer.__init__(self, index, **options)
-
-    def _blank(self) -> StreamingKeysAndState:
-        return StreamingKeysAndState(self.index, self.window, self.sinks, self.storage, self.config, **self._options)

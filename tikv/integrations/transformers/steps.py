@@ -48,10 +48,11 @@ class Counted:
     def __init__(
         self, layer: Any, slots: int, sinks: int = 0, ring: int = 0, starts: tuple[int, ...] | None = None
     ) -> None:
-        self.keys, self.values = layer._k, layer._v
-        self.k_scale, self.v_scale = layer._scales
+        memory = layer._here()
+        self.keys, self.values = memory.k, memory.v
+        self.k_scale, self.v_scale = memory.scales
         self.formats = tuple(ops.name_of(format) for format in layer.store.rows.formats)
-        self.widths = layer.head_dim, layer._v_width
+        self.widths = memory.widths
         self.dtype = layer.dtype
         self.slots, self.sinks, self.ring = slots, sinks, ring
         self.window = layer.window if ring and slots > layer.window else 0
@@ -83,6 +84,21 @@ class Counted:
         self.stepped = self.stepped or found > 0
         return found
 
+    def count_into(self, store: Any, name: str) -> None:
+        """Count in a layer's storage what compiled steps have added to it, in temporal order.
+
+        Raises:
+            CapacityError: they continued beyond the memory, where their writes were skipped; the others are counted.
+        """
+        end = store.end + self.taken()
+        store.recount(length=min(end, self.slots), origin=0)
+        if end > self.slots:
+            self.current = False
+            raise CapacityError(
+                f"{name}: compiled steps continued to {end} tokens, and those beyond max_cache_len={self.slots} were "
+                f"not cached. Use a larger max_cache_len."
+            )
+
     def positions(self, end: Any) -> Any:
         """The position in each slot when the newest is `end` - 1; a greater number for an empty slot.
 
@@ -96,6 +112,13 @@ class Counted:
         token = self.sinks + behind - (behind - (slots - self.sinks)) % self.ring
         token = torch.where((slots < self.sinks) | (token < self.sinks), slots, token)
         return token if starts is None else token + starts
+
+    def traced_sizes(self) -> tuple[int, Any]:
+        """While traced, `get_mask_sizes` of a step: all slots, and what to add to a slot's number for its position."""
+        where = self.positions(self.count[0] + 1)
+        offset = where - torch.arange(self.slots, device=where.device)
+        offset.tikv_counted = self
+        return self.slots, offset
 
     def _of_rows(self) -> Any:
         """(batch,) the number of the next token, counted from the first token of its row."""
@@ -181,16 +204,3 @@ class StreamedOffset(int):
         offset = cls(to.end - to.used)
         offset.map, offset.tokens, offset.window, offset.sinks = to, tokens, window, to.sinks
         return to.used, offset
-
-
-def refuse_skipped(name: str, end: int, limit: int) -> None:
-    """Raise if compiled steps continued beyond the memory, where their writes were skipped.
-
-    Raises:
-        CapacityError: they did.
-    """
-    if end > limit:
-        raise CapacityError(
-            f"{name}: compiled steps continued to {end} tokens, and those beyond max_cache_len={limit} were not "
-            f"cached. Use a larger max_cache_len."
-        )

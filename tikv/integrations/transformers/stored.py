@@ -30,8 +30,8 @@ class Pair:
         """Both, decoded, in their own memory."""
         if self._layer is not None:
             with torch.no_grad():
-                found = self._layer._read(self.first, self.end)
-                both = [a.clone() if self._layer._is_memory(a) else a for a in found]
+                memory = self._layer._here()
+                both = [a.clone() if memory.holds(a) else a for a in memory.read(self.first, self.end)]
             self._numbers = both[0].contiguous(), both[1].contiguous()
             self._layer = None
         return self._numbers
@@ -41,19 +41,19 @@ class Pair:
 
         It is None too after they were decoded, and for chosen keys, which such layers do not support.
         """
-        own = None if self._layer is None or request.indices is not None else self._layer.attend_stored
-        return None if own is None else own(self.first, query, request)
+        attend = None if self._layer is None or request.indices is not None else self._layer._here().attend
+        return None if attend is None else attend(self.first, query, request)
 
     def stored(self) -> Any:
         """(keys, values, scales of keys, scales of values, formats) as they are stored.
 
         It is None after they were decoded, since the model may have changed what it got.
         """
-        return None if self._layer is None else self._layer._stored(self.first, self.end)
+        return None if self._layer is None else self._layer._here().stored(self.first, self.end)
 
     def slots(self) -> CacheSlots | None:
         """The same as the first of some `CacheSlots`, if others can read them."""
-        return None if self._layer is None else self._layer._slots_from(self.first, self.end)
+        return None if self._layer is None else self._layer._here().slots_from(self.first, self.end)
 
 
 class StoredTensor(torch.Tensor):  # type: ignore[misc]

@@ -13,11 +13,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from tikv.errors import OptionError, PositionError
 from tikv.integrations.transformers import layer as layers
 from tikv.integrations.transformers import room as rooms
-from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers import shim, steps, traced
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer
+from tikv.integrations.transformers.room import Room
 from tikv.integrations.transformers.storage import Storage
 from tikv.stores.picture import counted
 
@@ -37,14 +38,18 @@ class StreamingLayer(RingLayer):
         sinks: how many first tokens of a row every query sees.
     """
 
+    _way_out_of_crop = "Drop fewer, or reset()."
+
     def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
-        self.window, self.sinks, self.ring = window, sinks, window - sinks
+        self.sinks, self.ring = sinks, window - sinks
         super().__init__(index, None, None, dtype, config)
-        self._goes_on = True
+        self.window, self.room = window, Room(most=window)
+        self._past, self._goes_on = window - sinks - 1, True
         know_masks()
 
-    def _room_for(self, tokens: int) -> int:
-        return max(tokens, min(self.window, super()._room_for(tokens)))
+    def _attach(self) -> None:
+        super()._attach()
+        self.has_prompt_room = self._capacity() > self.window + rooms.ROLLBACK
 
     def begin_rows(self, starts: tuple[int, ...]) -> None:
         """Take note of the position of each row's first token, before new tokens come.
@@ -96,7 +101,7 @@ class StreamingLayer(RingLayer):
             counted = self._counted
             if counted is not None and counted.current:
                 return self._traced_update(key_states, value_states)
-            return layers._update_outside_the_graph(self, key_states, value_states)
+            return traced.update_outside(self, key_states, value_states)
         if self._staged:
             self._refuse_half_set()
         tokens, end = self._tokens_of(key_states), self.get_seq_length()
@@ -127,7 +132,7 @@ class StreamingLayer(RingLayer):
         after = now._replace(end=now.end + tokens)
         if after.used > self._capacity():
             assert self.store is not None
-            self.store.make_room(capacity=self._room_for(after.used))
+            self.store.make_room(capacity=self.room.slots_for(after.used))
             self._attach()
         self._append_rows(now, key_states, value_states)
         assert self.store is not None
@@ -142,9 +147,6 @@ class StreamingLayer(RingLayer):
         first = min(self._oldest_needed(now.end), now.end)
         if self.store is not None and now.first < first:
             self._rearrange(now._replace(first=first), max(self.window, min(self._capacity(), self.window + tokens)))
-
-    def _usual_room(self) -> int | None:
-        return self.window + rooms.ROLLBACK
 
     def let_go_of_prompt(self) -> None:
         """As `TikvLayer.let_go_of_prompt`."""
@@ -176,18 +178,12 @@ class StreamingLayer(RingLayer):
             now = now._replace(first=max(now.first, min(self._oldest_needed(now.end), now.end)))
         return steps.StreamedOffset.sizes(now._replace(end=end + tokens), tokens, self.window)
 
-    def _seen_in_words(self) -> str:
-        return f"a window of {self.window}"
-
-    def _way_out_of_crop(self) -> str:
-        return "Drop fewer, or reset()."
-
     def compact(self, keep: Any) -> None:
         """Raise OptionError, since the window decides which tokens this layer holds."""
         raise OptionError(f"{self._name}: compact() works only on layers without a window. Leave window out.")
 
     def _blank(self) -> TikvLayer:
-        return type(self)(self.index, self.window, self.sinks, self.storage, self.config)
+        return type(self)(self.index, self.window, self.sinks, self.storage, self.config, **self._options)
 
     def __repr__(self) -> str:
         kind = f"window {self.window} with {counted(self.sinks, 'sink')}"
