@@ -188,9 +188,11 @@ def test_what_update_returned_stays_when_the_prompt_goes(arch, rng):
     k, v = (torch.from_numpy(rng.standard_normal(shape, dtype="float32")) for _ in "kv")
     with torch.no_grad():
         found = cache.update(k, v, 0)
-        cache.update(k, v, 1)
+        for layer in range(1, len(cache.layers)):
+            cache.update(k, v, layer)
         for _ in range(2 * WINDOW):
-            cache.update(k[:, :, :1], v[:, :, :1], 0)
+            for layer in range(len(cache.layers)):
+                cache.update(k[:, :, :1], v[:, :, :1], layer)
     assert torch.equal(found[0], k)
     assert torch.equal(found[1], v)
 

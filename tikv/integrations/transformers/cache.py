@@ -399,10 +399,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
         self._with_sinks = [layer for layer in layers if isinstance(layer, StreamingLayer) and layer.sinks]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
-        stated = [i for i, layer in enumerate(layers) if hasattr(layer, "conv_states")]
-        used = [i for i, layer in enumerate(layers) if isinstance(layer, TikvLayer) or i in stated]
-        self._last_used = used[-1] if stated else None  # the layer that ends a step, if layers keep states
-        self._newest_used: int | None = None  # the layer that was used last, if layers keep states
+        self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
+        self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
 
     def __repr__(self) -> str:
         """Equal layers share a line; after four kinds of layers the others are counted."""
@@ -467,18 +465,21 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
             self._prompted = None
-        self._refuse_uneven(layer, key_states)
+        if self._with_states:
+            self._note_use("update", layer_idx)
+        if layer is self._with_keys[0]:
+            appended = [each.appended for each in self._with_keys]
+            if any(appended[1:]):  # otherwise it may be used alone
+                self._refuse_unequal(appended)
         found = layer.update(key_states, value_states)
         if layer.has_prompt_room:
             self._prompted = layer
-        if self._last_used is not None:
-            self._newest_used = layer_idx
         return found  # type: ignore[no-any-return]
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
-        """A method of transformers' cache for the state of a layer, which is the newest that was used."""
+        """A method of transformers' cache for the state of a layer."""
         if not _is_traced():
-            self._newest_used = layer_idx
+            self._note_use(f"{name} {options.get('state_idx', 0)}", layer_idx)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, **options: Any) -> Any:
@@ -497,41 +498,42 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """As transformers' caches."""
         return self._use_state("get_recurrent_state", layer_idx, (), options)
 
-    def _refuse_uneven(self, layer: Any, key_states: Any) -> None:
-        """Raise PositionError if new tokens of a layer would hide that an interrupt has left layers of other lengths.
-
-        One layer may be used alone, as if it were a cache of its own.
-        """
-        first, emptied = self._with_keys[0], layer._store is None or not layer._store.length
-        if layer is first:
-            lengths = [each.get_seq_length() for each in self._with_keys]
-            if any(lengths[1:]):
-                self._refuse_unequal(lengths)
-        elif emptied and first.get_seq_length() > layer.get_seq_length() + key_states.shape[-2]:
-            self._refuse_unequal([each.get_seq_length() for each in self._with_keys])
-
-    def _refuse_unequal(self, lengths: list[int]) -> None:
-        """Raise PositionError if lengths differ. Nothing is changed."""
-        if lengths.count(lengths[0]) < len(lengths):
+    def _refuse_unequal(self, appended: list[int]) -> None:
+        """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""
+        if max(appended) > min(appended):
             raise PositionError(
-                f"{OPERATION}: the layers hold {', '.join(map(str, lengths))} tokens, as after a step that was "
+                f"{OPERATION}: the layers hold {', '.join(map(str, appended))} tokens, as after a step that was "
                 f"interrupted between them. Call align(), which brings all layers to the length of the shortest one "
                 f"and returns it, and go on from there; or reset()."
             )
+
+    def _note_use(self, what: str, layer_idx: int) -> None:
+        """Take note that a step uses a layer; one that goes back to an earlier layer, or repeats a use, is a new step.
+
+        Raises:
+            PositionError: the step before was interrupted. Nothing is changed.
+        """
+        used = self._used_in_step
+        if (what, layer_idx) in used or layer_idx < max(used.values(), default=0):
+            self._refuse_half_step()
+            used.clear()
+        used[what, layer_idx] = layer_idx
 
     def _refuse_half_step(self) -> None:
         """Raise PositionError if a step of a model whose layers keep states was interrupted between two layers.
 
         This cannot be seen of a model that keeps its states in its own modules.
         """
-        if self._newest_used in (None, self._last_used):
-            return
-        states = [getattr(layer, name, {}) for layer in self.layers for name in ("conv_states", "recurrent_states")]
-        if any(state is not None for of_layer in states for state in of_layer.values()):
+        used = set(self._used_in_step.values())
+        counted = {*map(id, self._with_keys), *map(id, self._with_states)}
+        states = [a for layer in self._with_states for a in (layer.conv_states, layer.recurrent_states)]
+        if 0 < len(used) < len(counted) and any(
+            state is not None for of_layer in states for state in of_layer.values()
+        ):
             raise PositionError(
-                f"{OPERATION}: a step was interrupted after layer {self._newest_used}. The states of the layers up to "
-                f"that one include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that was "
-                f"made before that step."
+                f"{OPERATION}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
+                f"Their states include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that "
+                f"was made before that step."
             )
 
     def align(self) -> int:
@@ -555,21 +557,18 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ([6, 3], 3)
         """
         self._refuse_half_step()
-        lengths = [layer.get_seq_length() for layer in self._with_keys]
-        target = min(lengths)
-        ahead = [
-            (layer, target - length) for layer, length in zip(self._with_keys, lengths, strict=True) if length > target
-        ]
+        least = min(layer.appended for layer in self._with_keys)
+        ahead = [(layer, least - layer.appended) for layer in self._with_keys if layer.appended > least]
         for layer, back in ahead:
             layer._cropped_to(back)
         for layer, back in ahead:
             layer.crop(back)
-        return target
+        return int(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
-        self._newest_used = None
+        self._used_in_step.clear()
 
     def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
@@ -605,8 +604,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 "no new ones. Use reset() before another text."
             )
         if not _is_traced():
-            self._refuse_half_step()
-            self._refuse_unequal([layer.get_seq_length() for layer in self._with_keys])
+            appended = [layer.appended for layer in self._with_keys]
+            if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between two layers
+                self._refuse_unequal(appended)
             self._refuse_another_text(queries, tokens, layer_idx)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()

@@ -192,6 +192,8 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
         raise ValueError(f"{name} has {counts['length']} tokens in {slots} slots, {counts}")
     if isinstance(layer, RingLayer) and not layer.sinks <= counts["oldest"] < layer.window:
         raise ValueError(f"{name} has its oldest token in slot {counts['oldest']}")
+    if type(said.get("set_aside", 0)) is not int:
+        raise ValueError(f"{name} has set_aside={said['set_aside']!r}")
     if said.get("starts") is not None:
         starts = [files.integer(n, "starts") for n in files.listed(said["starts"], "starts", batch)]
         if not isinstance(layer, RingLayer) or max(starts) > counts["origin"] + counts["length"]:
@@ -245,6 +247,7 @@ def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any,
     layer._attach()
     layer.device = layer._memory.device
     layer.record_past, layer._settled = said["record_past"], said["settled"]
+    layer._set_aside = said.get("set_aside", 0)
     if isinstance(layer, RingLayer):
         layer.take_over(said["oldest"], said.get("starts"))
     if hasattr(layer, "_written_once"):

@@ -54,6 +54,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_croppable = supports_early_init = True
+    _set_aside = 0  # how many of the tokens that were appended are not in the length, since other keys were set
+    moves_tokens = False  # whether getting ready for compiled steps moves tokens in place
     sinks = 0  # how many first tokens of a row every query sees, whatever the window
     _memory: Any = None  # the storage's memory as torch sees it: a `TorchMemory`, or what serves as one
     _starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin, if they have sinks
@@ -240,6 +242,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return self._counted.count[0]  # type: ignore[no-any-return]
         return 0 if self.store is None else self.store.end
 
+    @property
+    def appended(self) -> int:
+        """Tokens that `update` got since `reset`, less those cropped, whatever keys and values were set."""
+        return self.get_seq_length() + self._set_aside
+
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
 
@@ -391,7 +398,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _set(self, which: str, tensor: Any) -> None:
         """Replace keys or values; if the length changes, the first of both waits for the other."""
         self._recall()
+        appended = self.appended
         if tensor is None:
+            self._set_aside = appended
             self.store = None
             self.is_initialized = False
             self._staged.clear()
@@ -413,6 +422,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._store.append(keys, values)
         self._store.origin = max(0, end - tensor.shape[2])
         self._settled = self._store.end
+        self._set_aside = appended - self._store.end
         self._attach()
 
     def _refuse_half_set(self) -> None:
@@ -460,7 +470,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """`reset` of keys and values."""
         self._recall()
         self._staged.clear()
-        self._settled = 0
+        self._settled = self._set_aside = 0
         if self.store is not None:
             self.store.reset()
             self._bound = self.room.bound(self.store.capacity, self.store.origin)
@@ -567,7 +577,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         found = self._blank()
         found.for_steps = self.for_steps
-        found.record_past, found._settled = self.record_past, self._settled
+        found.record_past, found._settled, found._set_aside = self.record_past, self._settled, self._set_aside
         if self.store is not None:
             found.dtype, found.device = self.dtype, self.device
             with share_memory_with(self.device):

@@ -50,36 +50,42 @@ class RingLayer(TikvLayer):
 
     @uninterrupted
     def _rearrange(self, to: SlotMap, capacity: int) -> None:
-        """Move the tokens of a map of the same rows to its slots, drop the others, and have `capacity` slots."""
+        """Move the tokens of a map of the same rows to its slots, drop the others, and have `capacity` slots.
+
+        If the capacity changes, the memory is new, and what `update` returned before still refers to the old.
+        """
         self._recall()
-        store, capacity_before = self.store, self._capacity()
+        store, memory, sources = self.store, self._words(), self.slot_map.sources(to)
         assert store is not None
-        if capacity > capacity_before:
-            store.make_room(capacity=capacity)
-            self._attach()
-        sources = self.slot_map.sources(to)
-        if (sources != np.arange(to.used)).any():
-            self._take_from(sources)
+        renewed = capacity != store.capacity
+        if renewed:
+            length, origin = store.length, store.origin
+            store.recount(length=0, origin=0)  # nothing is copied here
+            try:
+                store.make_room(capacity=capacity)
+            except BaseException:
+                store.recount(length=length, origin=origin)
+                raise
         self._ring_first = to.first if to.ring else None
         store.recount(length=to.used, origin=to.end - to.used)
+        if renewed:
+            self._attach()
+        if renewed or (sources != np.arange(to.used)).any():
+            self._take_from(memory, sources)
         self._clear_empty(0)
-        if capacity < capacity_before:
-            store.make_room(capacity=capacity)
         if self._counted is not None:
             self._counted.current = False
-        if capacity < capacity_before:
-            self._attach()
         self._show_ring()
 
-    def _take_from(self, sources: Array) -> None:
-        """Copy to each of the first slots the slot that `sources` gives for it, (slots,) or (batch, slots)."""
+    def _take_from(self, memory: list[Any], sources: Array) -> None:
+        """Copy to each of the first slots the slot of some memory that `sources` gives: (slots,) or (batch, slots)."""
         index, used = torch.as_tensor(sources, device=self.device), sources.shape[-1]
-        for words in self._words():
+        for words, to in zip(memory, self._words(), strict=True):
             if index.ndim == 1:
-                words[:, :, :used] = words[:, :, index]
+                to[:, :, :used] = words[:, :, index]
             else:
                 rows = torch.arange(len(index), device=self.device)[:, None]
-                words[:, :, :used] = words[rows, :, index].transpose(1, 2)
+                to[:, :, :used] = words[rows, :, index].transpose(1, 2)
 
     def _words(self) -> list[Any]:
         """The memory in dtypes that torch can index."""
@@ -278,7 +284,7 @@ class RingLayer(TikvLayer):
         self._ring_first, self._starts = None, None if starts is None else tuple(starts)
         if oldest != self.sinks:
             behind = np.roll(np.arange(self.sinks, store.length), self.sinks - oldest)
-            self._take_from(np.r_[: self.sinks, behind])
+            self._take_from(self._words(), np.r_[: self.sinks, behind])
         self._show_ring()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:

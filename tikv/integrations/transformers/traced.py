@@ -62,10 +62,13 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
 
     def update(layer: Any, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         keys, values = layer.update_in_order(key_states, value_states)
-        if layer.for_steps:
-            layer._make_ready()  # the next step stays in the graph
         layer._recall()  # torch cannot compile `StoredTensor`s
-        return decoded(keys), decoded(values)
+        keys, values = decoded(keys), decoded(values)
+        if layer.for_steps:
+            if layer.moves_tokens:
+                keys, values = keys.clone(), values.clone()
+            layer._make_ready()  # the next step stays in the graph
+        return keys, values
 
     found: Any = torch.compiler.disable(update)
     found._torchdynamo_disable_msg = reason
