@@ -399,6 +399,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
         self._with_sinks = [layer for layer in layers if isinstance(layer, StreamingLayer) and layer.sinks]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
+        self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
         self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
 
@@ -467,11 +468,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             self._prompted = None
         if self._with_states:
             self._note_use("update", layer_idx)
-        if layer is self._with_keys[0]:
+        if layer is self._with_keys[0] and self._updated is not self._with_keys[-1]:
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
                 self._refuse_unequal(appended)
         found = layer.update(key_states, value_states)
+        self._updated = layer
         if layer.has_prompt_room:
             self._prompted = layer
         return found  # type: ignore[no-any-return]
@@ -604,9 +606,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 "no new ones. Use reset() before another text."
             )
         if not _is_traced():
-            appended = [layer.appended for layer in self._with_keys]
-            if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between two layers
-                self._refuse_unequal(appended)
+            if self._updated is not self._with_keys[-1]:  # a step is not over, or nothing has come yet
+                appended = [layer.appended for layer in self._with_keys]
+                if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
+                    self._refuse_unequal(appended)
             self._refuse_another_text(queries, tokens, layer_idx)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
