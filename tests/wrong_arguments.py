@@ -188,6 +188,8 @@ def contents(*things: Any) -> list[Any]:
 
 _SKIPPED = (BoundedCache, DeviceTables, Plan, StoreLock, runtime.Runtime, type(runtime), type, tikv.NormRope)
 
+_NOTES = {"_known"}  # what calls note of what they found, so that later ones need not look again
+
 
 def _read(thing: Any, found: list[Any], seen: set[int]) -> None:
     if thing is None or isinstance(thing, bool | int | float | str | bytes | np.dtype):
@@ -211,6 +213,8 @@ def _read(thing: Any, found: list[Any], seen: set[int]) -> None:
     elif type(thing).__module__.startswith("tikv."):
         found.append(type(thing).__name__)
         for name, value in vars(thing).items():
+            if name in _NOTES:
+                continue
             found.append(name)
             _read(value, found, seen)
 

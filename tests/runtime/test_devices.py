@@ -58,7 +58,7 @@ def test_auto_on_a_mac_takes_metal_where_it_shares_memory_with_torch(monkeypatch
 
 def test_which_engine_shares_memory_with_torch(monkeypatch):
     for used, shares in ((engines.TAICHI, False), (engines.QUADRANTS, True)):
-        monkeypatch.setattr(engine, "wanted", lambda used=used: (used, "asked for"))
+        monkeypatch.setattr(engine, "selection", lambda used=used: (used, "asked for"))
         assert engine.shares_mps() == shares
     monkeypatch.undo()
     monkeypatch.setattr(engine, "_module", None)

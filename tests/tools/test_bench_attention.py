@@ -20,9 +20,9 @@ def file(arch, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_attention, "KEYS", 96)
     monkeypatch.setattr(bench_attention, "QUERIES", {"cpu": {SQUARE: (64,), RECTANGULAR: (8, 64), FULL: (1,)}})
     monkeypatch.setattr(bench_attention, "WIDTHS", (16,))
-    measured._found.cache_clear()
+    measured._timings_and_why.cache_clear()
     yield tmp_path / "attention.json"
-    measured._found.cache_clear()
+    measured._timings_and_why.cache_clear()
 
 
 def test_it_writes_a_table_that_auto_goes_by(file, capsys):
