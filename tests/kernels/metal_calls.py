@@ -74,7 +74,8 @@ def stores(values):
         k, v, newer = (values((2, batch, 1, 2, 8), src) for _ in range(3))
         store.append_all(k, v)
         yield "append_all", held()
-        store.append(0, v[0], k[0])
+        for layer in range(2):
+            store.append(layer, v[layer], k[layer])
         yield "append", held()
         snapshot = store.snapshot()
         store.append_all(newer, k)

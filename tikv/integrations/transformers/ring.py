@@ -10,11 +10,11 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import ArchError, OptionError, ShapeError, TikvError
 from tikv.integrations.transformers import layer as layers
+from tikv.integrations.transformers import room as rooms
 from tikv.integrations.transformers import shim, steps, traced
 from tikv.integrations.transformers import stored_ops as ops
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.room import ROLLBACK
 from tikv.integrations.transformers.slot_map import Array, SlotMap
 from tikv.integrations.transformers.storage import Storage
 from tikv.runtime.interrupts import uninterrupted
@@ -305,7 +305,7 @@ class SlidingRing(RingLayer):
     """
 
     def __init__(self, index: int, window: int, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
-        room = window + ROLLBACK
+        room = window + rooms.ROLLBACK
         self.ring = room if max_cache_len is None else max(window, min(room, max_cache_len))
         super().__init__(index, window, max_cache_len, dtype, config)
 
@@ -323,6 +323,11 @@ class SlidingRing(RingLayer):
         if not _is_traced():
             self._arrange(shim.query_length(queries))
         return super().get_mask_sizes(queries)
+
+    def let_go_of_prompt(self) -> None:
+        """As `TikvLayer.let_go_of_prompt`; a ring has no room for more."""
+        if self._ring_first is None:
+            super().let_go_of_prompt()
 
     def update_in_order(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update_in_order`."""
