@@ -186,7 +186,7 @@ def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, r
 MISFITS = {
     "do not divide among 2 KV heads": {"heads": 3},
     "the head width of q is 8": {"width": 8},
-    "queries must be float32": {"dtype": np.float64},
+    "queries must be float32|q is float64, which": {"dtype": np.float64},
     "softcap=nan": {"softcap": float("nan")},
     "scale=nan": {"softmax_scale": float("nan")},
     "softmax_scale='x'": {"softmax_scale": "x"},
