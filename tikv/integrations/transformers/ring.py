@@ -67,7 +67,7 @@ class RingLayer(TikvLayer):
                 store.recount(length=length, origin=origin)
                 raise
         self._ring_first = to.first if to.ring else None
-        store.recount(length=to.used, origin=to.end - to.used)
+        self._count_as(to)
         if renewed:
             self._attach()
         if renewed or (sources != np.arange(to.used)).any():
@@ -76,6 +76,11 @@ class RingLayer(TikvLayer):
         if self._counted is not None:
             self._counted.current = False
         self._show_ring()
+
+    def _count_as(self, to: SlotMap) -> None:
+        """Let the storage count the slots that a map uses, up to its newest token."""
+        assert self._store is not None
+        self._store.recount(length=to.used, origin=to.end - to.used)
 
     def _take_from(self, memory: list[Any], sources: Array) -> None:
         """Copy to each of the first slots the slot of some memory that `sources` gives: (slots,) or (batch, slots)."""
@@ -137,7 +142,6 @@ class RingLayer(TikvLayer):
         if has_gradient(key_states, value_states):
             return self._without_gradient(key_states, value_states)
         self._recall()
-        store: Any = self.store
         before = self.slot_map
         after = before._replace(end=before.end + 1, first=max(before.first, before.end + 1 - self.ring))
         self._ring_first = after.first
@@ -146,14 +150,12 @@ class RingLayer(TikvLayer):
                 self._append_at(int(before.slots(before.end)), key_states, value_states)
             else:
                 self._append_rows(before, key_states, value_states)
-        except TikvError:  # nothing was written
-            self._ring_first = before.first
-            store.recount(length=before.used, origin=before.end - before.used)
+        except BaseException as error:
+            if isinstance(error, TikvError):  # nothing was written
+                self._ring_first = before.first
+            self._count_as(before)
             raise
-        except BaseException:
-            store.recount(length=before.used, origin=before.end - before.used)
-            raise
-        store.recount(length=after.used, origin=after.end - after.used)
+        self._count_as(after)
         self._clear_empty(before.used)
         self._count_on_device(1)
         self._show_ring()
@@ -215,7 +217,7 @@ class RingLayer(TikvLayer):
         assert counted is not None
         assert store is not None
         now = SlotMap(store.end + counted.taken(), self._ring_first or 0, self.sinks, self.ring, self._starts)
-        store.recount(length=now.used, origin=now.end - now.used)
+        self._count_as(now)
         self._ring_first = max(now.first, now.end - self.ring)
         self._settled = max(self._settled, self._ring_first - self.sinks)
         self._show_ring()

@@ -135,8 +135,7 @@ class StreamingLayer(RingLayer):
             self.store.make_room(capacity=self.room.slots_for(after.used))
             self._attach()
         self._append_rows(now, key_states, value_states)
-        assert self.store is not None
-        self.store.recount(length=after.used, origin=after.end - after.used)
+        self._count_as(after)
         self._clear_empty(0)
         self._show_ring()
         return self._returned(key_states, 0, after.used)
