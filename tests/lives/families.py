@@ -1,6 +1,7 @@
 """Tiny random models of a dozen families, and which tokens each of their layers sees."""
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,14 @@ class Models(NamedTuple):
 
 
 def offered() -> list[str]:
-    """The families that the installed transformers has."""
-    return [name for name, family in FAMILIES.items() if hasattr(transformers, f"{family.name}ForCausalLM")]
+    """The families that the installed transformers has and gives its common cache, and no class of their own."""
+    return [name for name, family in FAMILIES.items() if _takes_a_cache(family.name)]
+
+
+def _takes_a_cache(name: str) -> bool:
+    kind = getattr(transformers, f"{name}ForCausalLM", None)
+    module = vars(sys.modules[kind.__module__]) if kind is not None else {}
+    return kind is not None and not any(key.startswith(name) and key.endswith("Cache") for key in module)
 
 
 @functools.cache

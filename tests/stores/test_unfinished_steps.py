@@ -198,7 +198,7 @@ def test_layers_that_were_never_written_are_no_reason_to_refuse(arch, rng):
     store.extend(0, *new(rng, arch, 1))
     assert store.length == 7
     before = everything(store)
-    q, k, v = new(rng, arch, 6)
+    q, k, v = new(rng, arch, 1)
     fewer = [oracle.place(np.stack([oracle.to_numpy(a)] * LAYERS), arch) for a in (k, v)]
     step = tikv.compile_step(store, layers=1)
     calls = (
@@ -211,8 +211,9 @@ def test_layers_that_were_never_written_are_no_reason_to_refuse(arch, rng):
         with pytest.raises(tikv.PositionError, match=r"Call align\(\) to bring every layer back to 0 tokens, or reset"):
             call()
         assert everything(store) == before
-    for layer in (1, 2):
-        store.append(layer, *new(rng, arch, 7)[1:])
+    for layer, pieces in ((1, (7,)), (2, (4, 3))):  # in one piece or in several
+        for tokens in pieces:
+            store.append(layer, *new(rng, arch, tokens)[1:])
     store.append(0, *new(rng, arch, 1)[1:])
     assert (store.length, store.align(), store.layer_length(0)) == (7, 7, 7)
 
@@ -300,7 +301,7 @@ def test_sequences_whose_first_layer_alone_is_used_go_on(arch, rng):
     before = all_of_pool(pool)
     for seqs in ([a, b], [b]):
         with pytest.raises(tikv.PositionError, match=r"of sequence \d would be fewer than the \d of layer 0.*align"):
-            pool.append(1, *new(rng, arch, 2 * len(seqs))[1:], seqs, [0, 2, 4][: len(seqs) + 1])
+            pool.append(1, *new(rng, arch, len(seqs))[1:], seqs)
         assert all_of_pool(pool) == before
     for layer in (1, 2):
         pool.append(layer, *new(rng, arch, 7)[1:], [a, b], [0, 4, 7])

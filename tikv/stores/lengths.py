@@ -3,7 +3,8 @@
 A step appends to each layer, the first one first. If it ends between two layers, for example by Ctrl-C, the layers stay
 at different lengths, and tokens that are appended then would be at different positions in each of them. So an append to
 the first layer is refused while lengths differ. One layer may be used alone: as long as all others are empty, lengths
-do not count as different. The first tokens of another layer must then be at least as many.
+do not count as different. Another layer may then be filled, but its first tokens must not be those of a step to which
+the first layer came with tokens from before.
 """
 
 from __future__ import annotations
@@ -59,10 +60,25 @@ def different(operation: str, lengths: Sequence[int], remedy: str, of: str = "")
     )
 
 
-def refuse_fewer(operation: str, lengths: Sequence[int], layer: int, tokens: int, remedy: str, of: str = "") -> None:
-    """Raise PositionError if the first tokens of a layer are fewer than those of the first layer that has some."""
+def refuse_fewer(
+    operation: str, lengths: Sequence[int], newest: Sequence[int], layer: int, tokens: int, remedy: str, of: str = ""
+) -> None:
+    """Raise PositionError if a layer's first tokens are those of a step, and another layer has tokens from before.
+
+    A step brings equally many tokens to every layer. A layer that is filled alone, in pieces, begins with another
+    number than the last piece of the layer before it.
+
+    Args:
+        operation: named in the error.
+        lengths: of each layer.
+        newest: how many of them its last append brought; 0 if this is not known.
+        layer: the layer to which tokens are appended.
+        tokens: how many they are.
+        remedy: what to do.
+        of: of which sequence.
+    """
     other = next((i for i, length in enumerate(lengths) if length), layer)
-    if lengths[layer] == 0 and 0 < tokens < lengths[other]:
+    if lengths[layer] == 0 and 0 < tokens < lengths[other] and newest[other] in (0, tokens):
         raise PositionError(
             f"{operation}: the first {counted(tokens, 'token')} of layer {layer}{of} would be fewer than the "
             f"{lengths[other]} of layer {other}, as after a step that ended between two layers. {remedy}"

@@ -309,7 +309,8 @@ def refuse_unfinished(operation: str, layers: Sequence[Layer], layer: int, token
         refuse_uneven(operation, layers)
     if layers[layer].length == 0:
         ends = ends_of(layers)
-        lengths.refuse_fewer(operation, ends, layer, tokens, lengths.remedy_of_store(ends))
+        newest = [each.newest for each in layers]
+        lengths.refuse_fewer(operation, ends, newest, layer, tokens, lengths.remedy_of_store(ends))
 
 
 def refuse_uneven_step(operation: str, layers: Sequence[Layer]) -> None:

@@ -503,10 +503,12 @@ class Sequences:
     def refuse_fewer(
         self, operation: str, layer: int, states: Sequence[SequenceState], cu_seqlens: Sequence[int]
     ) -> None:
-        """Raise PositionError if the first tokens of a layer are fewer than those of the first layer with some."""
+        """`lengths.refuse_fewer` for each sequence of which the layer has no tokens."""
         for state, (first, end) in zip(states, itertools.pairwise(cu_seqlens), strict=True):
             if state.lengths[layer] == 0:
-                lengths.refuse_fewer(operation, state.ends, layer, end - first, state.remedy, state.named)
+                lengths.refuse_fewer(
+                    operation, state.ends, state.newest, layer, end - first, state.remedy, state.named
+                )
 
     def begin(
         self,
