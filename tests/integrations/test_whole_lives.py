@@ -4,6 +4,8 @@
 time, and faults that are planted, which they have to find.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -106,14 +108,19 @@ def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what):
     assert not fails(finder, tmp_path)
 
 
-@pytest.mark.parametrize("name", [None, *chosen.FORMATS])
-def test_what_a_format_stores(arch, name):
+SCALED = ("float8_e4m3fn", "float8_e5m2", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [*((name, None) for name in (None, *chosen.FORMATS)), *itertools.product(SCALED, (0.11,))]
+)
+def test_what_a_format_stores(arch, name, scale):
     """As the library's own functions encode and decode it, or its stores."""
     rows = torch.randn(1, 2, 40, families.WIDTH, generator=torch.Generator().manual_seed(3))
     config = families.models("llama").cached.config
-    cache = TikvCache(config, dtype=expected.format_of(name))
+    cache = TikvCache(config, dtype=expected.format_of(name), k_scale=scale, v_scale=scale)
     cache.layers[0].update(rows, rows)
-    want = expected.as_stored(rows, name)
+    want = expected.as_stored(rows, name, scale)
     torch.testing.assert_close(cache.layers[0].keys, want, rtol=0, atol=0)
 
 

@@ -17,9 +17,10 @@ FORMATS = (
 WINDOWS = ((8, 2), (8, 0), (5, 3), (12, 4), (1, 0), (40, 4))
 KINDS = {  # how often each kind of operation comes, of about 60
     "tokens": 8, "steps": 10, "compiled": 8, "crop": 8, "attention": 5, "reorder": 2, "repeat": 2, "select": 2,
-    "copy": 2, "swap": 2, "save": 2, "begin": 2, "reset": 1, "record": 1, "interrupt": 3, "beyond": 1,
+    "copy": 2, "swap": 2, "save": 2, "begin": 2, "reset": 1, "empty": 1, "record": 1, "interrupt": 3, "beyond": 1,
 }  # fmt: skip
 OPERATIONS = 24
+FIXED_SCALES = (0.5, 0.11, 2.0)
 
 
 class Chosen(NamedTuple):
@@ -66,6 +67,11 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
             found["v_dtype"] = str(rng.choice(formats))
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
                 del found["v_dtype"]
+        stored = found["dtype"], found.get("v_dtype", found["dtype"])
+        if rng.random() < 0.3 and all(name.startswith("float8") or name == "nvfp4" for name in stored):
+            found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
+    if not {"window", "dtype"} & found.keys() and set(FAMILIES[family].layers) == {FULL} and rng.random() < 0.2:
+        found["place"] = "host"
     return found
 
 
@@ -102,6 +108,8 @@ def _operation(rng: np.random.Generator, kind: str, padded: bool) -> tuple[Any, 
         return kind, int(rng.integers(2)), bool(rng.random() < 0.5), _count(rng) if rng.random() < 0.4 else 1, seed
     if kind == "beyond":
         return kind, int(rng.integers(1, 5)), seed
+    if kind == "empty":
+        return kind, _count(rng), seed
     if kind == "repeat":
         return kind, int(rng.integers(2, 4))
     if kind in ("reorder", "select"):

@@ -56,11 +56,16 @@ def format_of(name: str | None) -> Any:
     return tikv.Quant(int(bits), int(group), rotate="hadamard" if rotated else None)
 
 
-def as_stored(rows: Any, name: str | None) -> Any:
-    """The numbers that a cache of this format gives back of float32 rows (..., width)."""
+def as_stored(rows: Any, name: str | None, scale: float | None = None) -> Any:
+    """The numbers that a cache of this format, and with this ``k_scale`` or ``v_scale``, gives back of float32 rows."""
     if name is None:
         return rows
     numbers = rows.numpy()
+    if scale is not None and name == "nvfp4":
+        quantised = oracle.reference.quantize_groups(numbers, 4, 16, name, np.float16, scale)
+        return torch.from_numpy(oracle.reference.dequantize_groups(*quantised, 4, name) * np.float32(scale))
+    if scale is not None:
+        return as_stored(rows / np.float32(scale), name) * np.float32(scale)
     if name == "int8":
         return torch.from_numpy(_int8(numbers))
     return torch.from_numpy(np.asarray(oracle.as_stored(numbers, name), np.float32))

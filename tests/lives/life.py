@@ -92,6 +92,7 @@ class Life:
         self.options = options
         self.limit, self.window = options.get("max_cache_len"), options.get("window")
         self.formats = options.get("dtype"), options.get("v_dtype", options.get("dtype"))
+        self.scales = options.get("k_scale"), options.get("v_scale")
         sight = expected.Sight
         self.sights = [sight(k, self.window, options.get("sinks", 0)) for k in self.family.layers]
         if all(kind in (SLIDING, CHUNKED) for kind in self.family.layers):
@@ -193,6 +194,22 @@ class Life:
         if text.recorded is not None:
             text.recorded = min(text.recorded, target)
         return None
+
+    def empty(self, count: int, seed: int) -> Any:
+        """All tokens are taken back, and the same rows begin with others."""
+        text = self.text
+        if STATE in self.family.layers or bool(text.starts.any()):
+            return False
+        try:
+            text.cache.crop(-text.length)
+        except tikv.TikvError:
+            if self._must_go_back(0):
+                raise
+            return None
+        text.cut(0)
+        if text.recorded is not None:
+            text.recorded = 0
+        return self._feed(count if self.limit is None else min(count, self.limit), seed)
 
     def _must_go_back(self, target: int) -> bool:
         """Whether the manual promises that the cache can be cropped to this length."""
@@ -415,7 +432,8 @@ class Life:
             return
         layer = module.layer_idx
         key, value = (
-            expected.as_stored(rows.float(), name) for rows, name in zip(text.rows[layer], self.formats, strict=True)
+            expected.as_stored(rows.float(), name, scale)
+            for rows, name, scale in zip(text.rows[layer], self.formats, self.scales, strict=True)
         )
         if hasattr(module, "kv_b_proj"):
             expand = type(module).expand_kv
