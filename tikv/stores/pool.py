@@ -39,36 +39,28 @@ from tikv.stores.row_format import Divisor
 class PagedKVCacheStore(runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks; forks and sequences with a common prefix share blocks.
 
-    A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice. Its tokens
-    are kept in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one of them
-    writes to it.
+    A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice.
+    [Stores in detail][stores-in-detail] (docs/stores.md) says which arguments exclude each other, and what calls cost.
 
     Args:
         num_layers: layers of the model.
         num_kv_heads: heads of K and V.
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
-        num_blocks: blocks of the pool, for all sequences together.
+        num_blocks: blocks of the pool, for all sequences together; with ``per_head``, of each layer.
         block_size: tokens of a block.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
-            scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`. With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel
-            as in `KVCacheStore`: a block holds whole groups, and the newest R to R + group tokens of each sequence are
-            kept beside the pool, with room for four sequences at first and twice as many whenever that is full. Such a
-            pool has no ``layout``, ``per_head``, summaries of pages, prefixes by token ids, `keys`, `values`, `scales`,
-            `write_qkv` or `commit`, refuses some options of `attend`, and keeps or drops whole groups in `compact`.
-        v_dtype: the format of stored values, if it differs from that of keys.
-        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
+            scale for each token and head; or groups: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4", see
+            `tikv.quantize`.
         layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
             K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 (N, bs, H), and of the scales and biases of a `tikv.Quant`
-            (N, bs, H, n): float16 or float32. Named formats such as "q8_0" fix the dtype of their scales.
-        per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
-            sequence has its own block table, so `compact` can drop different tokens of each. Each layer has
-            ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
-            and has no `write_qkv`.
-        page_summaries: tokens per page, a divisor of ``block_size``, to keep the least and the greatest key of each
-            page for `page_summaries`; None keeps no summaries. float64 and layout VLLM do not allow it.
+            (N, bs, H, n): float16 or float32.
+        per_head: each layer and head of a sequence has its own blocks, so `compact` can drop different tokens of each.
+            Such a store shares no blocks, cannot swap or save, and has no `write_qkv`.
+        v_dtype: the format of stored values, if it differs from that of keys.
+        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
+        page_summaries: tokens per page, a divisor of ``block_size``, to keep each page's least and greatest key, or None.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -78,12 +70,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
-    Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8
-        and groups. Each token is quantised once.
-    Cost: an append takes one launch for all its sequences; with groups along tokens, three or four more for each
-    group that it quantises. Tables and counts are kept on the host, and reading them never waits for the device.
+    Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even. Each token is quantised once.
+    Cost: an append takes one launch for all its sequences. Tables and counts are on the host.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory is on the GPU that is torch's current one when the store is made.
 
     Examples:
         >>> import numpy as np, tikv

@@ -62,6 +62,8 @@ FILLED, UNKNOWN, EVEN, ALONE = range(4)
 class KVCacheStore(runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
+    [Stores in detail][stores-in-detail] (docs/stores.md) says which arguments exclude each other, and what calls cost.
+
     Args:
         num_layers: layers of the model.
         num_kv_heads: heads of K and V.
@@ -70,45 +72,22 @@ class KVCacheStore(runtime.DeepCopied):
         batch_size: sequences, all of one length.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`. If a `tikv.Quant` has ``rotate="hadamard"``, or "_hadamard" follows a name,
-            keys are rotated first, and values are not. With groups along tokens,
-            ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group tokens stay in ``scale_dtype``, and
-            each older group is quantised once: keys by channel, and values in groups of columns, or as ``v_dtype``
-            says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop any tokens that
-            are not quantised yet, and whole groups of the others; `commit`, appends at positions on the device,
-            `keys`, `values`, `scales` and some options of `attend` are refused.
-        v_dtype: the format of stored values, if it differs from that of keys.
-        k_scale, v_scale: scales: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are
-            divided by them before they are stored, and multiplied by them when they are read. None means 1.
+            "nvfp4", see `tikv.quantize`; "_hadamard" after a name rotates keys first.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
             or a list with one of these for each layer.
         sinks: first tokens that a sliding layer always keeps.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
-        page_summaries: tokens per page, to keep the least and the greatest key of each page for `page_summaries`; None
-            keeps no summaries. Layers with a window keep none. Groups along tokens, float64 and layers in the host's
-            memory do not allow it.
-        place: "device", or "host" for a cache larger than the memory of a GPU: all layers are in page-locked memory of
-            the host, and the GPU has copies of ``resident_layers`` of them, or of that many for each window if layers
-            have different windows. The next layer is copied while one is used, in the order 0 to ``num_layers - 1``
-            and then 0 again; other orders are correct but slower. New tokens go straight to the host. "host" needs
-            CUDA with the native launcher, and captured graphs cannot use such a store: ``positions=``,
-            `positions_on_device`, `advance`, `tikv.compile_step`, ``seq_lens=``, `keys`, `values` and `scales` are
-            refused. Where the device computes in the host's memory, on CPU and Metal, "host" makes a plain store:
-            ``store.place`` is "device", and the repr says why.
-        resident_layers: see ``place``; with 2, one layer is copied while another is used. With more, layers are copied
-            less often.
+        v_dtype: the format of stored values, if it differs from that of keys.
+        k_scale, v_scale: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are divided by
+            them before they are stored, and multiplied by them when they are read. None means 1.
+        page_summaries: tokens per page, to keep the least and the greatest key of each page; None keeps none.
+        place: "device", or "host" to keep all layers in page-locked memory of the host, for CUDA.
+        resident_layers: with "host", how many layers the GPU has copies of.
 
     Attributes:
-        num_layers (int): layers of the model.
-        num_kv_heads (int): heads of K and V.
-        head_dim (int): width of a head of K.
-        head_dim_v (int): width of a head of V.
-        capacity (int): tokens that a layer without a window holds.
-        sinks (int): first tokens that a sliding layer keeps.
-        dtype (DType): the format of keys, and of values unless `v_dtype` differs.
-        v_dtype (DType): the format of values.
-        scale_dtype (DType): the dtype of the scales of int8 or of a `tikv.Quant`.
+        num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks (int): as the arguments.
+        dtype, v_dtype, scale_dtype (DType): the formats of keys and of values, and the dtype of scales.
         windows (list[int | None]): the slots of each sliding layer; None for a layer that does not slide.
         lock (threading.RLock): each call holds it. A thread that holds it may take it again.
 
@@ -117,15 +96,9 @@ class KVCacheStore(runtime.DeepCopied):
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8.
-    Cost: an append takes one launch for any length. Reading `length` never waits for the device. All layers are in one
-    block of memory, or in several if one would be larger than a launch can address; `append_all` takes one launch for
-    each block. If K and V have different formats, an append or a read takes a launch for each; attention takes one for
-    both. With groups along tokens, every layer takes launches of its own, about four more for each group that an append
-    quantises.
+    Cost: an append takes one launch for any length; reading `length` never waits for the device.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory is on the GPU that is torch's current one when the store is made.
-    Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
-    are refused. `snapshot` copies what the store holds, and `save` takes it to another process.
+    Copies: `copy.deepcopy()` copies the memory; `copy.copy()` and `pickle` are refused. Use `snapshot` and `save`.
 
     Examples:
         >>> import numpy as np, tikv
