@@ -42,6 +42,7 @@ TOP = (
     "reference",
 )  # modules that lie directly in tikv/
 MOST_LINES = 145  # of a function, without docstrings
+MOST_DOCSTRING_LINES = 50  # one screen: rules beyond what a caller has to know at once are in the manual
 MOST_PARAMETERS = 10  # of what is neither public nor a kernel
 
 
@@ -264,6 +265,24 @@ def test_functions_are_of_a_readable_size():
             if (lines := node.end_lineno - node.lineno + 1 - lines_of_docstrings(node)) > MOST_LINES:
                 large.append(f"{module}.{name}: {lines} lines")
     assert large == []
+
+
+def long_docstrings(tree: ast.AST, module: str) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    lengths = [(getattr(node, "name", "itself"), len((ast.get_docstring(node) or "").splitlines())) for node in nodes]
+    return [f"{module}, {name}: {lines} lines" for name, lines in lengths if lines > MOST_DOCSTRING_LINES]
+
+
+def test_docstrings_are_one_screen():
+    assert [text for module in modules() for text in long_docstrings(tree_of(module), module)] == []
+
+
+def test_a_long_docstring_is_found():
+    text = "\n".join(["a"] * (MOST_DOCSTRING_LINES + 1))
+    for source in (f'"""{text}"""', f'class f:\n    """{text}"""', f'class g:\n    def f(x):\n        """{text}"""'):
+        assert len(long_docstrings(ast.parse(source), "here")) == 1
+    assert long_docstrings(ast.parse(f'"""{text[2:]}"""'), "here") == []
 
 
 def functions(tree: ast.AST, within: str = "") -> list[tuple[str, ast.FunctionDef]]:

@@ -58,8 +58,7 @@ class ShardedKVCacheStore:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
         shard: "heads" or "tokens"; for a two-dimensional mesh, a pair of both, in the order of the mesh's dimensions.
         interleave: tokens per block; of the ranks that share tokens, rank ``p // interleave % world`` holds position
-            p. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries, at most
-            256.
+            p. Small blocks spread short caches evenly; prompts are processed in pieces of as many queries, at most 256.
         **form: the arguments of `KVCacheStore`, for the whole model: ``num_kv_heads`` counts the heads of all ranks,
             and ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 
@@ -71,24 +70,19 @@ class ShardedKVCacheStore:
     Raises:
         GroupError: torch.distributed was not started, the group does not exist, or this process is not in it.
         MissingPackageError: torch is not installed.
-        OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh's dimensions, or the number of KV heads
-            is not a multiple of the number of ranks.
+        OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh, or the ranks do not divide the KV heads.
         TikvError: as `KVCacheStore` raises it.
 
     If it is sharded by heads, it has all methods of `KVCacheStore`. If it is sharded by tokens, it has these: `append`,
     `append_all`, `attend`, `extend`, `trim`, `align`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`,
-    `repeat`, `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`. It refuses the others, since
-    a rank has only some of the tokens; ``local`` has those methods.
+    `repeat`, `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`; ``local`` has the others.
 
     Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in a different
         order, in float32, with one rounding at the end.
     Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
-    * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
-    collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
-    one rank only, whose cache then lacks an append: let that end the process, or `align` all ranks. With
-    ``tikv.init(debug=True)``, calls and lengths are compared first, and if they differ, all ranks raise `GroupError`.
-    If a rank dies, the next collective of the others raises `GroupError` at once with gloo; with NCCL, torch by default
-    ends these processes after that timeout.
+    * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank.
+    Processes: if one ends, or makes different calls, others wait or raise, as [When processes
+    disagree][when-processes-disagree] (docs/tutorials/processes.md) says.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist

@@ -272,8 +272,7 @@ def write_qkv(
     position. V is copied unchanged.
 
     Args:
-        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
-            stride.
+        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16, of any row stride; a row is [Hq of Q | H of K | H of V].
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
             ``qkv``, or of one that `copy` converts it to, or int8; or both a `Quantized`, in "NHD" if they are pools.
         num_q_heads: Hq; H is taken from the destinations.

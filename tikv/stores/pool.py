@@ -60,7 +60,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             Such a store shares no blocks, cannot swap or save, and has no `write_qkv`.
         v_dtype: the format of stored values, if it differs from that of keys.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
-        page_summaries: tokens per page, a divisor of ``block_size``, to keep each page's least and greatest key, or None.
+        page_summaries: tokens per page, a divisor of ``block_size``, to keep their least and greatest key; or None.
 
     Attributes:
         num_layers (int): layers of the model.
