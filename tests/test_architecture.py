@@ -310,6 +310,33 @@ def is_public(module: str, name: str, node: ast.FunctionDef) -> bool:
     return named and (folder in ("compat", "distributed", "integrations") or owner in dir(tikv))
 
 
+ARRAYS = {
+    "q", "k", "v", "qkv", "k_cache", "v_cache", "k_pool", "v_pool", "out", "seq_lens", "block_tables", "context_lens",
+    "slot_mapping", "positions", "sink_logits", "alibi_slopes", "mask", "parents", "indices", "keep", "index",
+}  # fmt: skip
+
+
+def of_any_type(node: ast.FunctionDef) -> list[str]:
+    """The parameters that are arrays by their names, but not by their annotations."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    untyped = ("Any", "Any | None")
+    return [a.arg for a in arguments if a.arg in ARRAYS and a.annotation and ast.unparse(a.annotation) in untyped]
+
+
+def test_arrays_are_annotated_as_arrays():
+    """By `tikv.arrays.Array`; classes of transformers pass tensors, and the reference imports nothing of tikv."""
+    apart = re.compile(r"transformers|reference")
+    wrong = {
+        f"{module}.{name}": names
+        for module in inside()
+        for name, node in functions(tree_of(module))
+        if is_public(module, name, node) and not apart.search(module) and (names := of_any_type(node))
+    }
+    assert wrong == {}
+    source = "def f(q: Any, k: Array, out: Any | None = None, dtype: Any = None): ..."
+    assert of_any_type(ast.parse(source).body[0]) == ["q", "out"]
+
+
 def parameters(node: ast.FunctionDef) -> int:
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tikv.arrays import Array, Arrays
 from tikv.compat.indices import flag, refuse_option
 from tikv.compat.kvcache import Arguments, CacheCall
 from tikv.errors import OptionError
@@ -12,25 +13,25 @@ OPERATION = "flash_attn_interface.flash_attn_with_kvcache"
 
 
 def flash_attn_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any = None,
-    v: Any = None,
-    qv: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    page_table: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k_new: Any = None,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    qv: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: Array | int | None = None,
+    cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None,
+    page_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k_new: Array | None = None,
     max_seqlen_q: int | None = None,
-    rotary_seqlens: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
+    rotary_seqlens: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -42,7 +43,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Arrays:
     """Append new keys and values in place, then attend over the cache, as flash-attention 3's function does.
 
     Args:

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, is_followed, new_like, refuse_backward, runtime_of, view, write_host
+from tikv.arrays import (
+    Array,
+    Arrays,
+    ArrayView,
+    describe,
+    is_followed,
+    new_like,
+    refuse_backward,
+    runtime_of,
+    view,
+    write_host,
+)
 from tikv.distributed import saved
 from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
@@ -135,7 +146,9 @@ class ShardedKVCacheStore:
         self._partials = StorePartials(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
+    def append(
+        self, layer: int, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None
+    ) -> None:
         """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
         Where tokens are sharded, a call with ``positions`` must have one token per sequence.
@@ -147,7 +160,7 @@ class ShardedKVCacheStore:
         with self._of_rank():
             self.local.append(layer, k, v, layout=layout, positions=positions)
 
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
+    def append_all(self, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None) -> None:
         """Append new tokens to all layers: all tokens, with this rank's heads. See `KVCacheStore.append_all`.
 
         Raises:
@@ -160,21 +173,21 @@ class ShardedKVCacheStore:
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         softcap: float | None = None,
-        out: Any = None,
+        out: Array | None = None,
         missing: str = "raise",
-        seq_lens: Any = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        seq_lens: Array | int | None = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Arrays:
         """Attention of the newest tokens' queries over the tokens of all ranks. See `KVCacheStore.attend`.
 
         Args:
@@ -236,20 +249,20 @@ class ShardedKVCacheStore:
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Arrays:
         """Append new tokens, and attend with their queries over the tokens of all ranks and the new ones.
 
         Args:
@@ -514,7 +527,7 @@ class ShardedKVCacheStore:
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *values, f"length={self.local.length}"))
 
-    def _device_of(self, q: Any) -> Any:
+    def _device_of(self, q: Array) -> Any:
         """The device on which torch makes tensors to use with q."""
         import torch
 

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, runtime_of, to_device, view
+from tikv.arrays import (
+    Array,
+    Arrays,
+    ArrayView,
+    CacheArray,
+    describe,
+    new_array,
+    read_host,
+    runtime_of,
+    to_device,
+    view,
+)
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.formats import FORMATS, GROUP_FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
@@ -34,9 +45,9 @@ class Quantized(NamedTuple):
         shape: the shape of the rows, (..., D).
     """
 
-    codes: Any
-    scales: Any
-    biases: Any
+    codes: Array
+    scales: Array
+    biases: Array
     format: GroupFormat
     shape: tuple[int, ...]
 
@@ -46,7 +57,7 @@ class Quantized(NamedTuple):
         return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
 
 
-def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Any:
+def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Arrays:
     """Quantise the rows of the last axis, in one launch: to int8 with a scale for each row, or to groups of codes.
 
     Formats of groups give the same bits as the libraries that they come from: `tikv.Quant` gives mlx's words, scales
@@ -126,7 +137,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     return Quantized(CacheArray(codes, live), scale, bias[0] if bias else None, row, rows.shape)
 
 
-def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
+def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | None = None) -> Array:
     """The numbers that codes stand for, in one launch: int8 rows with a scale each, or what `quantize` made.
 
     Args:
@@ -175,7 +186,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
     return out
 
 
-def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
+def _target(live: runtime.Runtime, operation: str, out: Array, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
     """(the view that numbers are written to, what is returned): `out`, checked, or a new float32 array."""
     if out is None:
         target = new_array(shape, dtypes.float32, live)
@@ -324,7 +335,7 @@ def require_slots_first(operation: str, layout: str) -> None:
         )
 
 
-def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Any) -> Any:
+def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Array) -> Any:
     """`dequantize` for codes of groups."""
     codes, numbers = codes_and_numbers(live, operation, quantized)
     target, out = _target(live, operation, out, tuple(quantized.shape))

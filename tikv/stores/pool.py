@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, is_followed, refuse_backward, runtime_of, view
+from tikv.arrays import Array, Arrays, CacheArray, is_followed, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.formats import GroupFormat
@@ -104,8 +104,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         scale_dtype: Any = "float16",
         per_head: bool = False,
         v_dtype: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: Array | float | None = None,
+        v_scale: Array | float | None = None,
         page_summaries: int | None = None,
     ) -> None:
         operation = "PagedKVCacheStore"
@@ -301,7 +301,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     # --- writes
 
     @changing
-    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None, *, leave: int = 1) -> int:
+    def add(self, token_ids: Array | None = None, salt: str | bytes | int | None = None, *, leave: int = 1) -> int:
         """Make a new sequence. With token ids, it begins with the full blocks that it shares with other sequences.
 
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
@@ -351,7 +351,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def append(
-        self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None, *, layout: str = "token_major"
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        seqs: Sequence[int],
+        cu_seqlens: Array | None = None,
+        *,
+        layout: str = "token_major",
     ) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
 
@@ -385,15 +392,15 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def write_qkv(
         self,
         layer: int,
-        qkv: Any,
+        qkv: Array,
         seqs: Sequence[int],
-        cu_seqlens: Any = None,
+        cu_seqlens: Array | None = None,
         *,
         num_q_heads: int,
         norm_rope: NormRope | None = None,
-        rope_positions: Any = None,
+        rope_positions: Array | None = None,
         q_layout: str = "token_major",
-    ) -> Any:
+    ) -> Array:
         """Split fused rows, normalise and rotate them, and append their keys and values, as `tikv.write_qkv` does.
 
         Args:
@@ -428,7 +435,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         seqs: Sequence[int],
         *,
         layout: str = "token_major",
@@ -437,16 +444,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return_lse: bool = False,
         impl: str = "auto",
         softcap: float | None = None,
-        out: Any = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        out: Array | None = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-        indices: Any = None,
+        mask: Array | None = None,
+        parents: Array | None = None,
+        indices: Array | None = None,
         shared_prefix: str = "auto",
-    ) -> Any:
+    ) -> Arrays:
         """Attend with queries over the tokens of their sequences in one layer, as `tikv.paged_decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer; a layer that missed an append has fewer than
@@ -501,25 +508,25 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         seqs: Sequence[int],
-        cu_seqlens: Any = None,
+        cu_seqlens: Array | None = None,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
-        mask: Any = None,
-        parents: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
+        mask: Array | None = None,
+        parents: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         shared_prefix: str = "auto",
-    ) -> Any:
+    ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
         Args:
@@ -668,7 +675,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.free(seq)
 
     @changing
-    def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact(self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
         Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
@@ -712,7 +719,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         compaction.compact(operation, self._pages, layer, state, keep, rope)
 
     @changing
-    def commit(self, seqs: Sequence[int], path: Any, drafted: int | None = None) -> None:
+    def commit(self, seqs: Sequence[int], path: Array, drafted: int | None = None) -> None:
         """Keep a path through the newest tokens of each sequence, the accepted tokens of a tree, and drop the others.
 
         It works on every layer, and each layer must have the draft already, from `append` or `extend`. Blocks that

@@ -7,13 +7,15 @@ where tokens are kept, how they get there and how attention reads them; `layers`
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv import runtime
 from tikv.arrays import (
+    Array,
+    Arrays,
     ArrayView,
     CacheArray,
     as_numpy,
@@ -127,8 +129,8 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
         v_dtype: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: Array | float | None = None,
+        v_scale: Array | float | None = None,
         page_summaries: int | None = None,
         place: str = "device",
         resident_layers: int = 2,
@@ -305,7 +307,9 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- writes
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+    def append(
+        self, layer: int, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None
+    ) -> None:
         """Append new tokens to one layer, in one launch.
 
         Args:
@@ -350,7 +354,7 @@ class KVCacheStore(runtime.DeepCopied):
                 self._followed = True
 
     @locked
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+    def append_all(self, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None) -> None:
         """Append new tokens to all layers, in one launch, or in one for each block of memory (see the class).
 
         Args:
@@ -448,24 +452,24 @@ class KVCacheStore(runtime.DeepCopied):
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         impl: str = "auto",
         softcap: float | None = None,
-        out: Any = None,
-        seq_lens: Any = None,
+        out: Array | None = None,
+        seq_lens: Array | int | None = None,
         missing: str = "raise",
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-        indices: Any = None,
-    ) -> Any:
+        mask: Array | None = None,
+        parents: Array | None = None,
+        indices: Array | None = None,
+    ) -> Arrays:
         """Attend with the newest tokens' queries over what a layer holds, in place, as `tikv.decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer, `layer_length`; a layer that missed an append
@@ -528,21 +532,21 @@ class KVCacheStore(runtime.DeepCopied):
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-    ) -> Any:
+        mask: Array | None = None,
+        parents: Array | None = None,
+    ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
         Each query sees all tokens up to its own; in a sliding layer it sees the sinks and the window at its own
@@ -611,7 +615,7 @@ class KVCacheStore(runtime.DeepCopied):
     # --- dropping tokens
 
     @changing
-    def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact(self, layer: int, keep: Array, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         `layer_length` does not change, and `next_position` changes only with ``rope``. `positions` returns the
@@ -659,7 +663,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
 
     @changing
-    def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact_all(self, keep: Sequence[Array], *, rope: Rope | None = None) -> None:
         """`compact` every layer.
 
         Args:
@@ -845,7 +849,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._draft = Draft()
 
     @changing
-    def commit(self, path: Any, drafted: int | None = None) -> None:
+    def commit(self, path: Array, drafted: int | None = None) -> None:
         """Keep a path through the newest tokens of every layer, the accepted tokens of a tree, and drop the others.
 
         If `extend` was given the ``parents`` of the tokens in layer 0, the kept tokens must be a path from the root:
@@ -886,7 +890,7 @@ class KVCacheStore(runtime.DeepCopied):
     # --- sequences
 
     @changing
-    def reorder(self, index: Any) -> None:
+    def reorder(self, index: Array) -> None:
         """Replace each sequence ``b`` by sequence ``index[b]``, in place, as beam search does.
 
         Args:
@@ -904,7 +908,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._follow(index)
 
     @changing
-    def select(self, index: Any) -> None:
+    def select(self, index: Array) -> None:
         """Keep these sequences, in this order; the batch becomes as long as the index.
 
         Args:
@@ -922,7 +926,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.select(operation, index)
         self._follow(index)
 
-    def _follow(self, index: Any) -> None:
+    def _follow(self, index: Array) -> None:
         """Let what is known of the newest tokens follow sequences of these numbers, which were checked."""
         self._draft = self._draft.of_sequences(index.tolist() if hasattr(index, "tolist") else index)
 
@@ -1045,7 +1049,9 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- pictures and words
 
-    def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, mass: Mapping[int, Array] | Array | None = None
+    ) -> str:
         """Draw which position is in which slot; a notebook shows a store this way.
 
         The picture has a wheel for each ring and a strip for each layer without a window; layers in the same state
@@ -1071,7 +1077,7 @@ class KVCacheStore(runtime.DeepCopied):
             drawing = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
             return picture.save(drawing, path, "KVCacheStore.draw")
 
-    def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
+    def _mass_of(self, layer: int, mass: Array) -> np.ndarray[Any, Any]:
         """A layer's mass, (batch, H, held), copied to the host; or ShapeError."""
         operation = "KVCacheStore.draw"
         state = self._counts(layer, operation)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
+from tikv.arrays import Array, Arrays, ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -31,33 +31,33 @@ from tikv.ops.quantize import Quantized, codes_of_pair
 
 
 def decode_attention(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    seq_lens: Any,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    seq_lens: Array | int,
     *,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
     ring: bool = False,
     sinks: int = 0,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     softcap: float | None = None,
     num_splits: int | None = None,
     return_mass: bool = False,
     lse_base2: bool = False,
     first_valid: int | None = None,
     impl: str = "auto",
-    sink_logits: Any = None,
-    alibi_slopes: Any = None,
-    mask: Any = None,
-    parents: Any = None,
+    sink_logits: Array | None = None,
+    alibi_slopes: Array | None = None,
+    mask: Array | None = None,
+    parents: Array | None = None,
     head_dim_v: int | None = None,
-    indices: Any = None,
-) -> Any:
+    indices: Array | None = None,
+) -> Arrays:
     """Attend with the queries of the newest tokens over contiguous caches or rings, which are read in place.
 
     Query ``i`` of T belongs to the token at position ``seq_lens[b] - T + i`` and sees the tokens up to that one.
@@ -133,11 +133,11 @@ class ContiguousCaches(NamedTuple):
     The other fields are parameters of `decode_attention`.
     """
 
-    k_cache: Any
-    v_cache: Any
-    seq_lens: Any
-    k_scale: Any = None
-    v_scale: Any = None
+    k_cache: Array
+    v_cache: Array
+    seq_lens: Array | int
+    k_scale: Array | float | None = None
+    v_scale: Array | float | None = None
     ring: Any = False
     sinks: Any = 0
     head_dim_v: Any = None
@@ -146,7 +146,7 @@ class ContiguousCaches(NamedTuple):
 
 
 def contiguous_call(
-    operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: bool = False
+    operation: str, q: Array, caches: ContiguousCaches, request: AttendRequest, return_mass: bool = False
 ) -> AttentionCall:
     """A checked call of `decode_attention`, under the operation name that errors give."""
     request = request.checked(operation)
