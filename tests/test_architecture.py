@@ -278,6 +278,40 @@ def test_docstrings_are_one_screen():
     assert [text for module in modules() for text in long_docstrings(tree_of(module), module)] == []
 
 
+def unexplained(tree: ast.AST) -> list[str]:
+    """The classes whose docstring is missing, or too short to say anything."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in classes if len((ast.get_docstring(node) or "").split()) < 5]
+
+
+def test_every_class_is_explained():
+    apart = ("tikv.kernels.", "tikv.integrations.transformers.")
+    classes = {module: unexplained(tree_of(module)) for module in modules() if not module.startswith(apart)}
+    assert {module: names for module, names in classes.items() if names} == {}
+    source = 'class A:\n    """Keys of a layer, on the host."""\nclass B: ...\nclass C:\n    """Prompts."""'
+    assert unexplained(ast.parse(source)) == ["B", "C"]
+
+
+DOTTED = re.compile(r"`((?:kernels|ops|launch|stores|runtime|arrays|graphs|compat|distributed|tools)(?:\.\w+)+)`")
+
+
+def homeless(name: str) -> bool:
+    """Whether a dotted name, such as `ops.plan.Plan`, is neither a module nor something that a module has."""
+    parts = ["tikv", *name.split(".")]
+    end = next(i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in modules())
+    text = modules()[".".join(parts[:end])].read_text(encoding="utf-8")
+    return any(not re.search(rf"\b{part}\b", text) for part in parts[end : end + 1])
+
+
+def test_every_module_that_is_named_is_there():
+    texts = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
+    named = {module: set(DOTTED.findall(text)) - {"kernels.json"} for module, text in texts.items()}
+    assert sum(map(len, named.values())) > 20
+    assert {module: wrong for module, names in named.items() if (wrong := [n for n in names if homeless(n)])} == {}
+    assert homeless("kernels.fused.Change")
+    assert not homeless("ops.plan.Plan")
+
+
 def test_a_long_docstring_is_found():
     text = "\n".join(["a"] * (MOST_DOCSTRING_LINES + 1))
     for source in (f'"""{text}"""', f'class f:\n    """{text}"""', f'class g:\n    def f(x):\n        """{text}"""'):

@@ -65,7 +65,10 @@ class Arguments(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks)."""
+    """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks).
+
+    With ``Sight(left=2, right=0, chunk=0)`` a query sees its own key and the two before.
+    """
 
     left: int
     right: int
@@ -73,7 +76,7 @@ class Sight(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the tokens of each sequence lie."""
+    """Where the tokens of each sequence lie: on pages of a table, even if each row of the cache is one page."""
 
     table: Any  # (B, pages)
     page: int  # tokens per page

@@ -15,7 +15,10 @@ TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
 
 
 class RaggedRows(NamedTuple):
-    """Concatenated rows of all sequences, each with its sequence and its number in it."""
+    """Concatenated rows of all sequences, each with its sequence and its number in it.
+
+    Two sequences with 2 rows and 1 row have the sequences 0, 0, 1 and the numbers 0, 1, 0.
+    """
 
     sequence: Any
     number: Any

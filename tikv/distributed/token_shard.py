@@ -36,7 +36,7 @@ MAX_COUNTED = 2**30  # the most positions that attention with slopes can count
 
 
 class _Form(NamedTuple):
-    """What was found about new rows of one form: the number of tokens, and the axis that counts them."""
+    """What is known about new rows of one form: the number of tokens, and the axis that counts them."""
 
     tokens: int
     axis: int  # the axis of tokens in the given arrays

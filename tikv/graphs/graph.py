@@ -360,7 +360,7 @@ class _CallLaunch(NamedTuple):
 
 
 class _CheckedCall(NamedTuple):
-    """A call whose values are checked at each run."""
+    """A call of a graph whose positions, lengths or indices differ from run to run and are checked in each."""
 
     plan: Plan
     indices: list[tuple[str, str]]  # (parameter, name) of the index arrays that a run brings

@@ -21,7 +21,7 @@ MODES = {
 
 
 class Transform(NamedTuple):
-    """How pairs lie, the number of rotated elements and the norm's epsilon: `kernels.fused.Change` without weights."""
+    """How pairs lie, the number of rotated elements and the norm's epsilon: see `kernels.write_qkv.NormRopeChoices`."""
 
     pairs: str
     rope_dim: int

@@ -91,7 +91,7 @@ def compile_step(
 
 
 class Step(runtime.NotCopied):
-    """A store's decode step, see `compile_step`.
+    """A store's decode step, prepared once: it appends a token and attends in one graph; see `compile_step`.
 
     Attributes:
         store: the store.
