@@ -42,6 +42,7 @@ TOP = (
     "reference",
 )  # modules that lie directly in tikv/
 MOST_LINES = 145  # of a function, without docstrings
+MOST_DOCSTRING_LINES = 50  # one screen: rules beyond what a caller has to know at once are in the manual
 MOST_PARAMETERS = 10  # of what is neither public nor a kernel
 
 
@@ -266,6 +267,58 @@ def test_functions_are_of_a_readable_size():
     assert large == []
 
 
+def long_docstrings(tree: ast.AST, module: str) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    lengths = [(getattr(node, "name", "itself"), len((ast.get_docstring(node) or "").splitlines())) for node in nodes]
+    return [f"{module}, {name}: {lines} lines" for name, lines in lengths if lines > MOST_DOCSTRING_LINES]
+
+
+def test_docstrings_are_one_screen():
+    assert [text for module in modules() for text in long_docstrings(tree_of(module), module)] == []
+
+
+def unexplained(tree: ast.AST) -> list[str]:
+    """The classes whose docstring is missing, or too short to say anything."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in classes if len((ast.get_docstring(node) or "").split()) < 5]
+
+
+def test_every_class_is_explained():
+    apart = ("tikv.kernels.", "tikv.integrations.transformers.")
+    classes = {module: unexplained(tree_of(module)) for module in modules() if not module.startswith(apart)}
+    assert {module: names for module, names in classes.items() if names} == {}
+    source = 'class A:\n    """Keys of a layer, on the host."""\nclass B: ...\nclass C:\n    """Prompts."""'
+    assert unexplained(ast.parse(source)) == ["B", "C"]
+
+
+DOTTED = re.compile(r"`((?:kernels|ops|launch|stores|runtime|arrays|graphs|compat|distributed|tools)(?:\.\w+)+)`")
+
+
+def homeless(name: str) -> bool:
+    """Whether a dotted name, such as `ops.plan.Plan`, is neither a module nor something that a module has."""
+    parts = ["tikv", *name.split(".")]
+    end = next(i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in modules())
+    text = modules()[".".join(parts[:end])].read_text(encoding="utf-8")
+    return any(not re.search(rf"\b{part}\b", text) for part in parts[end : end + 1])
+
+
+def test_every_module_that_is_named_is_there():
+    texts = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
+    named = {module: set(DOTTED.findall(text)) - {"kernels.json"} for module, text in texts.items()}
+    assert sum(map(len, named.values())) > 20
+    assert {module: wrong for module, names in named.items() if (wrong := [n for n in names if homeless(n)])} == {}
+    assert homeless("kernels.fused.Change")
+    assert not homeless("ops.plan.Plan")
+
+
+def test_a_long_docstring_is_found():
+    text = "\n".join(["a"] * (MOST_DOCSTRING_LINES + 1))
+    for source in (f'"""{text}"""', f'class f:\n    """{text}"""', f'class g:\n    def f(x):\n        """{text}"""'):
+        assert len(long_docstrings(ast.parse(source), "here")) == 1
+    assert long_docstrings(ast.parse(f'"""{text[2:]}"""'), "here") == []
+
+
 def functions(tree: ast.AST, within: str = "") -> list[tuple[str, ast.FunctionDef]]:
     """The functions of a module and of its classes with their names, such as `Plan.run`, and those within them."""
     found = []
@@ -289,6 +342,33 @@ def is_public(module: str, name: str, node: ast.FunctionDef) -> bool:
     folder, *rest = module.split(".")[1:]
     named = not any(part.startswith("_") for part in (*rest, owner, *inner))
     return named and (folder in ("compat", "distributed", "integrations") or owner in dir(tikv))
+
+
+ARRAYS = {
+    "q", "k", "v", "qkv", "k_cache", "v_cache", "k_pool", "v_pool", "out", "seq_lens", "block_tables", "context_lens",
+    "slot_mapping", "positions", "sink_logits", "alibi_slopes", "mask", "parents", "indices", "keep", "index",
+}  # fmt: skip
+
+
+def of_any_type(node: ast.FunctionDef) -> list[str]:
+    """The parameters that are arrays by their names, but not by their annotations."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    untyped = ("Any", "Any | None")
+    return [a.arg for a in arguments if a.arg in ARRAYS and a.annotation and ast.unparse(a.annotation) in untyped]
+
+
+def test_arrays_are_annotated_as_arrays():
+    """By `tikv.arrays.Array`; classes of transformers pass tensors, and the reference imports nothing of tikv."""
+    apart = re.compile(r"transformers|reference")
+    wrong = {
+        f"{module}.{name}": names
+        for module in inside()
+        for name, node in functions(tree_of(module))
+        if is_public(module, name, node) and not apart.search(module) and (names := of_any_type(node))
+    }
+    assert wrong == {}
+    source = "def f(q: Any, k: Array, out: Any | None = None, dtype: Any = None): ..."
+    assert of_any_type(ast.parse(source).body[0]) == ["q", "out"]
 
 
 def parameters(node: ast.FunctionDef) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
+from tikv.arrays import Array, Arrays, ArrayView, CacheArray, Views, new_array, view, view_all
 from tikv.distributed.token_sharding import Stretch, TokenSharding
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
@@ -36,7 +36,7 @@ MAX_COUNTED = 2**30  # the most positions that attention with slopes can count
 
 
 class _Form(NamedTuple):
-    """What was found about new rows of one form: the number of tokens, and the axis that counts them."""
+    """What is known about new rows of one form: the number of tokens, and the axis that counts them."""
 
     tokens: int
     axis: int  # the axis of tokens in the given arrays
@@ -186,11 +186,11 @@ class TokenShardLayers(LayerStorage):
 
     # --- reads
 
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Arrays:
         """Attention over this rank's tokens only, as if there were no others."""
         return self.local.attend(operation, layer, q, request)
 
-    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Arrays:
         """Raise OptionError, since the keys that a query sees are spread over several ranks."""
         self._refuse(operation, "Call ShardedKVCacheStore.extend, or shard by heads.")
 
@@ -206,7 +206,7 @@ class TokenShardLayers(LayerStorage):
         partials: ArrayView,
         scores: AttentionScale,
         missing: str,
-        seq_lens: Any = None,
+        seq_lens: Array | int | None = None,
         slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """The attention of the newest tokens' queries over this rank's keys.
@@ -408,14 +408,14 @@ class TokenShardLayers(LayerStorage):
             local.length = min(local.length, self.sharding.count(counts.length))
             local.valid_from = min(local.valid_from, local.length)
 
-    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
+    def commit(self, operation: str, path: Array, drafted: int | None, draft: Draft) -> None:
         """Raise OptionError, since the newest tokens are spread over several ranks."""
         self._refuse(operation)
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         self.local.reorder(operation, index)
 
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         self.local.select(operation, index)
 
     def capture(self) -> CapturedShard:

@@ -23,7 +23,16 @@ class Stretch(NamedTuple):
 
 
 class TokenSharding(NamedTuple):
-    """Position p is on rank ``p // interleave % world``; a rank numbers its own tokens 0, 1, 2, ... in order."""
+    """Position p is on rank ``p // interleave % world``; a rank numbers its own tokens 0, 1, 2, ... in order.
+
+    Examples:
+        >>> from tikv.distributed.token_sharding import TokenSharding
+        >>> first, second = TokenSharding(0, 2, 4), TokenSharding(1, 2, 4)  # 2 ranks, blocks of 4 tokens
+        >>> list(first.runs(0, 10)), list(second.runs(0, 10))
+        ([(0, 4), (8, 10)], [(4, 8)])
+        >>> first.count(10), second.count(10), first.position(4)  # its token number 4 is at position 8
+        (6, 4, 8)
+    """
 
     rank: int
     world: int

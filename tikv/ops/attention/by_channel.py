@@ -25,7 +25,7 @@ SERIAL_PRODUCTS = 1 << 18  # on CPU, below this the calling thread finishes befo
 
 
 class ChannelKeys(NamedTuple):
-    """Keys as codes by channel.
+    """Keys as codes by channel: each channel of a group of tokens has one scale and one bias.
 
     Attributes:
         codes: (B, H, room, D, words) uint32, contiguous: for each group of tokens, the codes of each channel. With a
@@ -118,7 +118,7 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
 
 
 class _ScorePlan(Plan):
-    """A plan that keeps the memory of its launch's workers."""
+    """The plan of a launch that writes a score for each key; it keeps the memory of the launch's workers."""
 
     work: ArrayView | None = None
 

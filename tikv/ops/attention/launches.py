@@ -73,7 +73,7 @@ ALL = AttendedTokens()
 
 
 class Scratch(NamedTuple):
-    """Offsets in the scratch memory, in bytes, and its size."""
+    """The memory that the launches of a call use among themselves: the offsets of its parts and its size, in bytes."""
 
     partials: int  # the results of splits begin at 0 and end here
     lse: int  # the result's log-sum-exps, if the caller gets none

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
+from tikv.arrays import Array, Arrays, ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
@@ -33,31 +33,31 @@ from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
 
 
 def paged_decode_attention(
-    q: Any,
-    k_pool: Any,
-    v_pool: Any,
-    block_tables: Any,
-    context_lens: Any,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    context_lens: Array | int,
     *,
     layout: str = "NHD",
     scale: float | None = None,
     window: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     causal: bool = True,
     softcap: float | None = None,
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
-    sink_logits: Any = None,
-    alibi_slopes: Any = None,
-    mask: Any = None,
-    parents: Any = None,
+    sink_logits: Array | None = None,
+    alibi_slopes: Array | None = None,
+    mask: Array | None = None,
+    parents: Array | None = None,
     head_dim_v: int | None = None,
-    indices: Any = None,
-) -> Any:
+    indices: Array | None = None,
+) -> Arrays:
     """Attend with the queries of the newest tokens over page pools, in place: `decode_attention` with a block table.
 
     Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
@@ -122,19 +122,19 @@ class PagedCaches(NamedTuple):
     have no scales; the other fields are parameters of `paged_decode_attention`.
     """
 
-    k_pool: Any
-    v_pool: Any
-    block_tables: Any = None
-    context_lens: Any = None
+    k_pool: Array
+    v_pool: Array
+    block_tables: Array | None = None
+    context_lens: Array | int | None = None
     layout: str = "NHD"
-    k_scale: Any = None
-    v_scale: Any = None
+    k_scale: Array | float | None = None
+    v_scale: Array | float | None = None
     head_dim_v: Any = None
     formats: Formats | None = None
 
 
 def paged_call(
-    operation: str, q: Any, pools: PagedCaches, request: AttendRequest, terms: Mapping[str, ArrayView] | None = None
+    operation: str, q: Array, pools: PagedCaches, request: AttendRequest, terms: Mapping[str, ArrayView] | None = None
 ) -> AttentionCall:
     """A checked call of `paged_decode_attention`, under the operation name that errors give.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import Array, ArrayView, describe, view
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
@@ -19,11 +19,11 @@ from tikv.ops.plan import Launch
 class Terms(NamedTuple):
     """The arrays as a caller gave them, None for those that it did not give; parents and indices may be lists."""
 
-    sink_logits: Any = None
-    alibi_slopes: Any = None
-    mask: Any = None
-    parents: Any = None
-    indices: Any = None
+    sink_logits: Array | None = None
+    alibi_slopes: Array | None = None
+    mask: Array | None = None
+    parents: Array | None = None
+    indices: Array | None = None
 
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask with 8 keys per byte."""
@@ -50,7 +50,7 @@ NAMES = ("sink_logits", "alibi_slopes", *TREES)
 UNCOUNTED = NAMES[1:]  # with these, the mass of keys is not computed
 
 
-def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
+def _bytes_of(mask: Array, operation: str) -> tuple[str, Any]:
     """("mask" or "mask_bits", the same memory as int8) for a mask of bool or uint8, dtypes that no other array has.
 
     Raises:

@@ -29,7 +29,7 @@ ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What the pools of all layers have in common."""
+    """What the pools of all layers have in common: the arguments of a `PagedKVCacheStore`, checked."""
 
     num_blocks: int
     block_size: int

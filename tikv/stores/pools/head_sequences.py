@@ -21,7 +21,10 @@ from tikv.stores.pools.sequences import AppendStep, PathStep, Sequences, Sequenc
 
 
 class HeadState(SequenceState):
-    """What is known of one sequence. `lengths` count appended tokens, whatever heads still hold of them."""
+    """What is known of one sequence whose heads have blocks of their own.
+
+    `lengths` count appended tokens, whatever heads still hold of them.
+    """
 
     @property
     def ends(self) -> list[int]:

@@ -37,7 +37,7 @@ from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, 
 
 
 class RowPages(Pages[LayerPools]):
-    """`Pages` of rows, see the module."""
+    """`Pages` that keep the row of each token in one slot of a block, in any dtype but groups along tokens."""
 
     title = "a pool of rows"
     remedy = "Use another dtype."

@@ -32,7 +32,7 @@ no_rows = functools.partial(np.empty, 0, np.int32)
 
 @dataclass
 class SequenceState:
-    """What is known of one sequence."""
+    """What is known of one sequence: its blocks, how many tokens each layer holds of it, and what was dropped."""
 
     blocks: list[int]
     lengths: list[int]  # tokens that each layer holds

@@ -48,7 +48,7 @@ def serves(live: runtime.Runtime, request: AttendRequest, by_head: bool) -> bool
 
 
 class Block(NamedTuple):
-    """A block of one layer: its tokens, and the bytes of their keys, values and scales."""
+    """How large a block of one layer is: in tokens, and in bytes of keys, values and scales."""
 
     tokens: int
     nbytes: int

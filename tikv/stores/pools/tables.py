@@ -18,7 +18,7 @@ from tikv.stores.pools.shared_prefix import Block, Neighbours, neighbours
 
 
 class DeviceTables:
-    """Index arrays of one store, int32."""
+    """The block tables, lengths and slots that launches of one store read, int32 on the device."""
 
     def __init__(self, live: runtime.Runtime) -> None:
         self.runtime = live

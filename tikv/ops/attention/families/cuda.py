@@ -17,7 +17,7 @@ from tikv.ops.attention.splits import EVEN_KEYS, GPU_BLOCKS, LEAST_KEYS, MOST_BL
 
 
 class Cuda(Family):
-    """What the families on CUDA have in common."""
+    """What the families on CUDA have in common: how keys are shared out among blocks, and how masses are computed."""
 
     def shares_of_heads(self, mean: int, longest: int) -> Shares:
         """As in `Family`: a task has as many keys of a short head as of a long one, as if all had the mean length."""

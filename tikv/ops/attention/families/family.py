@@ -24,7 +24,7 @@ class HeadPass(NamedTuple):
 
 
 class MassKernel(NamedTuple):
-    """A kernel that weighs keys."""
+    """A kernel that computes how much weight each key got, for ``return_mass``, as its factory and choices."""
 
     factory: Any
     choices: tuple[Any, ...]  # those before the common ones

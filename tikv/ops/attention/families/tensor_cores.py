@@ -53,7 +53,7 @@ def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> 
 
 
 class TensorRows(Tiles):
-    """q, K and V of one type, float16 or bfloat16."""
+    """Calls whose q, K and V are of one type, float16 or bfloat16: tensor cores multiply them as they are stored."""
 
     factory = staticmethod(attend.make_attend_tensor)
 
@@ -95,7 +95,7 @@ class TensorRows(Tiles):
 
 
 class TensorCodes(Tiles):
-    """int8, 8-bit floats and groups of codes, which warps convert to float16."""
+    """Calls over int8, 8-bit floats or groups of codes, which warps convert to float16 for the tensor cores."""
 
     factory = staticmethod(attend.make_attend_tensor)
 
@@ -135,7 +135,7 @@ class TensorCodes(Tiles):
 
 
 class TensorChannels(Tiles):
-    """Keys that are codes by channel, see `CacheLayout.by_channel`."""
+    """Calls over keys that are codes by channel, see `CacheLayout.by_channel`, on tensor cores."""
 
     factory = staticmethod(channels.make_attend_channels)
 

@@ -33,7 +33,7 @@ class InWarpgroups(Tiles):
 
 
 class WarpgroupPrompts(InWarpgroups):
-    """Prompts."""
+    """Prompts of many query rows per KV head, over K and V of equal widths, on compute capability 9.0."""
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -71,7 +71,7 @@ class WarpgroupPrompts(InWarpgroups):
 
 
 class WarpgroupLatents(InWarpgroups):
-    """Values that are the first columns of wide keys."""
+    """Latent attention on compute capability 9.0: values are the first columns of wide keys."""
 
     factory = staticmethod(latents.make_attend_latents)
 
