@@ -39,8 +39,8 @@ class WarpgroupPrompts(InWarpgroups):
     title = "warpgroups over prompts"
     serves = (
         f"with {NEEDS}: prompts of at least {LEAST_ROWS} query rows per KV head; K and V of float16, "
-        f"bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of {', '.join(map(str, attend.KEYS_OF))} columns; "
-        "without `invariant=True`"
+        "bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of "
+        f"{', '.join(map(str, attend.KEYS_OF))} columns; without `invariant=True`"
     )
 
     @classmethod
