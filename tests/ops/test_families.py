@@ -19,6 +19,7 @@ from tikv import arrays
 from tikv.errors import TikvError
 from tikv.ops.attention import families
 from tikv.ops.attention.families import Form, explain
+from tikv.ops.attention.families.cpu import Cpu
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "support.md"
 STYLES = {"CPU": "cpu", "Vulkan, Metal": "spirv", "CUDA": "cuda"}
@@ -91,10 +92,42 @@ def test_a_plan_logs_its_kernels_and_why_those_before_them_do_not_serve(arch, ca
     with caplog.at_level(logging.DEBUG, logger="tikv"):
         tikv.decode_attention(q, k, k, 5)
         tikv.decode_attention(q, k, k, 5)
-    assert [record.message for record in caplog.records if "attention by" in record.message] == [
-        "decode_attention: attention by threads of the CPU; not by threads of the CPU in a fixed order: "
-        "tikv.init(invariant=True) is not set"
-    ]
+    (message,) = [record.message for record in caplog.records if "attention by" in record.message]
+    assert message.startswith("decode_attention: attention by threads of the CPU; ")
+    assert "not by threads of the CPU in a fixed order: tikv.init(invariant=True) is not set" in message
+
+
+class Narrow(Cpu):
+    """A toy: rows of a single column, by the kernels of `Cpu`, one query row at a time."""
+
+    title = "toy loops"
+    serves = "heads of one column"
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        return super().why_not(form) or ("" if form.cache.width == form.cache.width_v == 1 else form.widths)
+
+    def rows_of_task(self, most: int, fixed: int = 0) -> int:
+        return 1
+
+
+@pytest.mark.archs("cpu")
+def test_a_new_family_is_a_class_and_a_place_in_the_order(arch, rng, monkeypatch, caplog):
+    """Public calls get it for the forms that it serves, and other forms get the families after it, with its reason."""
+    of_style = families.families_of
+    monkeypatch.setattr(families, "families_of", lambda style: (Narrow, *of_style(style)))
+    arrays.runtime_of().plans.clear()
+    with caplog.at_level(logging.DEBUG, logger="tikv"):
+        for width in (1, 2):
+            q, k, v = (rng.standard_normal((1, heads, 5, width)).astype(np.float32) for heads in (4, 2, 2))
+            result = tikv.decode_attention(q[:, :, 0], k, v, 5, scale=1.0)
+            for head in range(4):
+                expected, _ = tikv.reference.attention(q[0, head, 0], k[0, head // 2], v[0, head // 2], scale=1.0)
+                np.testing.assert_allclose(result[0, head], expected, rtol=1e-5)
+    arrays.runtime_of().plans.clear()  # a later test must not find these plans
+    messages = [record.message for record in caplog.records if "attention by" in record.message]
+    assert messages[0] == "decode_attention: attention by toy loops"
+    assert messages[1].startswith("decode_attention: attention by threads of the CPU; not by toy loops: heads are 2")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The families of attention kernels: each has a class, which says what it serves, and how it shares out the work."""
+"""The families of attention kernels: each has a class, which says what it serves, and how it shares out the work.
+
+`form` is what a family is chosen by, and `family` what all of them have. `cpu`, `spirv`, `cuda`, `tensor_cores` and
+`warpgroups` have the classes of an architecture; `families_of` has their order.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ from tikv.ops.attention.terms import tree_of
 
 
 class HeadPass(NamedTuple):
-    """What a task of a CPU reads one after another, and the memory of its worker."""
+    """What a task of a CPU reads one after another, and the memory of its worker.
+
+    The kernel that weighs keys uses the same memory, see `kernels.attention.cpu.attend.WorkerMemory`.
+    """
 
     heads: int = 1  # KV heads of a task
     keys: int = 0  # of a head, before those of the next head
