@@ -1,4 +1,4 @@
-"""Counting the launches of kernels, whatever the launcher."""
+"""Counting the launches of kernels, whatever the launcher; and refusing to bind others."""
 
 from tikv import arrays, launch, runtime
 
@@ -32,3 +32,12 @@ def count_launches(monkeypatch):
     if runtime.is_started():
         arrays.runtime_of().plans.clear()  # which hold such ways already
     return counted
+
+
+def refuse_binding(monkeypatch):
+    """From now on a call fails that binds a kernel to arguments, as every call does whose plan is new."""
+
+    def refuse(self, *given):
+        raise AssertionError(f"{self.name} is bound again")
+
+    monkeypatch.setattr(launch.Kernel, "bind", refuse)

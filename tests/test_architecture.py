@@ -488,6 +488,39 @@ def test_every_path_that_is_named_is_there():
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def missing_names(text: str) -> list[str]:
+    """The files and folders in backquotes that exist nowhere, also not under the folder that a sentence speaks of."""
+    named = re.findall(r"`([\w.-]*(?:/[\w.-]+)*(?:/|\.(?:py|md|ll|toml)))`", text)
+    there = [f"/{path.relative_to(ROOT).as_posix()}" for path in own_files()]
+    made = ("dist/",)  # by commands
+    return [name for name in named if "NAME" not in name and name not in made and not is_in(there, name)]
+
+
+def is_in(paths: list[str], name: str) -> bool:
+    return any(f"/{name}" in path if name.endswith("/") else path.endswith(f"/{name}") for path in paths)
+
+
+def test_a_name_that_is_nowhere_is_found():
+    assert missing_names("`layers/no.py`, `layers/storage.py`, `stores/layers/`, `no/` and `tikv/ops/NAME.py`") == [
+        "layers/no.py",
+        "no/",
+    ]
+
+
+def test_each_file_that_the_guide_names_is_there():
+    assert missing_names(GUIDE) == []
+
+
+def test_the_map_has_each_folder():
+    named = set(re.findall(r"^\| `(\w[\w/]*)/` \|", GUIDE, re.MULTILINE))
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
+    assert named <= folders
+    assert {folder for folder in folders if "/" not in folder} - named == {"."}
+
+
 MOST_CHANGELOG_LINES = 3
 
 

@@ -181,7 +181,7 @@ def test_what_is_not_served_takes_scores(arch, rng):
         ({"softcap": 30.0}, False),
     ],
 )
-def test_what_is_served(arch, ampere, change, serves):
+def test_what_is_served(arch, ampere, monkeypatch, change, serves):
     form = {"dtype": tikv.Quant(4, 64, "tokens", 64), "v_dtype": tikv.Quant(4, 64), "head_dim": 128} | change
     query, softcap = form.pop("query", dtypes.float16), form.pop("softcap", None)
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, batch_size=1, capacity=512, **form)
@@ -193,7 +193,7 @@ def test_what_is_served(arch, ampere, change, serves):
         given["v_scale"] = coded.v_numbers
     keys = ChannelKeys(coded.k, coded.k_numbers, coded.form.keys)
     values = ScoredValues(coded.values(), coded.form.values.width, found.room, found.room if found.rings else 0)
-    ampere.setattr(by_channel, "AttentionPlan", lambda *given: "planned")
+    monkeypatch.setattr(by_channel, "AttentionPlan", lambda *given: "planned")
     live = types.SimpleNamespace(**vars(CUDA), plans=BoundedCache())
     plan = channel_plan(live, "attend", given, keys, values, AttentionScale(None, softcap))
     assert (plan is not None) == serves

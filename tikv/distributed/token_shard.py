@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,6 @@ class TokenShardLayers(LayerStorage):
 
     title = "a store whose tokens are sharded over several processes"
     remedy = "Shard by heads instead."
-    file_kind = ""
 
     def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
         self.check_summaries("ShardedKVCacheStore", form)
@@ -443,8 +442,3 @@ class TokenShardLayers(LayerStorage):
     def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
         """Raise OptionError, since `ShardedKVCacheStore.save` writes one file per rank."""
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any) -> NoReturn:
-        """Raise OptionError, since `ShardedKVCacheStore.load` reads the files of all ranks."""
-        raise OptionError(f"{operation}: {cls.title} is loaded by ShardedKVCacheStore.load.")

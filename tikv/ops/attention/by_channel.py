@@ -14,7 +14,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.families import Form, is_served
+from tikv.ops.attention.families import Form, is_served, log_choice
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key, query_shape
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
@@ -180,8 +180,11 @@ def channel_plan(
         )
         options = AttentionOptions(asked.scale, causal=False)
         plan, query = None, query_shape(arrays["q"], "q", operation)
-        if is_served(Form(live, arrays, query, cache, options)):
+        form = Form(live, arrays, query, cache, options)
+        if is_served(form):
             plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
+        else:
+            log_choice(operation, form)
         entry = live.plans.keep(key, (plan,))
     known: AttentionPlan | None = entry[0]
     return known

@@ -14,7 +14,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families import Form, family_for, log_choice
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
 from tikv.ops.attention.options import (
@@ -115,6 +115,7 @@ class AttentionPlan(Plan):
         if "indices" in arrays:
             check_indices(operation, arrays, self.query, cache, live)
         form = Form(live, arrays, self.query, cache, options)
+        log_choice(operation, form)
         self.family = family_for(form)
         self.needs_native = self.family.needs_native(form)
         self.cache = self.family.cache
@@ -261,6 +262,7 @@ class AttentionPlan(Plan):
     def _leave_native(self, arrays: dict[str, ArrayView]) -> None:
         """From now on, use the kernels that every launcher supports."""
         form = Form(self.live, arrays, self.query, self.cache, self.options)
+        log_choice(self.operation, form, native=False)
         self.family, self.needs_native = family_for(form, native=False), False
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()

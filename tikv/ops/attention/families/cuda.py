@@ -49,6 +49,12 @@ class Cuda(Family):
 class CudaLanes(Cuda):
     """Kernels whose threads read words of 64 bits; lanes share a key: see `kernels.attention.cuda.attend`."""
 
+    title = "lanes that share a key"
+    serves = (
+        "K and V of the same dtype, int8 and 8-bit floats included; heads at most "
+        f"{attend.MAX_WIDTH} wide; without `invariant=True`"
+    )
+
     @classmethod
     def why_not(cls, form: Form) -> str:
         if form.live.invariant:
@@ -72,6 +78,9 @@ class CudaLanes(Cuda):
 
 class CudaBlocks(Cuda):
     """Kernels of blocks whose warps share the keys, which serve all but keys by channel: see `spirv.attend`."""
+
+    title = "warps that share the keys"
+    serves = "all calls, except over keys by channel"
 
     def most_rows_of(self, form: Form) -> int:
         """As in `Family`: fewer if the code would become too long."""
