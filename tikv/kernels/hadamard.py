@@ -85,9 +85,9 @@ class Place(NamedTuple):
             >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)
             ((0, (1, 0)), (1, (0, 1)))
         """
-        found = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
+        places = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
         pairs = {
-            (lane ^ found[column ^ distance][0], tuple(found[c ^ distance][1] for c in of))
+            (lane ^ places[column ^ distance][0], tuple(places[c ^ distance][1] for c in of))
             for lane, of in enumerate(self.columns)
             for column in of
         }
@@ -116,70 +116,70 @@ def make_turn_lanes(style, place, seed, back=False):
     @ti.func
     def column_of_lane(lane):
         """The column of a lane's number 0, minus that of lane 0."""
-        found = 0
+        column = 0
         for b in ti.static(range(len(bits))):
-            found = found + ((lane >> b) & 1) * bits[b]
-        return found
+            column = column + ((lane >> b) & 1) * bits[b]
+        return column
 
     @ti.func
     def summed(x, row):
         """A sum that is rounded before it is used."""
-        found = x
+        rounded = x
         if ti.static(style == "spirv"):
-            found = apart(x, row)
-        return found
+            rounded = apart(x, row)
+        return rounded
 
     @ti.func
     def change_signs(lane, values):
-        found = values
+        signed = values
         first = lane // lanes * n + column_of_lane(lane % lanes)
         for i in ti.static(range(held)):
-            found[i] = with_sign(values[i], sign_of(first ^ columns[i]))
-        return found
+            signed[i] = with_sign(values[i], sign_of(first ^ columns[i]))
+        return signed
 
     @ti.func
     def exchanged(thread, values, distance: ti.template()):
         """The numbers of the thread at a distance."""
-        found = values
+        others = values
         if ti.static(style == "cuda"):
             for i in ti.static(range(held)):
                 other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(values[i], ti.i32), distance)
-                found[i] = ti.bit_cast(other, ti.f32)
+                others[i] = ti.bit_cast(other, ti.f32)
         else:
             shared = ti.simt.block.SharedArray((BLOCK * held,), ti.f32)
-            own = thread % BLOCK
+            in_block = thread % BLOCK
             ti.simt.block.sync()
             for i in ti.static(range(held)):
-                shared[i * BLOCK + own] = values[i]
+                shared[i * BLOCK + in_block] = values[i]
             ti.simt.block.sync()
             for i in ti.static(range(held)):
-                found[i] = shared[i * BLOCK + (own ^ distance)]
-        return found
+                others[i] = shared[i * BLOCK + (in_block ^ distance)]
+        return others
 
     @ti.func
     def turn(thread, lane, values, row):
-        found = values
+        rotated = values
         for i in ti.static(range(held)):
-            found[i] = without_small(values[i])
+            rotated[i] = without_small(values[i])
         if ti.static(not back):
-            found = change_signs(lane, found)
+            rotated = change_signs(lane, rotated)
         # Both kinds of steps have one form: with two forms, Taichi loses the steps after a shuffle on CUDA.
-        for distance, own in ti.static(partners):
-            before, others = found, found
+        for distance, partner in ti.static(partners):
+            before, others = rotated, rotated
             if ti.static(distance > 0):
                 others = exchanged(thread, before, distance)
             else:
-                others = ti.Vector([before[own[i]] for i in range(held)])
+                others = ti.Vector([before[partner[i]] for i in range(held)])
             for i in ti.static(range(held)):
                 upper = (lane & distance) > 0
                 if ti.static(distance == 0):
-                    upper = i > own[i]
-                found[i] = summed(ti.select(upper, others[i] - before[i], before[i] + others[i]), row)
+                    upper = i > partner[i]
+                rotated[i] = summed(ti.select(upper, others[i] - before[i], before[i] + others[i]), row)
         for i in ti.static(range(held)):
-            found[i] = product(found[i], ti.f32(norm), row)
+            rotated[i] = product(rotated[i], ti.f32(norm), row)
         if ti.static(back):
-            found = change_signs(lane, found)
-        return found
+            rotated = change_signs(lane, rotated)
+        return rotated
 
     return turn
 

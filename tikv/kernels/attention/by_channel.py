@@ -72,13 +72,13 @@ def make_find_group(c):
 
     @ti.func
     def find_group(b, h, g, table: ti.template(), params):
-        found = (b * params[P.heads] + h) * params[P.room] + g
+        group = (b * params[P.heads] + h) * params[P.room] + g
         if ti.static(c.table > 0):
             block = ti.cast(table[params[P.table_first] + b * params[P.table_sequence] + g // params[P.room]], ti.i64)
-            found = -1
+            group = -1
             if block >= ti.i64(0) and block < ti.cast(params[P.blocks], ti.i64):
-                found = (ti.cast(block, ti.i32) * params[P.heads] + h) * params[P.room] + g % params[P.room]
-        return found
+                group = (ti.cast(block, ti.i32) * params[P.heads] + h) * params[P.room] + g % params[P.room]
+        return group
 
     return find_group
 
@@ -127,13 +127,13 @@ def make_channel_scores(style, band, c):
                 number = params[P.numbers_first] + (place * width + d) * 2
                 s, bias = value(numbers[number]), value(numbers[number + 1])
                 word = params[P.k_first] + ((place * width + d) * units + unit) * words
-                found = [codes[word + w] for w in range(words)]
+                packed = [codes[word + w] for w in range(words)]
                 for n in ti.static(range(band)):
                     y = load_q(q, at[n] + d)[0]
                     biases[n] += y * bias
                     y = y * s
                     for e in ti.static(range(count)):
-                        sums[n * count + e] += code(found, e) * y
+                        sums[n * count + e] += code(packed, e) * y
             for n in ti.static(range(band)):
                 to = (head * bands * band + first_row + n) * params[P.tokens] + g * row.group + unit * count
                 for e in ti.static(range(count)):
@@ -211,9 +211,9 @@ def make_channel_scores_cpu(workers, rows, most, c):
             while word != ENDED:  # if the loop had a count, LLVM would gather words of several channels
                 begin = before(word + first, units * words)
                 for u in ti.static(range(units)):
-                    found = [codes[begin + ti.static(u * words + w)] for w in range(words)]
+                    packed = [codes[begin + ti.static(u * words + w)] for w in range(words)]
                     for e in ti.static(range(E)):
-                        x = code(found, part * E + e)
+                        x = code(packed, part * E + e)
                         for g in ti.static(range(B)):
                             sums[(g * E + e) * units + u] += x * work[at + ti.static(g * width)]
                 at += 1

@@ -55,10 +55,10 @@ def make_lse_of_row(c):
     @ti.func
     def lse_of_row(kv_head, r, lse: ti.template(), strides, params, scalars):
         bits = lse[result_offsets(kv_head, r, c.group, params[P.lse_first], strides, params)[1]]
-        found, value = 0, ti.f32(0.0)
+        exists, value = 0, ti.f32(0.0)
         if bits != ti.u32(MINUS_INFINITY):
-            found, value = 1, ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale]
-        return found, value
+            exists, value = 1, ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale]
+        return exists, value
 
     return lse_of_row
 
@@ -71,15 +71,15 @@ def make_dots(c):
 
     @ti.func
     def dots(b, h, first, k_row, k: ti.template(), q: ti.template(), strides, params):
-        found, rows = ti.Vector([ti.f32(0.0)] * R), ti.Vector([0] * R)
+        sums, rows = ti.Vector([ti.f32(0.0)] * R), ti.Vector([0] * R)
         for g in ti.static(range(R)):
             rows[g] = query_row(b, h, ti.min(first + g, params[P.queries] * c.group - 1), strides, params)
         for u in range(c.width // unit):
             x = load(k, k_row + k_word(u))
             for g in ti.static(range(R)):
                 for e in ti.static(range(unit)):
-                    found[g] += x[e] * load_q(q, rows[g] + u * unit + e)[0]
-        return found
+                    sums[g] += x[e] * load_q(q, rows[g] + u * unit + e)[0]
+        return sums
 
     return dots
 
@@ -87,9 +87,9 @@ def make_dots(c):
 def make_mass(style, by_slot, c):
     """The attention mass of each visible key: the sum of the weights that the query rows of its KV head give it.
 
-    mass(q, k, lens, table, chosen, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds
-    the float32 bits that attention stored, and `mass` starts as zeros. There are batch * heads * `P.keys` items, the
-    extent of q. For chosen tokens there are so many for each query, and only its rows count.
+    mass(q, k, lens, table, indices, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse`
+    holds the float32 bits that attention stored, and `mass` starts as zeros. There are batch * heads * `P.keys` items,
+    the extent of q. For chosen tokens there are so many for each query, and only its rows count.
     """
     Q, K, LENS, TABLE, SC, _ = array_types(style, c)
     CHOSEN = index_array(c.chosen)
@@ -113,8 +113,8 @@ def make_mass(style, by_slot, c):
         if ti.static(c.chosen > 0):
             count = ti.select(count > 0, params[P.keys], 0)
         if n < count:
-            found = find_key(b, h, t, n, visible, table, strides, params)
-            slot, index = found[0], found[2]
+            key = find_key(b, h, t, n, visible, table, strides, params)
+            slot, index = key[0], key[2]
         if slot >= 0:
             row = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head] + k_offset(slot, strides)
             scale = ti.f32(1.0)
@@ -136,10 +136,10 @@ def make_mass(style, by_slot, c):
     loop = make_loop(style, False, mass_of_key, P.tasks)
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
                      strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         if ti.static(c.chosen > 0):
-            loop(q, params, ((q, k, lens, (table, chosen), k_scale, lse, mass), strides, params, scalars))
+            loop(q, params, ((q, k, lens, (table, indices), k_scale, lse, mass), strides, params, scalars))
         else:
             loop(q, params, ((q, k, lens, table, k_scale, lse, mass), strides, params, scalars))
 

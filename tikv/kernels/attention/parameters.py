@@ -234,11 +234,11 @@ def make_attend_kernel(attend_all, style, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: CHOSEN, strides: STRIDES,
                           params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         terms = ti.static((sink_logits, slopes, tree, numbers))
         if ti.static(c.chosen > 0):
-            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse))
+            arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse))
             attend_all(arrays, terms, strides, params, scalars)
         else:
             attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), terms, strides, params, scalars)

@@ -109,12 +109,12 @@ def make_in_bounds(c):
 
     @ti.func
     def in_bounds(index, low, high, sinks, last_sink):
-        found = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
+        inside = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
         if ti.static(not c.causal):
-            found = ti.select(index < HIDDEN, 1, 0)
+            inside = ti.select(index < HIDDEN, 1, 0)
         elif ti.static(c.sinks):
-            found = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), found)
-        return found
+            inside = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), inside)
+        return inside
 
     return in_bounds
 
@@ -125,10 +125,10 @@ def make_is_visible(c):
 
     @ti.func
     def is_visible(t, index, visible, params):
-        found = True
+        sees = True
         if ti.static(c.masked):
             bounds = query_bounds(t, visible, params)
-            found = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0
-        return found
+            sees = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0
+        return sees
 
     return is_visible

@@ -176,11 +176,11 @@ def make_attend_cpu(workers, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN,
+                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: CHOSEN,
                           strides: STRIDES, params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         terms = ti.static((sink_logits, slopes, tree, numbers))
         if ti.static(c.chosen > 0):
-            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse, work))
+            arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse, work))
             attend_all(arrays, terms, strides, params, scalars)
         else:
             attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse, work), terms, strides, params, scalars)
@@ -433,9 +433,9 @@ def make_list_chunk(list_keys, uid, c):
     def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         at, n = begin, 0
         while at < task[T.end] and n < CHUNK:
-            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, at, visible, table, strides,
-                             params)  # fmt: skip
-            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
+            key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, at, visible, table, strides,
+                           params)  # fmt: skip
+            slot, count, index = key[0], ti.min(ti.min(key[1], task[T.end] - at), CHUNK - n), key[2]
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
                 if ti.static(c.scored):

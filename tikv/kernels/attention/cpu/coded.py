@@ -127,10 +127,10 @@ def make_load_numbers(name, width, c):
             work[behind + x] = value(scales[at + x])
         for j in range(together, n):
             at = before(ti.bit_cast(work[lists + j], ti.i32) + first, numbers)
-            found = [value(scales[at + x]) for x in range(numbers)]
+            row_numbers = [value(scales[at + x]) for x in range(numbers)]
             behind = before(to + j * numbers, numbers)
             for x in ti.static(range(numbers)):
-                work[behind + x] = found[x]
+                work[behind + x] = row_numbers[x]
 
     return load_numbers
 
@@ -141,12 +141,12 @@ def make_bias_of(name):
 
     @ti.func
     def bias_of(work: ti.template(), at):
-        found = ti.f32(0.0)
+        bias = ti.f32(0.0)
         if ti.static(two):
-            found = work[at + 1]
+            bias = work[at + 1]
         else:
-            found = work[at] * ti.f32(offset)
-        return found
+            bias = work[at] * ti.f32(offset)
+        return bias
 
     return bias_of
 
@@ -176,10 +176,10 @@ def make_dots(name, c):
     def dot(k: ti.template(), work: ti.template(), rows: ti.template(), q, u, steps: ti.template()):
         """The products of a unit of each key with each row of queries, times the unit's scales."""
         sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
-        found = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
+        packed = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
         for e in ti.static(range(count)):
             for x in ti.static(range(KEYS)):
-                number = code(found[x], e)
+                number = code(packed[x], e)
                 if ti.static(B > 1):
                     number = number * steps[x]
                 for g in ti.static(range(B)):
@@ -281,12 +281,12 @@ def make_code_of_part(name):
 
     @ti.func
     def code_of_part(x, e: ti.template()):
-        found = x
+        code = x
         if ti.static((e + 1) * bits == 32):
-            found = x >> ti.u32(ti.static(e * bits))
+            code = x >> ti.u32(ti.static(e * bits))
         else:
-            found = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
-        return ti.cast(ti.bit_cast(found, ti.i32), ti.f32)
+            code = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
+        return ti.cast(ti.bit_cast(code, ti.i32), ti.f32)
 
     return (float_of_part if is_float else code_of_part), steps
 
@@ -369,12 +369,12 @@ def make_add_values(c, careful):
                 place, key = lists, ti.bit_cast(work[lists], ti.i32)
                 while key != ENDED:  # if the loop had a count, LLVM would gather from several keys at once
                     at = before(key + first + block * (L * words), L * words)
-                    found = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
+                    packed = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
                     steps_of_key = [work[of_group + i * GROUP] for i in range(of_lane[-1] + 1)]
                     shares = before(of_key, B * ROW)
                     for e in ti.static(range(E)):
                         for lane in ti.static(range(L)):
-                            x = code(found[lane], e) * steps_of_key[of_lane[lane]]
+                            x = code(packed[lane], e) * steps_of_key[of_lane[lane]]
                             for g in ti.static(range(B)):
                                 if ti.static(B == 1):
                                     sums[e * L + lane] += x

@@ -273,8 +273,8 @@ def make_tree_indices():
         source, target = before(indices, ROW), before(to, ROW)
         for j in range(ti.min(n, CHUNK)):
             index = ti.bit_cast(work[source + j], ti.i32)
-            found = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
-            work[target + j] = ti.bit_cast(found, ti.f32)
+            counts_as = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
+            work[target + j] = ti.bit_cast(counts_as, ti.f32)
 
     return tree_indices
 

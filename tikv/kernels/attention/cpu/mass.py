@@ -16,7 +16,7 @@ from tikv.runtime import ti
 
 
 def make_mass_cpu(workers, by_slot, c):
-    """mass(q, k, lens, table, chosen, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
+    """mass(q, k, lens, table, indices, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
 
     The function is not cached, since its real functions belong to one Taichi program. `work` is as in
     `cpu.attend.make_attend_cpu`.
@@ -30,7 +30,7 @@ def make_mass_cpu(workers, by_slot, c):
     every = LEAST_ITERATIONS if workers > 1 else 1
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
                      work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
@@ -42,7 +42,7 @@ def make_mass_cpu(workers, by_slot, c):
             for turn in range(tasks):
                 number = turn * workers + worker
                 if ti.static(c.chosen > 0):
-                    arrays = ti.static((q, k, lens, (table, chosen), k_scale, lse, mass, work))
+                    arrays = ti.static((q, k, lens, (table, indices), k_scale, lse, mass, work))
                     mass_task(number, memory, arrays, strides, params, scalars)
                 else:
                     arrays = ti.static((q, k, lens, table, k_scale, lse, mass, work))
@@ -106,8 +106,8 @@ def make_list_chunk(keys, uid, by_slot, c):
         at, n = begin, 0
         b, h = task[T.sequence], task[T.head]
         while at < task[T.end] and n < CHUNK:
-            found = find_key(b, h, t, at, visible, table, strides, params)
-            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
+            key = find_key(b, h, t, at, visible, table, strides, params)
+            slot, count, index = key[0], ti.min(ti.min(key[1], task[T.end] - at), CHUNK - n), key[2]
             if slot >= 0:
                 to = mass_offset(b, h, t, at, index, slot, visible, strides, params)
                 list_keys(work, memory[M.k_list] + n, count, k_offset(slot, strides), strides[S.k_token], uid)

@@ -98,9 +98,9 @@ class Exchange:
         self.key_owner = distances_to_owners(self.shared_keys, self.key_distances, self.keys_left)
 
 
-def distances_to_owners(count, distances, left):
+def distances_to_owners(count, distances, masks):
     """For each of `count` rows or keys, the distance to its owner after the halvings."""
-    return [sum(d for d, n in zip(distances, left, strict=True) if i & n) for i in range(count)]
+    return [sum(d for d, n in zip(distances, masks, strict=True) if i & n) for i in range(count)]
 
 
 def make_attend_lanes(shape, parts, c):
@@ -214,10 +214,10 @@ def make_load_queries(x, c):
             for w in ti.static(range(x.k_rounds)):
                 column = ti.min(w * L + lane, x.k_words - 1) * UNIT
                 for e in ti.static(range(UNIT)):
-                    found = load_q(q, at + column + e)[0] * scale
+                    value = load_q(q, at + column + e)[0] * scale
                     if ti.static((w + 1) * L > x.k_words):
-                        found = ti.select(w * L + lane < x.k_words, found, ti.f32(0.0))
-                    queries[g * x.k_elements + w * UNIT + e] = found
+                        value = ti.select(w * L + lane < x.k_words, value, ti.f32(0.0))
+                    queries[g * x.k_elements + w * UNIT + e] = value
 
     return load_queries
 
@@ -237,13 +237,13 @@ def make_slot_of(x, c):
         last = ti.min(n, task[T.end] - 1)
         if ti.static(x.shared_keys == 1):
             last = ti.select(counts != 0, n, task[T.end] - 1)
-        found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, last, visible, table, strides, params)
-        slot = found[0]
+        key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, last, visible, table, strides, params)
+        slot = key[0]
         if ti.static(c.gaps):
             counts = ti.select(slot >= 0, counts, 0)
             slot = ti.max(slot, 0)
         if ti.static(c.chosen > 0):
-            index = found[2]
+            index = key[2]
         return slot, counts, index
 
     return slot_of
@@ -346,15 +346,15 @@ def make_logits(x, c):
                     counts[o] = 0
         high = m
         for o in ti.static(range(own_keys)):
-            found = scores[o * K] * k_factor[o]
+            logit = scores[o * K] * k_factor[o]
             if ti.static(c.softcap):
-                found = logit_of(found, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
+                logit = logit_of(logit, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
             if ti.static(c.alibi):
                 bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
                 index = index_of(task[T.sequence], query, indices[o], bounds, visible, terms, params)
                 stands = origin(query, terms)
-                found = found + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
-            scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
+                logit = logit + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
+            scores[o * K] = ti.select(counts[o] != 0, logit, ti.f32(MASKED))
             high = ti.max(high, scores[o * K])
         return high
 

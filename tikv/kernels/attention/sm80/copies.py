@@ -77,8 +77,8 @@ def copied(cache: str, width: int, width_v: int) -> Copied | None:
         return None
     row, number = width * codes.bits // 8, 2 * codes.numbers
     if cache in KINDS:
-        found = layout_of(cache, width, width_v)
-        of_k, of_v, number = found.of_k, found.of_v, int(found.scale != "")
+        layout = layout_of(cache, width, width_v)
+        of_k, of_v, number = layout.of_k, layout.of_v, int(layout.scale != "")
     else:
         of_k, of_v = pieces(cache, width, width_v)
     made = Copied(row, number, width // codes.group if number else 0, of_k, of_v)
@@ -191,9 +191,9 @@ def make_numbers_of_lane(slot_behind, c):
         first = ti.select(lane < KEYS, strides[S.k_scale_first], strides[S.v_scale_first]) + task[T.scale_first]
         index = first + scale_offset(ti.max(slot, 0), strides)
         address = ti.select(lane < KEYS, bases[2], bases[3]) + ti.cast(index, ti.u64) * ti.u64(SCALE)
-        found = ti.u32(0)
-        ext.read_global_2(found, address)
-        return found
+        number = ti.u32(0)
+        ext.read_global_2(number, address)
+        return number
 
     return numbers_of_lane
 
@@ -241,11 +241,11 @@ def make_take_keys(tile, c):
                 if ti.static(tile.one_each):
                     ext.read_2(kf[ti.static(FIRST + i)], at)
                 elif ti.static(SHARED_OUT):
-                    own = at + ti.cast((lane & 3) * EACH, ti.u32)
+                    lane_at = at + ti.cast((lane & 3) * EACH, ti.u32)
                     if ti.static(EACH == 2):
-                        ext.read_2(kf[ti.static(FIRST + i)], own)
+                        ext.read_2(kf[ti.static(FIRST + i)], lane_at)
                     else:
-                        ext.read_1(kf[ti.static(FIRST + i)], own)
+                        ext.read_1(kf[ti.static(FIRST + i)], lane_at)
                 elif ti.static(tile.number == 2):
                     words = [ti.u32(0) for _ in range(tile.numbers // 4)]
                     read_words(at, ti.static(tile.numbers // 4), words, 0)
@@ -316,10 +316,10 @@ def make_attend_copied(x, f, add_tile, step, c):
         ext.address_v(bases[1])
         ext.address_k_scale(bases[2])
         ext.address_v_scale(bases[3])
-        own = ti.u32(0)
-        ext.shared_memory(own)
-        own = (own + ti.u32(BANKS - 1)) // ti.u32(BANKS) * ti.u32(BANKS)
-        own += ti.cast(thread // 32 * ti.static(x.stages * BYTES), ti.u32)
+        memory = ti.u32(0)
+        ext.shared_memory(memory)
+        memory = (memory + ti.u32(BANKS - 1)) // ti.u32(BANKS) * ti.u32(BANKS)
+        memory += ti.cast(thread // 32 * ti.static(x.stages * BYTES), ti.u32)
         kf = [ti.u32(0) for _ in range(f.keys)]
         vf = [ti.u32(0) for _ in range(f.values)]
         slots = [0 for _ in range(4)]
@@ -330,35 +330,35 @@ def make_attend_copied(x, f, add_tile, step, c):
         use, fill = ti.u32(BYTES), ti.u32(0)  # the stages of the tile that is used and of the one that is copied
         tiles = (seen[L.end] - seen[L.begin] + (step - 1)) // step
         numbers = ti.u32(0)  # that a lane read of the tile before, if it reads any
-        to = own + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
+        to = memory + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
         for n in range(ti.select(tiles > 0, tiles + LAST, 0)):
             if ti.static(layout.one_each):
                 if n > 0:
                     ext.write_2(to, numbers)
-                to = own + fill + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
+                to = memory + fill + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
             wait()
             ext.warp_meets()
             if coming < seen[L.end]:
                 tile = tile_at(block, task, strides)
-                found = copy(coming, block, lane, own + fill, bases, seen, visible, tile, table, strides, params)
+                lacks_key = copy(coming, block, lane, memory + fill, bases, seen, visible, tile, table, strides, params)
                 if ti.static(layout.one_each):
                     numbers = numbers_of_lane(coming, block, lane, bases, seen, visible, tile, table, strides, params)
                 if ti.static(counts_in_page(c)):
-                    found = ti.select(block < 0, 1, 0)
+                    lacks_key = ti.select(block < 0, 1, 0)
                 if ti.static(c.gaps):
-                    missing = missing | (ti.cast(found, ti.u32) << ti.u32(LAST))
+                    missing = missing | (ti.cast(lacks_key, ti.u32) << ti.u32(LAST))
             ext.copies_commit()
             at, coming = coming - LAST * step, coming + step
             block = look_up(coming, seen, visible, task, table, strides, params)
             if n >= LAST and at < seen[L.end]:
-                take_keys(lane, own + use, kf)
+                take_keys(lane, memory + use, kf)
                 p = [ti.f32(0.0) for _ in range(4 * x.row_tiles)]
                 f.scores(kf, qf, p, scalars)
-                take_values(lane, own + use, vf)
+                take_values(lane, memory + use, vf)
                 whole = is_whole(at, seen, visible, task)
                 if ti.static(c.gaps):
-                    some = ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(missing & ti.u32(1), ti.i32))
-                    whole = ti.select(some != 0, 0, whole)
+                    lacking = ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(missing & ti.u32(1), ti.i32))
+                    whole = ti.select(lacking != 0, 0, whole)
                 if whole == 0:
                     of_tile = look_up(at, seen, visible, task, table, strides, params)
                     find_values(at, of_tile, lane, seen, visible, task, table, slots, counts, strides, params)

@@ -66,15 +66,15 @@ def make_clear(first, each, infinite, c):
 
     @ti.func
     def clear(counts: ti.template(), vf: ti.template()):
-        found, step = ti.u32(0), ti.u32(carry)
+        infinite, step = ti.u32(0), ti.u32(carry)
         if ti.static(c.masked):
             for n in ti.static(range(first, first + 4 * each, 4)):
-                clear_infinite(vf[n], vf[ti.static(n + 1)], vf[ti.static(n + 2)], vf[ti.static(n + 3)], found, step)
+                clear_infinite(vf[n], vf[ti.static(n + 1)], vf[ti.static(n + 2)], vf[ti.static(n + 3)], infinite, step)
         else:
             for i in ti.static(range(4)):
                 for n in ti.static(range(first + i * each, first + (i + 1) * each)):
                     vf[n] = ti.select(counts[ti.static(i + 2)] != 0, vf[n], ti.u32(0))
-        return ti.select((found & ti.u32(0x80008000)) != ti.u32(0), 1, 0)
+        return ti.select((infinite & ti.u32(0x80008000)) != ti.u32(0), 1, 0)
 
     return clear
 

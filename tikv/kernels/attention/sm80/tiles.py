@@ -100,7 +100,7 @@ def make_look_up(c):
 
     @ti.func
     def look_up(at, seen, visible, task, table: ti.template(), strides, params):
-        found = -1
+        valid_block = -1
         if ti.static(has_whole_tiles(c)):
             if seen[L.begin] < seen[L.end]:
                 p = position_of_tile(at, seen, visible)
@@ -110,8 +110,8 @@ def make_look_up(c):
                     first = first + task[T.head] * params[P.table_head]
                 block = table[first + page * strides[S.table_block]]
                 if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
-                    found = ti.cast(block, ti.i32)
-        return found
+                    valid_block = ti.cast(block, ti.i32)
+        return valid_block
 
     return look_up
 
@@ -146,13 +146,13 @@ def make_tile_at(c):
 
     @ti.func
     def tile_at(block, task, strides):
-        found = task
+        tile = task
         if ti.static(counts_in_page(c)):
             page = ti.max(block, 0)
-            found[T.k_first] += page * strides[S.k_block]
-            found[T.v_first] += page * strides[S.v_block]
-            found[T.scale_first] += page * strides[S.scale_block]
-        return found
+            tile[T.k_first] += page * strides[S.k_block]
+            tile[T.v_first] += page * strides[S.v_block]
+            tile[T.scale_first] += page * strides[S.scale_block]
+        return tile
 
     return tile_at
 

@@ -236,15 +236,15 @@ def make_copy_row(threads, codes, c):
 
     @ti.func
     def copy_row(i: ti.template(), lane, base, row, to):
-        source, own = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
+        source, piece = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
         first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
-        address = base + ti.cast(own * SIZE_OF, ti.u64)
+        address = base + ti.cast(piece * SIZE_OF, ti.u64)
         address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
         at = to + ti.u32(i * panels(c.width) * threads * SIZE_OF)
         copy(at, address)
         if ti.static(HALF):
             at += ti.u32(whole * threads * SIZE_OF)
-            address += ti.cast(ti.select(own < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
+            address += ti.cast(ti.select(piece < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
             copy_one(at, address)
 
     return copy_row
@@ -303,13 +303,13 @@ def make_write_row(OWN, codes, c):
         for j in ti.static(range(len(scales))):
             of_row[j] = lane_bits(scales[j], row + ti.static(i * codes.rows))
         for p in ti.static(range(panels(c.width))):
-            own = [ti.select(piece < 4, ti.u32(0x1010), ti.u32(0x3232)) for _ in range(N + OF_TWO)]
+            of_panel = [ti.select(piece < 4, ti.u32(0x1010), ti.u32(0x3232)) for _ in range(N + OF_TWO)]
             for j in ti.static(range(N)):
-                own[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
+                of_panel[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
                 if ti.static(not ALONE and (p + 1) * COLUMNS <= c.width):  # the panel has two groups
-                    own[j] = ti.select(piece < 4, own[j], of_row[ti.static((p * 2 + 1) * N + j)])
+                    of_panel[j] = ti.select(piece < 4, of_panel[j], of_row[ti.static((p * 2 + 1) * N + j)])
             at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
-            write_piece(at, words, p, own)
+            write_piece(at, words, p, of_panel)
 
     return write_row
 
@@ -332,21 +332,21 @@ def make_write_piece(codes, c):
     @ti.func
     def write_piece(at, words: ti.template(), p: ti.template(), scales: ti.template()):
         word, other = words[ti.static(p * codes.words)], words[ti.static((p + 1) * codes.words - 1)]
-        own = [ti.bit_cast(scales[j], ti.f32 if by == c.query else ti.u32) for j in ti.static(range(GIVEN))]
+        numbers = [ti.bit_cast(scales[j], ti.f32 if by == c.query else ti.u32) for j in ti.static(range(GIVEN))]
         less = ti.u32(LESS)
         if ti.static(codes.rule == "float8"):
-            writes[0](at, word, other, *own)
+            writes[0](at, word, other, *numbers)
         elif ti.static(codes.bits == 8):
             word, other = word ^ ti.u32(FLIP), other ^ ti.u32(FLIP)
-            writes[0](at, word, other, less, *own)
+            writes[0](at, word, other, less, *numbers)
         elif ti.static(codes.rule != "q4_0"):
             factors, less = ti.u32(BY_TURNS), ti.u32(LESS_BY_TURNS)
-            writes[0](at, word, factors, less, *own)
+            writes[0](at, word, factors, less, *numbers)
         else:
-            writes[0](at, word, other, less, *own)
+            writes[0](at, word, other, less, *numbers)
             at = at ^ ti.u32(32)  # columns 16 further on, two pieces
             factor, less = ti.u32(BY_16), ti.u32(LESS_16)
-            writes[1](at, word, other, factor, less, *own)
+            writes[1](at, word, other, factor, less, *numbers)
 
     return write_piece
 
@@ -367,10 +367,10 @@ def make_prepare(c):
 
     @ti.func
     def prepare(bits):
-        found = bits | (bits << ti.u32(16))
+        prepared = bits | (bits << ti.u32(16))
         if ti.static(not by_halves(c)):
-            found = ti.bit_cast(to_f32(bits), ti.u32)
-        return found
+            prepared = ti.bit_cast(to_f32(bits), ti.u32)
+        return prepared
 
     return prepare
 
@@ -390,20 +390,20 @@ def make_half_at(c):
     def half_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
         at = place(column) * BITS
         word = v[task[T.v_first] + v_offset(slot, strides) + at // c.bits]
-        found = ti.cast(word >> ti.cast(at % c.bits, word_type), ti.u32) & ti.u32((1 << BITS) - 1)
+        bits = ti.cast(word >> ti.cast(at % c.bits, word_type), ti.u32) & ti.u32((1 << BITS) - 1)
         if ti.static(BITS < 16):
             number = ti.f32(0.0)
             if ti.static(codes.rule == "float8"):
-                number = to_f32(found)
+                number = to_f32(bits)
             else:
-                number = ti.cast(ti.cast(found ^ ti.u32(flip), ti.i32) - zero, ti.f32)
+                number = ti.cast(ti.cast(bits ^ ti.u32(flip), ti.i32) - zero, ti.f32)
             if ti.static(N > 0):
                 scale_at = strides[S.v_scale_first] + task[T.scale_first] + scale_offset(slot, strides)
                 scale_at += column // codes.group * N
                 number *= of_scale(v_scale[scale_at])
                 if ti.static(N == 2):
                     number += of_scale(v_scale[scale_at + 1])
-            found = ti.cast(to_half(number), ti.u32)
-        return found
+            bits = ti.cast(to_half(number), ti.u32)
+        return bits
 
     return half_at

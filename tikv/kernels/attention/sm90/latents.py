@@ -269,15 +269,15 @@ def make_row_of(x, c):
     @ti.func
     def row_of(index, end, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
-        query, found = task[T.row] // c.group, -1
+        query, row = task[T.row] // c.group, -1
         if index < end:
             slot = find_key(task[T.sequence], task[T.head], query, index, visible, table, strides, params)[0]
             if ti.static(c.masked and x.of_one_query):
                 bounds = query_bounds(query, visible, params)
                 slot = ti.select(in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0, slot, -1)
             if slot >= 0:
-                found = k_offset(slot, strides)
-        return found
+                row = k_offset(slot, strides)
+        return row
 
     return row_of
 
@@ -304,9 +304,9 @@ def make_consume(x, parts, c):
         of_p = ti.u32(1 << 16) + ((shared + ti.u32(memory.weights)) >> 4)
         to_v = ti.cast(part * (BLOCKS * KEYS * PANEL_ROW >> 4), ti.u32)
         # A lane turns 8 x 8 weights of 8 keys and 8 rows: which row of them, and whose.
-        turned = part * OWN + (lane >> 4) * 8 + (lane & 7)
+        lane_row = part * OWN + (lane >> 4) * 8 + (lane & 7)
         key_piece = (warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)
-        to_p = shared + ti.u32(memory.weights) + ti.cast(turned * PANEL_ROW + key_piece * PIECE, ti.u32)
+        to_p = shared + ti.u32(memory.weights) + ti.cast(lane_row * PANEL_ROW + key_piece * PIECE, ti.u32)
         m = [ti.f32(LOWEST) for _ in range(OWN // 4)]  # above minus infinity: masked keys have weight 0
         l = [ti.f32(0.0) for _ in range(OWN // 4)]
         acc = [ti.f32(0.0) for _ in range(NO)]
@@ -322,7 +322,7 @@ def make_consume(x, parts, c):
             of_v = of_k + to_v
             scores(*s, of_q, of_k)
             wait_scores(*s)
-            own, at = exists >> ti.cast(lane >> 2, ti.u32), seen[R.begin] + n * KEYS
+            key_bits, at = exists >> ti.cast(lane >> 2, ti.u32), seen[R.begin] + n * KEYS
             whole = ti.cast(at > seen[R.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[R.high], ti.i32)
             for i in ti.static(range(NS)):
                 s[i] = s[i] * scalars[X.logit_scale]
@@ -332,7 +332,7 @@ def make_consume(x, parts, c):
                     above += ti.f32(1.0)
                     inverse(half, above)
                     s[i] = scalars[X.softcap] - ti.f32(2.0) * scalars[X.softcap] * half
-                sees = (own & ti.u32(1 << i // 2 % 2 * 8)) != ti.u32(0)
+                sees = (key_bits & ti.u32(1 << i // 2 % 2 * 8)) != ti.u32(0)
                 s[i] = ti.bit_cast(ti.select(sees, ti.bit_cast(s[i], ti.u32), ti.u32(MINUS_INFINITY)), ti.f32)
             if ti.static(MASKED):
                 if whole == 0:
@@ -340,9 +340,9 @@ def make_consume(x, parts, c):
             grown = ti.u32(0)
             for i in ti.static(range(NS)):
                 grown = ti.select(s[i] > m[ti.static(i // 4 * 2 + i % 2)] + ti.f32(LAG), ti.u32(1), grown)
-            some = ti.u32(0)
-            ext.meet_and_vote(some, barrier, threads, grown)
-            if some != ti.u32(0):
+            any_grown = ti.u32(0)
+            ext.meet_and_vote(any_grown, barrier, threads, grown)
+            if any_grown != ti.u32(0):
                 rescale(thread, part, shared, s, m, l, acc)
             for i in ti.static(range(NS)):
                 below, weight = s[i] - m[ti.static(i // 4 * 2 + i % 2)], ti.f32(0.0)
@@ -416,19 +416,19 @@ def make_clean(x, c):
 
     @ti.func
     def clean(thread, at, shared, stage):
-        found = ti.u32(0)
+        spoiled = ti.u32(0)
         for j in range(ti.static(KEYS * WIDTH_V * 2 // PIECE // count)):
             place = shared + ti.cast(memory.tiles + stage * TILE + (j * count + thread) * PIECE, ti.u32)
-            y, some = [ti.u32(0) for _ in range(4)], ti.u32(0)
+            y, of_piece = [ti.u32(0) for _ in range(4)], ti.u32(0)
             ext.read_16(*y, place)
             for e in ti.static(range(4)):
                 signs = ((y[e] & ti.u32(infinite)) + ti.u32(carries)) & ti.u32(0x80008000)
                 y[e] = y[e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
-                some = some | signs
-            if some != ti.u32(0):
+                of_piece = of_piece | signs
+            if of_piece != ti.u32(0):
                 ext.write_16(place, *y)
-            found = found | some
-        if found != ti.u32(0):
+            spoiled = spoiled | of_piece
+        if spoiled != ti.u32(0):
             note, last, first = shared + ti.u32(memory.spoiled), shared + ti.u32(memory.spoiled + 4), ti.u32(0)
             begin, end = ti.cast(at, ti.u32), ti.cast(at + KEYS, ti.u32)
             ext.read_4(first, note)
@@ -468,15 +468,15 @@ def make_restore(x, parts, c):
                 task[T.row] + (n * count + thread) // WIDTH_V,
                 (n * count + thread) % WIDTH_V,
             )
-            bounds, found = query_bounds(row // c.group, visible, params), 0
+            bounds, is_spoiled = query_bounds(row // c.group, visible, params), 0
             for index in range(ti.cast(first, ti.i32), ti.min(ti.cast(behind, ti.i32), task[T.end])):
                 if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
                     if slot >= 0:
                         four = k[task[T.k_first] + k_offset(slot, strides) + (column >> 2)]
                         half = ti.cast(four >> ti.cast((column & 3) * 16, ti.u64), ti.u32)
-                        found = ti.select((half & ti.u32(infinite)) == ti.u32(infinite), 1, found)
-            if found != 0:
+                        is_spoiled = ti.select((half & ti.u32(infinite)) == ti.u32(infinite), 1, is_spoiled)
+            if is_spoiled != 0:
                 to = output_offsets(task[T.kv_head], row, task[T.split], strides, params)[0] + column
                 out[to] = ti.cast(ti.u32(nan), word)
 

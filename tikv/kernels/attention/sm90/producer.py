@@ -143,7 +143,7 @@ def make_clean(OWN, c):
 
     @ti.func
     def clean(lane, warp, v, barriers):
-        begin, row, found = v + ti.cast(warp * (OWN * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
+        begin, row, spoiled = v + ti.cast(warp * (OWN * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
         for n in range(panels(c.width) * ROUNDS):  # of 16 rows of a panel; a thread has pieces of 4
             panel, place = n // ROUNDS, begin + ti.cast(n // ROUNDS * (keys * PANEL_ROW), ti.u32)
             at = [place + ti.cast((n % ROUNDS * 4 + i) * (32 * PIECE), ti.u32) for i in range(4)]
@@ -163,8 +163,8 @@ def make_clean(OWN, c):
                         signs = ((y[4 * i + e] & ti.u32(exponents)) + ti.u32(carries)) & ti.u32(0x80008000)
                         y[4 * i + e] = y[4 * i + e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
                     ext.write_16(at[i], y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
-                found = found | carried
-        if found != ti.u32(0):
+                spoiled = spoiled | carried
+        if spoiled != ti.u32(0):
             note, yes = barriers + ti.u32(B.spoiled), ti.u32(1)
             ext.write_4(note, yes)
 

@@ -23,14 +23,14 @@ def make_start_rows(c):
     def start_rows(row, lane, visible, task, terms: ti.template(), params, m: ti.template(), l: ti.template(),
                    slope: ti.template(), stand: ti.template()):  # fmt: skip
         for r in ti.static(range(2)):
-            own = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1)
+            clamped = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1)
             if ti.static(c.sink_logits):
-                top, weight = start_state(task[T.head], own, task[T.split], terms)
+                top, weight = start_state(task[T.head], clamped, task[T.split], terms)
                 m[r] = ti.max(top, ti.f32(LOWEST))
                 l[r] = ti.select((lane & 3) == 0, weight, ti.f32(0.0))  # the lanes of a row each have a part of its sum
             if ti.static(c.alibi):
-                slope[r] = slope_of(task[T.sequence], task[T.head], own, terms) * ti.f32(LOG2E)
-                place = place_of(task[T.sequence], own // c.group, terms, params)
+                slope[r] = slope_of(task[T.sequence], task[T.head], clamped, terms) * ti.f32(LOG2E)
+                place = place_of(task[T.sequence], clamped // c.group, terms, params)
                 stand[r] = place
                 if ti.static(not c.tree):
                     stand[r] = query_bounds(place, visible, params)[1] - origin(place, terms)[0]
@@ -91,12 +91,12 @@ def make_find_places(c):
         for i in ti.static(range(keys // 32)):
             index = at + lane + ti.static(32 * i)
             new = ti.min(index - first_new(visible, params), params[P.queries] - 1)
-            found = index - query_bounds(0, visible, params)[1]
+            place = index - query_bounds(0, visible, params)[1]
             if ti.static(c.sinks):
-                found += ti.select(index - gap < visible[V.sinks], behind_sinks(visible) - gap, 0)
+                place += ti.select(index - gap < visible[V.sinks], behind_sinks(visible) - gap, 0)
             if new >= 0:
-                found = ti.cast(tree[row + new * numbers[N.tree_words]], ti.i32)
-            places[i] = ti.cast(found, ti.f32)
+                place = ti.cast(tree[row + new * numbers[N.tree_words]], ti.i32)
+            places[i] = ti.cast(place, ti.f32)
 
     return find_places
 

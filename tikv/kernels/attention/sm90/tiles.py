@@ -158,9 +158,9 @@ def make_range(c):
             end, resume = ti.min(end, newest + 1), ti.max(begin, first[0] + 1)
             if ti.static(c.sinks):
                 sinks = ti.max(ti.min(visible[V.sinks], end) - begin, 0)
-                fixed, left = sinks // keys, sinks % keys
-                resume = ti.max(begin + sinks, ti.min(resume, end)) - left
-                if left > 0:
+                fixed, rest = sinks // keys, sinks % keys
+                resume = ti.max(begin + sinks, ti.min(resume, end)) - rest
+                if rest > 0:
                     gap = resume - begin - fixed * keys
         tiles = fixed + ti.max(end - resume + (keys - 1), 0) // keys
         return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap])
@@ -187,10 +187,10 @@ def make_gap_of(c):
 
     @ti.func
     def gap_of(n, seen):
-        found = 0
+        gap = 0
         if ti.static(c.sinks and c.masked):
-            found = ti.select(n == seen[R.fixed], seen[R.gap], 0)
-        return found
+            gap = ti.select(n == seen[R.fixed], seen[R.gap], 0)
+        return gap
 
     return gap_of
 

@@ -165,7 +165,7 @@ def make_attend_task(style, kind, parts, c):
                 m[g], weight = start_state(task[T.head], task[T.row] + g, task[T.split], terms)
                 l[g] = ti.select(thread == 0, weight, ti.f32(0.0))
         for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
-            left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
+            remaining = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
             slot, index, k_row, v_row, scale_row, k_factor, v_factor = load_key(
                 task[T.begin] + chunk * BLOCK + mine, visible, task, table, k_scale, v_scale, strides, params
             )
@@ -173,13 +173,13 @@ def make_attend_task(style, kind, parts, c):
             if ti.static(groups):
                 k_rows[BLOCK + mine] = scale_row
             ti.simt.block.sync()
-            logits = group_logits(position, index, slot, left, k_factor, visible, task, k, k_scale, queries, k_rows,
-                                  of_groups, terms, strides, params, scalars)  # fmt: skip
+            logits = group_logits(position, index, slot, remaining, k_factor, visible, task, k, k_scale, queries,
+                                  k_rows, of_groups, terms, strides, params, scalars)  # fmt: skip
             ti.simt.block.sync()
             to_weights(mine, position, v_factor, logits, of_groups, weights, m, l, acc)
             ti.simt.block.sync()
             if sharer < shape.sharers:
-                add_values(sharer, column, left, v, v_scale, v_rows, k_rows, weights, acc, strides)
+                add_values(sharer, column, remaining, v, v_scale, v_rows, k_rows, weights, acc, strides)
             ti.simt.block.sync()
         for g in ti.static(range(R)):
             l[g] = group_sum(l[g])
@@ -239,8 +239,8 @@ def make_load_key(c):
         slot, index, k_row, v_row, scale_row = -1, n, 0, -1, 0
         k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
         if n < task[T.end]:
-            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, n, visible, table, strides, params)
-            slot, index = found[0], found[2]
+            key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, n, visible, table, strides, params)
+            slot, index = key[0], key[2]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
             if ti.static(c.scored):
@@ -265,12 +265,12 @@ def make_group_dots(shape, group_sum, c):
     R, U, units, keys, words = c.rows, c.unit, shape.units, shape.keys, shape.words
 
     @ti.func
-    def group_dots(position, left, k: ti.template(), k_scale: ti.template(), queries: ti.template(),
+    def group_dots(position, remaining, k: ti.template(), k_scale: ti.template(), queries: ti.template(),
                    k_rows: ti.template(), strides):  # fmt: skip
         rank, size, offset = position[G.rank], position[G.size], position[G.offset]
         bits = ti.Vector([0] * R)
-        for turn in range((ti.min(size, left - offset) + keys - 1) // keys):
-            found = ti.Vector([ti.f32(0.0)] * (R * keys))
+        for turn in range((ti.min(size, remaining - offset) + keys - 1) // keys):
+            sums = ti.Vector([ti.f32(0.0)] * (R * keys))
             here, scale_here = ti.Vector([0] * keys), ti.Vector([0] * keys)
             for n in ti.static(range(keys)):
                 key = offset + ti.min(turn * keys + n, size - 1)
@@ -291,12 +291,12 @@ def make_group_dots(shape, group_sum, c):
                         for e in ti.static(range(U)):
                             y = queries[(g * U + e) * units + u]
                             for n in ti.static(range(keys)):
-                                found[n * R + g] += x[n * U + e] * y
+                                sums[n * R + g] += x[n * U + e] * y
             for n in ti.static(range(keys)):
                 # No `select`: Metal evaluates only one side, so some threads of a group would not take part in the sum.
-                wanted = ti.select(rank == turn * keys + n, -1, 0)
+                mask = ti.select(rank == turn * keys + n, -1, 0)
                 for g in ti.static(range(R)):
-                    bits[g] = bits[g] | (ti.bit_cast(group_sum(found[n * R + g]), ti.i32) & wanted)
+                    bits[g] = bits[g] | (ti.bit_cast(group_sum(sums[n * R + g]), ti.i32) & mask)
         return bits
 
     return group_dots
@@ -312,9 +312,9 @@ def make_group_logits(shape, kind, c):
     R = c.rows
 
     @ti.func
-    def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), k_scale: ti.template(),
-                     queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(),
-                     strides, params, scalars):  # fmt: skip
+    def group_logits(position, index, slot, remaining, k_factor, visible, task, k: ti.template(),
+                     k_scale: ti.template(), queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(),
+                     terms: ti.template(), strides, params, scalars):  # fmt: skip
         rows = params[P.queries] * c.group
         bits = ti.Vector([0] * R)
         if ti.static(c.scored):
@@ -323,7 +323,7 @@ def make_group_logits(shape, kind, c):
                 word = k[k_rows[position[G.offset] + position[G.rank]] + r * strides[S.k_block]]
                 bits[g] = ti.cast(word, ti.i32)
         else:
-            bits = group_dots(position, left, k, k_scale, queries, k_rows, strides)
+            bits = group_dots(position, remaining, k, k_scale, queries, k_rows, strides)
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
@@ -383,9 +383,9 @@ def make_add_values(shape, c):
     R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
 
     @ti.func
-    def add_values(sharer, column, left, v: ti.template(), v_scale: ti.template(), v_rows: ti.template(),
+    def add_values(sharer, column, remaining, v: ti.template(), v_scale: ti.template(), v_rows: ti.template(),
                    k_rows: ti.template(), weights: ti.template(), acc: ti.template(), strides):  # fmt: skip
-        for turn in range((left + sharers * v_keys - 1) // (sharers * v_keys)):
+        for turn in range((remaining + sharers * v_keys - 1) // (sharers * v_keys)):
             x = ti.Vector([ti.f32(0.0)] * (v_keys * rounds * U))
             for n in ti.static(range(v_keys)):
                 at, scale_at = v_rows[(turn * v_keys + n) * sharers + sharer], 0
