@@ -56,7 +56,7 @@ class Words(NamedTuple):
     units: int
 
 
-class Shape(NamedTuple):
+class RowShape(NamedTuple):
     """How threads share the rows of a head: parts of a row, threads of a part, words of each, rows side by side."""
 
     parts: int
@@ -68,10 +68,10 @@ class Shape(NamedTuple):
 def shape_of(units, barrier):
     """Threads for rows of so many words: a block for a part of a head's rows, or a thread for a word of them."""
     if not barrier:
-        return Shape(units, 1, 1, 1)
+        return RowShape(units, 1, 1, 1)
     columns = min(units, COLUMNS)
     words = min(EACH, -(-units // columns))
-    return Shape(-(-units // (columns * words)), columns, words, BLOCK // columns)
+    return RowShape(-(-units // (columns * words)), columns, words, BLOCK // columns)
 
 
 def threads_of(units, barrier):

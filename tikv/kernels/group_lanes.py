@@ -25,7 +25,7 @@ from tikv.kernels.groups import (
     make_rule,
     unit_of,
 )
-from tikv.kernels.hadamard import HELD, Place, make_turn_lanes, place_in_order
+from tikv.kernels.hadamard import HELD, LaneColumns, columns_in_order, make_turn_lanes
 from tikv.kernels.lanes import make_row_max
 from tikv.runtime import ti
 
@@ -216,15 +216,16 @@ def make_pack(name, held_numbers):
     return pack, pack_any
 
 
-def place_of(block, group, rounds, unit, share, stride, columns, places):
-    """The `Place` of the numbers that threads hold, for the groups in a block of a rotated row."""
+def columns_of_lanes(block, group, rounds, unit, share, stride, columns, places):
+    """The `LaneColumns` of the numbers that threads hold, for the groups in a block of a rotated row."""
 
     def column(lane, i):
         place = places[i % unit]
         within = (lane % share + i // unit * share) * stride + columns[place // PART] + place % PART
         return lane // share * group + within
 
-    return Place(tuple(tuple(column(lane, i) for i in range(rounds * unit)) for lane in range(block // group * share)))
+    lanes = range(block // group * share)
+    return LaneColumns(tuple(tuple(column(lane, i) for i in range(rounds * unit)) for lane in lanes))
 
 
 def make_shared_groups(style, stream, scale):
@@ -268,8 +269,8 @@ def make_shared_groups(style, stream, scale):
     divided, has_tensor_scale = make_divided(name, style), row.has_tensor_scale
     rotated, turn = codec.turn is not None, None
     if codec.turn is not None:
-        place = place_of(codec.turn[0], row.group, rounds, unit, share, stride, columns, places)
-        turn = make_turn_lanes(style, place, codec.turn[1])
+        of_lanes = columns_of_lanes(codec.turn[0], row.group, rounds, unit, share, stride, columns, places)
+        turn = make_turn_lanes(style, of_lanes, codec.turn[1])
 
     @ti.func
     def read(a: ti.template(), lane, src_row):
@@ -331,8 +332,8 @@ def make_shared_groups(style, stream, scale):
     return read, write
 
 
-def make_turn_back(style, codec, units, scale):
-    """turn_back(a, b, scales, thread, lane, ok, ...): dequantises a thread's `HELD` columns and rotates them back.
+def make_rotate_back(style, codec, units, scale):
+    """rotate_back(a, b, scales, thread, lane, ok, ...): dequantises a thread's `HELD` columns and rotates them back.
 
     A row has `units` threads. All threads of a block call it together.
     """
@@ -342,13 +343,13 @@ def make_turn_back(style, codec, units, scale):
     block, seed = codec.turn
     parts = HELD // UNIT
     # A thread's codes follow one another; their columns may not.
-    place = place_in_order(block)
+    of_lanes = columns_in_order(block)
     if kind.rule == "q4_0":
-        place = Place(tuple(tuple(_column_of_halves(c) for c in of) for of in place.columns))
-    turn = make_turn_lanes(style, place, seed, True)
+        of_lanes = LaneColumns(tuple(tuple(_column_of_halves(c) for c in of) for of in of_lanes.columns))
+    turn = make_turn_lanes(style, of_lanes, seed, True)
 
     @ti.func
-    def turn_back(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
+    def rotate_back(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
                   scale_at, tensor):  # fmt: skip
         inside = ok and lane < units
         at = ti.min(lane, units - 1) * parts
@@ -365,7 +366,7 @@ def make_turn_back(style, codec, units, scale):
             for e in ti.static(range(HELD)):
                 store(b, dst_row + column(at * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))
 
-    return turn_back
+    return rotate_back
 
 
 def _column_of_halves(place):

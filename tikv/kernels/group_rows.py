@@ -164,11 +164,11 @@ def make_quantise_rows(heads, codec, scale, types):
                         for e in range(size):
                             low = ti.max(low, magnitude_of(word_at(a, row, first, of_group, e)))
                         if ti.static(by_sign):
-                            place = kind(size)
+                            edge_at = kind(size)
                             for e in range(size):
                                 here = magnitude_of(word_at(a, row, first, of_group, e)) == low
-                                place = ti.min(place, ti.select(here, ti.cast(e, kind), kind(size)))
-                            edge = ti.cast(word_at(a, row, first, of_group, ti.cast(place, ti.i32)), kind)
+                                edge_at = ti.min(edge_at, ti.select(here, ti.cast(e, kind), kind(size)))
+                            edge = ti.cast(word_at(a, row, first, of_group, ti.cast(edge_at, ti.i32)), kind)
                             low = ti.select((edge & kind(mask)) < kind(infinite), edge, kind(0))
                     group_numbers = finish(ti.Vector([divided(decode(low), tensor), decode(high)]))
                     scales[at] = ti.cast(encode(group_numbers[SCALE]), scale_word)

@@ -296,10 +296,10 @@ def make_column(name):
 
     @ti.func
     def column(place):
-        index = place
+        moved = place
         if ti.static(halves):
-            index = (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16
-        return index
+            moved = (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16
+        return moved
 
     return column
 
@@ -311,10 +311,10 @@ def make_place(name):
 
     @ti.func
     def place(column):
-        index = column
+        moved = column
         if ti.static(halves):
-            index = (column & ~31) + (column & 15) * 2 + ((column >> 4) & 1)
-        return index
+            moved = (column & ~31) + (column & 15) * 2 + ((column >> 4) & 1)
+        return moved
 
     return place
 

@@ -63,7 +63,7 @@ def add_pair(a: ti.template(), b: ti.template(), i):
     b[i + ti.static(b.n // 2)] = x - y
 
 
-class Place(NamedTuple):
+class LaneColumns(NamedTuple):
     """The columns that the threads of a block hold: `columns[lane][i]` is the column of a thread's number i."""
 
     columns: tuple[tuple[int, ...], ...]
@@ -82,12 +82,12 @@ class Place(NamedTuple):
         """(lane distance, the partner of each own number) for columns at a distance; one of the two is trivial.
 
         Examples:
-            >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)
+            >>> LaneColumns(((0, 1), (2, 3))).partner(1), LaneColumns(((0, 1), (2, 3))).partner(2)
             ((0, (1, 0)), (1, (0, 1)))
         """
-        places = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
+        holders = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
         pairs = {
-            (lane ^ places[column ^ distance][0], tuple(places[c ^ distance][1] for c in of))
+            (lane ^ holders[column ^ distance][0], tuple(holders[c ^ distance][1] for c in of))
             for lane, of in enumerate(self.columns)
             for column in of
         }
@@ -95,23 +95,23 @@ class Place(NamedTuple):
         return pair
 
 
-def place_in_order(n):
+def columns_in_order(n):
     """Threads that hold `HELD` neighbouring columns each."""
-    return Place(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
+    return LaneColumns(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
 
 
 @functools.cache
-def make_turn_lanes(style, place, seed, back=False):
+def make_turn_lanes(style, of_lanes, seed, back=False):
     """GPU: turn(thread, lane, values, row) -> a thread's rotated numbers; all threads of a block call it together.
 
     `lane` is its place among the threads of the row, whose blocks lie one after another; `row` is as in `exact`.
     """
-    lanes, held = place.lanes, place.held
+    lanes, held = of_lanes.lanes, of_lanes.held
     n = lanes * held
     norm, product, sign_of = n**-0.5, make_product(style), make_sign_of(seed)
-    partners = [place.partner(1 << z) for z in range(steps_of(n))]
-    columns = [place.columns[0][i] for i in range(held)]
-    bits = [place.columns[1 << b][0] ^ place.columns[0][0] for b in range(steps_of(lanes))]
+    partners = [of_lanes.partner(1 << z) for z in range(steps_of(n))]
+    columns = [of_lanes.columns[0][i] for i in range(held)]
+    bits = [of_lanes.columns[1 << b][0] ^ of_lanes.columns[0][0] for b in range(steps_of(lanes))]
 
     @ti.func
     def column_of_lane(lane):
@@ -215,7 +215,7 @@ def make_turn_rows(style, serial, code, width, n, seed):
     A = element_array(code)
     load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)
     steps, sign_of, ROW = steps_of(n), make_sign_of(seed), local_row(n)
-    turn = None if style == "cpu" else make_turn_lanes(style, place_in_order(n), seed)
+    turn = None if style == "cpu" else make_turn_lanes(style, columns_in_order(n), seed)
     uid = zlib.crc32(repr((code, width, n, seed)).encode()) >> 1
     lanes = width // HELD
 

@@ -179,7 +179,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
         return count
 
     @ti.func
-    def places(b, h, s, first, sequence, head, token, params):
+    def row_offsets(b, h, s, first, sequence, head, token, params):
         """The addresses of the rows at a position for neighbouring heads, from head h of sequence b."""
         at = ti.Vector([0 for _ in range(together)])
         sequence_of, head_of = b, h
@@ -238,7 +238,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
         if r < params[R.count]:
             at_angle = params[R.angle_first] + b * params[R.angle_sequence] + s
             angle = ti.cast(angles[at_angle], ti.i32)
-        at = places(b, h, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
+        at = row_offsets(b, h, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
         cos_row, sin_row = params[R.cos_first] + angle * half, params[R.sin_first] + angle * half
         if ti.static(scale == ""):
             if angle >= 0:
@@ -249,8 +249,8 @@ def make_body_together(style, codec, transform, lanes, together, scale):
                     for g in ti.static(range(together)):
                         write(x, at[g], p, turn(values(held, g), c, s_, at[g]), ti.f32(1.0))
         else:
-            of_scales = places(b, h, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
-                               params[R.scale_row], params)  # fmt: skip
+            of_scales = row_offsets(b, h, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
+                                    params[R.scale_row], params)  # fmt: skip
             has_pair = ti.select(angle >= 0, ti.select(lane < pairs, 1, 0), 0)
             held = ti.Vector([word(0) for _ in range(held_words)])
             c, s_ = ti.Vector([ti.f32(0.0) for _ in range(elements)]), ti.Vector([ti.f32(0.0) for _ in range(elements)])

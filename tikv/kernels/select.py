@@ -147,7 +147,7 @@ def make_select_row(row_of):
             equal_before += ti.select(j < thread, equal[j], 0)
         room = ti.select(lowest == ti.u32(0), 0, k - all_above)  # for entries that equal the lowest
         to = params[P.out_first] + row * k * page
-        place = above_before + ti.min(equal_before, room)
+        rank = above_before + ti.min(equal_before, room)
         for entry in range(begin, end):
             key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
             selected = 0
@@ -159,8 +159,8 @@ def make_select_row(row_of):
             if selected != 0:
                 for j in range(page):
                     token = entry * page + j
-                    out[to + place * page + j] = ti.select(token < tokens, token, -1)
-                place += 1
+                    out[to + rank * page + j] = ti.select(token < tokens, token, -1)
+                rank += 1
         all_equal = 0
         for j in range(BLOCK):
             all_equal += equal[j]
@@ -188,7 +188,7 @@ def make_select_cpu(serial, valid_bits, VALID):
     @ti.real_func
     def write(scores: FLOATS, out: OUT, first: ti.i32, entries: ti.i32, tokens: ti.i32, page: ti.i32, sinks: ti.i32,
               recent: ti.i32, lowest: ti.u32, room: ti.i32, to: ti.i32, end: ti.i32, number: ti.i32):  # fmt: skip
-        place, remaining = to, room
+        target, remaining = to, room
         for entry in range(entries):
             key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
             equal = ti.select(key == lowest, ti.select(remaining > 0, 1, 0), 0)
@@ -196,9 +196,9 @@ def make_select_cpu(serial, valid_bits, VALID):
             if ti.select(key > lowest, 1, equal) != 0:
                 for j in range(page):
                     token = entry * page + j
-                    out[place + j] = ti.select(token < tokens, token, -1)
-                place += page
-        for at in range(place, end):
+                    out[target + j] = ti.select(token < tokens, token, -1)
+                target += page
+        for at in range(target, end):
             out[at] = -1
 
     @ti.func

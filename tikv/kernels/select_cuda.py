@@ -69,7 +69,7 @@ def make_select_row(threads, row_of):
                 above_until[thread], equal_until[thread] = more_until, same_until
                 ti.simt.block.sync()
             equals = all_equal + same_until - same
-            place = all_above + more_until - more + ti.min(equals, room)
+            rank = all_above + more_until - more + ti.min(equals, room)
             if (above_bits | equal_bits) != ti.u32(0):
                 for j in range(32):
                     bit = ti.u32(1) << ti.cast(j, ti.u32)
@@ -80,8 +80,8 @@ def make_select_row(threads, row_of):
                     if selected:
                         token = (begin + thread * 32 + j) * page
                         for offset in range(page):
-                            out[to + place * page + offset] = ti.select(token + offset < tokens, token + offset, -1)
-                        place += 1
+                            out[to + rank * page + offset] = ti.select(token + offset < tokens, token + offset, -1)
+                        rank += 1
             all_above += above_until[threads - 1]
             all_equal += equal_until[threads - 1]
             ti.simt.block.sync()

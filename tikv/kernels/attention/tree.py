@@ -89,19 +89,19 @@ def make_tree(style, form):
     return tree
 
 
-def make_place_of(c):
-    """place_of(b, t, terms, params): the distance of new token t from the prefix: t, or its depth in a tree."""
+def make_depth_of(c):
+    """depth_of(b, t, terms, params): the distance of new token t from the prefix: t, or its depth in a tree."""
 
     @ti.func
-    def place_of(b, t, terms: ti.template(), params):
-        place = t
+    def depth_of(b, t, terms: ti.template(), params):
+        depth = t
         if ti.static(c.tree):
             _sinks, _slopes, tree, numbers = ti.static(terms)
             row = numbers[N.tree_first] + (b * params[P.queries] + t) * numbers[N.tree_words]
-            place = ti.cast(tree[row], ti.i32)
-        return place
+            depth = ti.cast(tree[row], ti.i32)
+        return depth
 
-    return place_of
+    return depth_of
 
 
 @ti.func

@@ -50,7 +50,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, is_masked, make_inverse, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_place_of
+from tikv.kernels.attention.tree import make_depth_of
 from tikv.kernels.attention.visible import V, first_position, make_query_bounds, make_rows_range
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
@@ -490,7 +490,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
     If a row's maximum grows, its sum and accumulators are rescaled.
     """
-    query_bounds, place_of, slope_of, origin = make_query_bounds(), make_place_of(c), make_slope_of(c), make_origin(c)
+    query_bounds, depth_of, slope_of, origin = make_query_bounds(), make_depth_of(c), make_slope_of(c), make_origin(c)
     DV = c.width_v
 
     @ti.func
@@ -507,7 +507,7 @@ def make_softmax(load_scales, row_loops, uid, c):
                 z = h * rows + g
                 scores = memory[M.scores] + z * ROW
                 r = ti.min(task[T.row] + g, params[P.queries] * c.group - 1)
-                bounds = query_bounds(place_of(task[T.sequence], r // c.group, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], r // c.group, terms, params), visible, params)
                 indices = memory[M.indices]
                 if ti.static(c.tree):
                     _sinks, _slopes, tree, numbers = ti.static(terms)

@@ -39,7 +39,7 @@ def work_floats(rows, width, width_v):
     return groups * ROW, (CHUNK + 1) * groups * 2, rows * groups
 
 
-class KeyLoops(NamedTuple):
+class CodeLoops(NamedTuple):
     """Loops over the codes of listed keys of a head."""
 
     load_query: Any
@@ -58,10 +58,10 @@ class ValueLoops(NamedTuple):
 
 
 def make_key_loops(c):
-    """The `KeyLoops` of one set of choices."""
+    """The `CodeLoops` of one set of choices."""
     name = c.cache
-    return KeyLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
-                    make_dots(name, c))  # fmt: skip
+    return CodeLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
+                     make_dots(name, c))  # fmt: skip
 
 
 def make_value_loops(c):
@@ -366,7 +366,7 @@ def make_add_values(c, careful):
                 block, of_unit = turn // p.parts, turn % p.parts
                 of_group, of_key = factors + block * L // per_group * GROUP, begin
                 sums = ti.Vector([ti.f32(0.0) for _ in range(B * E * L)])
-                place, key = lists, ti.bit_cast(work[lists], ti.i32)
+                entry, key = lists, ti.bit_cast(work[lists], ti.i32)
                 while key != ENDED:  # if the loop had a count, LLVM would gather from several keys at once
                     at = before(key + first + block * (L * words), L * words)
                     packed = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
@@ -382,8 +382,8 @@ def make_add_values(c, careful):
                                     sums[(g * E + e) * L + lane] += x * work[shares + ti.static(g * ROW)]
                     of_group += KEY
                     of_key += 1
-                    place += 1
-                    key = ti.bit_cast(work[place], ti.i32)
+                    entry += 1
+                    key = ti.bit_cast(work[entry], ti.i32)
                 result = before(acc + of_unit * (E * units) + block * L, B * width)
                 for g in ti.static(range(B)):
                     for e in ti.static(range(E)):

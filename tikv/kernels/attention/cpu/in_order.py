@@ -95,9 +95,9 @@ def make_attend_invariant(uid, floats, functions, memory_of, c):
 
 
 def make_list_tile(list_keys, uid, memory_of, c):
-    """list_tile(begin, ...) -> (places, keys): lists the keys at a chunk's positions, each in its place.
+    """list_tile(begin, ...) -> (positions, keys): lists the keys at a chunk's positions, in order.
 
-    A place without a key gets the address of the first row, and an index that no query sees.
+    A position without a key gets the address of the first row, and an index that no query sees.
     """
     M, find_key, (k_offset, v_offset, scale_offset) = memory_of, make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
@@ -106,11 +106,11 @@ def make_list_tile(list_keys, uid, memory_of, c):
     @ti.func
     def list_tile(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         list_keys(work, memory[M.indices], CHUNK, HIDDEN, 0, uid)
-        n, keys, places = 0, 0, ti.min(CHUNK, task[T.end] - begin)
-        while n < places:
+        n, keys, positions = 0, 0, ti.min(CHUNK, task[T.end] - begin)
+        while n < positions:
             key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, begin + n, visible, table, strides,
                            params)  # fmt: skip
-            slot, count = key[0], ti.min(key[1], places - n)
+            slot, count = key[0], ti.min(key[1], positions - n)
             if slot >= 0:
                 k_first = k_offset(slot, strides)
                 if ti.static(c.scored):
@@ -128,7 +128,7 @@ def make_list_tile(list_keys, uid, memory_of, c):
                 if ti.static(c.scale != ""):
                     note(work, memory[M.scale_list] + n, count, 0, 0, uid)
             n += count
-        return places, keys
+        return positions, keys
 
     return list_tile
 

@@ -23,7 +23,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import is_masked, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import FLOAT8, SIZE, make_bits_to_f32, make_decode, make_load, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle, shuffle_xor
@@ -35,7 +35,7 @@ LN2 = 0.6931471805599453
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below e ** LAG
 
 
-class Shape(NamedTuple):
+class LaneShape(NamedTuple):
     """How the threads of a block share the work."""
 
     lanes: int  # threads that share a key
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     owners: int  # at most so many lanes of a row share the scores of its keys
 
 
-def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
+def shape_of(width: int, unit: int, rows: int, long: bool) -> LaneShape:
     """The shape for a head width, elements in a word and query rows of a task that was fastest on an H200.
 
     If the code for a key is `long`, see `is_long`, LLVM makes one function of it only for fewer keys.
@@ -60,7 +60,7 @@ def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
     if long:
         keys = 4 if held <= 32 else 2
     owners = 1 if unit < 8 and 2 < rows <= 4 else lanes
-    return Shape(lanes, keys, 4 if registers <= 96 and rows <= 2 else 3, owners)
+    return LaneShape(lanes, keys, 4 if registers <= 96 and rows <= 2 else 3, owners)
 
 
 def is_long(c: Choices) -> bool:
@@ -320,7 +320,7 @@ def make_logits(x, c):
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
     query_bounds, bias, origin = make_query_bounds(), make_bias(c), make_origin(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     K = x.shared_keys
     own_keys = x.keys // K
 
@@ -338,11 +338,11 @@ def make_logits(x, c):
                 k_factor[o] = scale_value(k_scale[strides[S.k_scale_first] + at])
                 v_factor[o] = scale_value(v_scale[strides[S.v_scale_first] + at])
             if ti.static(c.masked):
-                place, counts_as = place_of(task[T.sequence], query, terms, params), index
+                depth, counts_as = depth_of(task[T.sequence], query, terms, params), index
                 if ti.static(c.tree):
-                    bounds = query_bounds(place, visible, params)
+                    bounds = query_bounds(depth, visible, params)
                     counts_as = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
-                if not is_visible(place, counts_as, visible, params):
+                if not is_visible(depth, counts_as, visible, params):
                     counts[o] = 0
         high = m
         for o in ti.static(range(own_keys)):
@@ -350,7 +350,7 @@ def make_logits(x, c):
             if ti.static(c.softcap):
                 logit = logit_of(logit, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
             if ti.static(c.alibi):
-                bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], query, terms, params), visible, params)
                 index = index_of(task[T.sequence], query, indices[o], bounds, visible, terms, params)
                 stands = origin(query, terms)
                 logit = logit + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])

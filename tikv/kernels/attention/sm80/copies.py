@@ -45,7 +45,7 @@ BLOCKS = {("int8", 8): 3, ("affine", 8): 3, ("q8_0", 8): 3, ("mxfp8", 8): 3, ("a
           ("nvfp4", 4): 4}  # fmt: skip
 
 
-class Copied(NamedTuple):
+class CopiedTile(NamedTuple):
     """How a tile lies in the shared memory of a warp, in bytes: rows of K, rows of V, numbers of K, numbers of V."""
 
     row: int
@@ -70,7 +70,7 @@ class Copied(NamedTuple):
         return self.numbers == 2
 
 
-def copied(cache: str, width: int, width_v: int) -> Copied | None:
+def copied(cache: str, width: int, width_v: int) -> CopiedTile | None:
     """How tiles of a cache are copied; None if they cannot be."""
     codes = codes_of(cache, width)
     if codes is None or width != width_v:
@@ -81,7 +81,7 @@ def copied(cache: str, width: int, width_v: int) -> Copied | None:
         of_k, of_v, number = layout.of_k, layout.of_v, int(layout.scale != "")
     else:
         of_k, of_v = pieces(cache, width, width_v)
-    made = Copied(row, number, width // codes.group if number else 0, of_k, of_v)
+    made = CopiedTile(row, number, width // codes.group if number else 0, of_k, of_v)
     if row not in ROW_BYTES or 0 in (of_k.words, of_v.words) or (made.numbers % WORD and not made.one_each):
         return None
     return made
@@ -105,13 +105,13 @@ def shared_bytes(stages: int, cache: str, width: int, width_v: int) -> int:
     return WARPS * stages * copied(cache, width, width_v).nbytes + BANKS
 
 
-def exchange_of_key(tile: Copied):
-    """exchange(key): which bits of the number of a piece of K are turned."""
+def exchange_of_key(tile: CopiedTile):
+    """exchange(key): which bits of the number of a piece of K are flipped."""
     span = tile.of_k.words  # pieces of a row that four lanes read at once
     return make_exchange(BANKS // (span * PIECE), span, tile)
 
 
-def make_exchange(rows, span, tile: Copied):
+def make_exchange(rows, span, tile: CopiedTile):
     """exchange(row) for rows that follow each other, of which so many are read at once, `span` pieces of each."""
     per = BANKS // tile.row  # rows that lie in different banks
     count = max(1, rows // per)
@@ -123,13 +123,13 @@ def make_exchange(rows, span, tile: Copied):
     return exchange
 
 
-def exchange_of_value(tile: Copied):
-    """exchange(place): the same of V; lanes read two pieces of each of four rows at once."""
+def exchange_of_value(tile: CopiedTile):
+    """exchange(row): the same of V; lanes read two pieces of each of four rows at once."""
     return make_exchange(4, 2, tile)
 
 
 @ti.func
-def place_of_value(key):
+def row_of_value(key):
     """Where the row of a key lies in V: even keys first."""
     return (key >> 1) + (key & 1) * ti.static(KEYS // 2)
 
@@ -159,9 +159,9 @@ def make_copy(slot_behind, tile, c):
             v_at = task[T.v_first] + piece * ti.static(PIECE // V_BYTES) + v_offset(slot, strides)
             k_from = bases[0] + ti.cast(k_at, ti.u64) * ti.u64(K_BYTES)
             v_from = bases[1] + ti.cast(v_at, ti.u64) * ti.u64(V_BYTES)
-            place = place_of_value(key)
+            value_row = row_of_value(key)
             k_to = to + ti.cast(key * tile.row + (piece ^ of_key(key)) * PIECE, ti.u32)
-            v_to = to + ti.cast(V_AT + place * tile.row + (piece ^ of_value(place)) * PIECE, ti.u32)
+            v_to = to + ti.cast(V_AT + value_row * tile.row + (piece ^ of_value(value_row)) * PIECE, ti.u32)
             ext.copy_16(k_to, k_from)
             ext.copy_16(v_to, v_from)
         for n in ti.static(range(-(-KEYS * WORDS // 32))):
@@ -267,12 +267,12 @@ def make_take_values(tile, codes, c):
 
     @ti.func
     def take_values(lane, shared, vf: ti.template()):
-        place = lane & 3
+        row = lane & 3
         for n in ti.static(range(piece.count)):
             which = (lane >> 2) + ti.static(8 * n)
             behind = which * SIZE
-            changed = (((behind >> 4) ^ exchange(place)) << 4) | (behind & 15)
-            first = shared + ti.cast(AT + place * tile.row + changed, ti.u32)
+            changed = (((behind >> 4) ^ exchange(row)) << 4) | (behind & 15)
+            first = shared + ti.cast(AT + row * tile.row + changed, ti.u32)
             group = ti.cast(ti.cast(which * piece.codes, ti.u32) // ti.u32(codes.group), ti.i32)
             numbers = shared + ti.cast(NUMBERS + (lane & 3) * 2 * tile.numbers + group * tile.number, ti.u32)
             for i in ti.static(range(4)):

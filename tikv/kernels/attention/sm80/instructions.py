@@ -47,7 +47,7 @@ def lane_bits(bits, lane):
 
 
 @ti.func
-def turned(y, lane):
+def transposed(y, lane):
     """The 8 x 8 halves that the warp holds, transposed."""
     source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
     low, high = lane_bits(y, source), lane_bits(y, source + 4)
@@ -91,7 +91,7 @@ def make_weigh(x, half):
             for i in ti.static(range(2)):
                 word = ti.u32(0)
                 pack(word, p[ti.static(4 * g + 2 * i)], p[ti.static(4 * g + 2 * i + 1)])
-                b[ti.static(2 * g + i)] = turned(word, lane)
+                b[ti.static(2 * g + i)] = transposed(word, lane)
             o = ti.static(4 * g)
             multiply(sums[o], sums[ti.static(o + 1)], sums[ti.static(o + 2)], sums[ti.static(o + 3)], ones, ones, ones,
                      ones, b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip

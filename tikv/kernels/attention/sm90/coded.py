@@ -29,7 +29,7 @@ from tikv.kernels.attention.sm90.tiles import (
     make_tile_at,
     memory_for,
     panels,
-    place_of,
+    piece_offset,
 )
 from tikv.kernels.attention.task import T
 from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_f32_to_bits
@@ -41,7 +41,7 @@ COLUMNS = 64  # of a panel
 RULES = {"int8": 128, "q8_0": 128, "affine": 0, "q4_0": 8, "float8": 0}  # what is taken from a code without a sign
 
 
-class Codes(NamedTuple):
+class LaneCodes(NamedTuple):
     """How the codes of a format lie, and how the lanes of a warp share them out."""
 
     rule: str
@@ -57,14 +57,14 @@ class Codes(NamedTuple):
         return 32 // self.lanes
 
 
-def codes_of(cache: str, width: int, scaled: bool) -> Codes | None:
-    """The `Codes` of a cache of this width; None for what is not codes that the producer takes."""
+def codes_of(cache: str, width: int, scaled: bool) -> LaneCodes | None:
+    """The `LaneCodes` of a cache of this width; None for what is not codes that the producer takes."""
     row = OF_CODE.get(cache)
     if row is None or row.rule not in RULES or row.bits not in (8, 4):
         return None
     group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, int(scaled))
     lanes = 4 if has_halves(cache) else 8
-    return Codes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
+    return LaneCodes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
 
 
 def piece_bytes(cache: str, width: int) -> int:
@@ -257,8 +257,8 @@ def make_read_row(threads, codes, c):
 
     @ti.func
     def read_row(i: ti.template(), at, words: ti.template()):
-        place = at + ti.u32(i * size)
-        read(*words, place)
+        address = at + ti.u32(i * size)
+        read(*words, address)
 
     return read_row
 
@@ -274,8 +274,8 @@ def make_clear(OWN, c):
             number, nothing = j * 32 + lane, ti.u32(0)
             row = number // pieces
             if (there >> ti.cast(row, ti.u32)) & ti.u32(1) == ti.u32(0):
-                place = to + place_of(warp * OWN, row, number % pieces, keys)
-                ext.write_16(place, nothing, nothing, nothing, nothing)
+                address = to + piece_offset(warp * OWN, row, number % pieces, keys)
+                ext.write_16(address, nothing, nothing, nothing, nothing)
 
     return clear
 
@@ -298,7 +298,7 @@ def make_write_row(OWN, codes, c):
             piece = (piece & 2) << 1 | piece & 1
         # Rows of which the first is a multiple of 8 lie alike.
         eight, behind = ti.static(i * codes.rows // 8 * 8, i * codes.rows % 8)
-        place = to + place_of(warp * OWN, row + behind, piece, keys)
+        address = to + piece_offset(warp * OWN, row + behind, piece, keys)
         of_row = [ti.u32(0) for _ in range(len(scales))]
         for j in ti.static(range(len(scales))):
             of_row[j] = lane_bits(scales[j], row + ti.static(i * codes.rows))
@@ -308,7 +308,7 @@ def make_write_row(OWN, codes, c):
                 of_panel[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
                 if ti.static(not ALONE and (p + 1) * COLUMNS <= c.width):  # the panel has two groups
                     of_panel[j] = ti.select(piece < 4, of_panel[j], of_row[ti.static((p * 2 + 1) * N + j)])
-            at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
+            at = address + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
             write_piece(at, words, p, of_panel)
 
     return write_row

@@ -20,11 +20,11 @@ from tikv.kernels.attention.sm90.tiles import (
     make_is_whole,
     make_tile_at,
     memory_for,
-    place_of,
+    piece_offset,
 )
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD
 from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
@@ -140,7 +140,7 @@ def make_load_queries(c):
             number = j * GROUP + thread
             behind, piece = number // pieces, number % pieces
             r, rows = row + behind, params[P.queries] * c.group
-            at = shared + place_of(half * ir.ROWS, behind, piece, ROWS)
+            at = shared + piece_offset(half * ir.ROWS, behind, piece, ROWS)
             first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
             address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
             size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))
@@ -217,7 +217,7 @@ def make_weigh(c):
 
 def make_mask(c):
     """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
-    query_bounds, place_of = make_query_bounds(), make_place_of(c)
+    query_bounds, depth_of = make_query_bounds(), make_depth_of(c)
     see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
     NS, PART = keys // 2, keys // 4
@@ -229,7 +229,7 @@ def make_mask(c):
             bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
             if ti.static(c.masked):
                 t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group
-                bounds = query_bounds(place_of(task[T.sequence], t, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], t, terms, params), visible, params)
                 if ti.static(c.tree):  # of the four lanes of a row each looks up a part
                     first = at + (lane & 3) * PART
                     old = see_in_bounds(first, gap, bounds)
@@ -319,7 +319,7 @@ def make_add_spoiled(parts, c):
     """
     ext = instructions()
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     half_at, output_offsets = make_half_at(c), make_output_offsets(parts, c)
     keys, tile_at, is_whole, index_in_tile = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c), make_index_in_tile(c)
     infinite, out_infinite = INFINITE[c.query], {**INFINITE, "f32": 0x7F800000}[c.out]
@@ -336,7 +336,7 @@ def make_add_spoiled(parts, c):
             key, thread_row = n >> 1, row + (n & 1) * 8
             at, index, slot = tile_at(key // keys, seen), index_in_tile(key % keys, key // keys, seen, visible), -1
             if is_whole(at, seen) == 0 and index < seen[R.end] and thread_row < params[P.queries] * c.group:
-                bounds = query_bounds(place_of(task[T.sequence], thread_row // c.group, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], thread_row // c.group, terms, params), visible, params)
                 counts_as = index_of(task[T.sequence], thread_row // c.group, index, bounds, visible, terms, params)
                 if in_bounds(counts_as, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]

@@ -27,7 +27,7 @@ from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, 
 from tikv.kernels.attention.sm80.instructions import INFINITE
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.producer import make_copy_rows
-from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, place_of
+from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, piece_offset
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
@@ -64,7 +64,7 @@ class Latents(NamedTuple):
         return (1 + self.consumers) * GROUP
 
 
-class Memory(NamedTuple):
+class LatentMemory(NamedTuple):
     """Where things lie in shared memory, in bytes from a multiple of 1,024 on; queries come first."""
 
     tiles: int
@@ -78,12 +78,12 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-def memory_of(rows: int) -> Memory:
-    """The `Memory` of a block with so many query rows."""
+def memory_of(rows: int) -> LatentMemory:
+    """The `LatentMemory` of a block with so many query rows."""
     sizes = (panels(WIDTH) * rows * PANEL_ROW, STAGES * TILE, rows * PANEL_ROW, 8 * STAGES, 8 * STAGES, 16 * STAGES,
              16 * rows, 4 * rows, 8)  # fmt: skip
-    places = [sum(sizes[:n]) for n in range(1, len(sizes) + 1)]
-    return Memory(*places[:-1], places[-1] + 1024)
+    offsets = [sum(sizes[:n]) for n in range(1, len(sizes) + 1)]
+    return LatentMemory(*offsets[:-1], offsets[-1] + 1024)
 
 
 def tile_of(group: int, queries: int) -> Latents:
@@ -184,7 +184,7 @@ def make_attend_task(x, parts, c):
     return attend_task
 
 
-class Range(NamedTuple):
+class LatentRange(NamedTuple):
     """Entries of what `make_find_range` returns, indices of keys."""
 
     begin: int = 0  # of the first key that some row of the task sees
@@ -193,11 +193,11 @@ class Range(NamedTuple):
     high: int = 3  # and up to this one
 
 
-R = Range()
+R = LatentRange()
 
 
 def make_find_range(x, c):
-    """find_range(visible, task, params) -> the vector `Range` of a task."""
+    """find_range(visible, task, params) -> the vector `LatentRange` of a task."""
     query_bounds = make_query_bounds()
 
     @ti.func
@@ -303,7 +303,7 @@ def make_consume(x, parts, c):
         first_k = ti.u32(1 << 16) + ((shared + ti.u32(memory.tiles)) >> 4)
         of_p = ti.u32(1 << 16) + ((shared + ti.u32(memory.weights)) >> 4)
         to_v = ti.cast(part * (BLOCKS * KEYS * PANEL_ROW >> 4), ti.u32)
-        # A lane turns 8 x 8 weights of 8 keys and 8 rows: which row of them, and whose.
+        # A lane transposes 8 x 8 weights of 8 keys and 8 rows: which row of them, and whose.
         lane_row = part * OWN + (lane >> 4) * 8 + (lane & 7)
         key_piece = (warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)
         to_p = shared + ti.u32(memory.weights) + ti.cast(lane_row * PANEL_ROW + key_piece * PIECE, ti.u32)
@@ -350,11 +350,11 @@ def make_consume(x, parts, c):
                 s[i] = weight
                 l[ti.static(i // 4 * 2 + i % 2)] += weight
             for j in ti.static(range(OWN // 16)):
-                place = to_p + ti.u32(j * 16 * PANEL_ROW)
+                address = to_p + ti.u32(j * 16 * PANEL_ROW)
                 p = [ti.u32(0) for _ in range(4)]
                 for i in ti.static(range(4)):
                     pack(p[i], s[ti.static(8 * j + 2 * i)], s[ti.static(8 * j + 2 * i + 1)])
-                ext.write_turned(place, *p)
+                ext.write_turned(address, *p)
             if ti.static(MASKED):
                 if whole == 0:
                     clean(thread, at, shared, stage)
@@ -418,15 +418,15 @@ def make_clean(x, c):
     def clean(thread, at, shared, stage):
         spoiled = ti.u32(0)
         for j in range(ti.static(KEYS * WIDTH_V * 2 // PIECE // count)):
-            place = shared + ti.cast(memory.tiles + stage * TILE + (j * count + thread) * PIECE, ti.u32)
+            address = shared + ti.cast(memory.tiles + stage * TILE + (j * count + thread) * PIECE, ti.u32)
             y, of_piece = [ti.u32(0) for _ in range(4)], ti.u32(0)
-            ext.read_16(*y, place)
+            ext.read_16(*y, address)
             for e in ti.static(range(4)):
                 signs = ((y[e] & ti.u32(infinite)) + ti.u32(carries)) & ti.u32(0x80008000)
                 y[e] = y[e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
                 of_piece = of_piece | signs
             if of_piece != ti.u32(0):
-                ext.write_16(place, *y)
+                ext.write_16(address, *y)
             spoiled = spoiled | of_piece
         if spoiled != ti.u32(0):
             note, last, first = shared + ti.u32(memory.spoiled), shared + ti.u32(memory.spoiled + 4), ti.u32(0)
@@ -497,7 +497,7 @@ def make_load_queries(x, c):
             number = j * count + thread
             behind, piece = number // pieces, number % pieces
             r = task[T.row] + behind
-            at = shared + place_of(0, behind, piece, x.rows)
+            at = shared + piece_offset(0, behind, piece, x.rows)
             first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
             address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
             size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))

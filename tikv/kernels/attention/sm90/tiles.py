@@ -146,10 +146,10 @@ def make_range(c):
         resume, gap = begin, 0
         if ti.static(c.masked):
             rows = params[P.queries] * c.group
-            first_place, last_place = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
+            first_depth, last_depth = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
             if ti.static(c.tree):  # depths that a query may have
-                first_place, last_place = 0, params[P.queries] - 1
-            first, last = query_bounds(first_place, visible, params), query_bounds(last_place, visible, params)
+                first_depth, last_depth = 0, params[P.queries] - 1
+            first, last = query_bounds(first_depth, visible, params), query_bounds(last_depth, visible, params)
             low, high, newest = last[0], first[1], last[1]
             if ti.static(c.tree):
                 high = first_new(visible, params) - 1
@@ -222,7 +222,7 @@ def make_is_whole(c):
 
 
 @ti.func
-def place_of(eights, row, piece, rows):
+def piece_offset(eights, row, piece, rows):
     """Where a piece of a row lies in panels of so many rows; the row is this one of those from a multiple of 8 on."""
-    place = (piece >> 3) * (rows * PANEL_ROW) + (eights + row) * PANEL_ROW + (((piece & 7) ^ (row & 7)) << 4)
-    return ti.cast(place, ti.u32)
+    offset = (piece >> 3) * (rows * PANEL_ROW) + (eights + row) * PANEL_ROW + (((piece & 7) ^ (row & 7)) << 4)
+    return ti.cast(offset, ti.u32)

@@ -27,7 +27,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, is_masked, is_nan, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
 from tikv.kernels.groups import make_column, make_place
@@ -51,7 +51,7 @@ CODE = {
 LONGEST = 16
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """How the threads of a block share the work."""
 
     units: int  # words of a row of K
@@ -74,13 +74,13 @@ def most_rows(unit, parts):
 
 
 def shape_of(kind, c):
-    """The `Shape` for a kind of group of threads."""
+    """The `BlockShape` for a kind of group of threads."""
     units, units_v = c.width // c.unit, c.width_v // c.of_values.unit
     sharers = 1
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
     in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # as registers allow
-    return Shape(
+    return BlockShape(
         units=units,
         units_v=units_v,
         rounds=-(-units_v // BLOCK),
@@ -308,7 +308,7 @@ def make_group_logits(shape, kind, c):
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     query_bounds, slope_of, bias, origin = make_query_bounds(), make_slope_of(c), make_bias(c), make_origin(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     R = c.rows
 
     @ti.func
@@ -328,16 +328,16 @@ def make_group_logits(shape, kind, c):
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
             r, counts_as = ti.min(task[T.row] + g, rows - 1), index
-            place = place_of(task[T.sequence], r // c.group, terms, params)
+            depth = depth_of(task[T.sequence], r // c.group, terms, params)
             if ti.static(c.alibi or c.tree):
-                bounds = query_bounds(place, visible, params)
+                bounds = query_bounds(depth, visible, params)
                 counts_as = index_of(task[T.sequence], r // c.group, index, bounds, visible, terms, params)
                 slope = slope_of(task[T.sequence], task[T.head], r, terms) * ti.f32(LOG2E)
                 stands = origin(r // c.group, terms)
                 logit += bias(slope, counts_as, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
             logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
             if ti.static(c.masked):
-                sees = is_visible(place, counts_as, visible, params)
+                sees = is_visible(depth, counts_as, visible, params)
                 logits[g] = ti.select(sees, logits[g], ti.f32(MASKED))
             top[g] = group_max(ti.select(is_nan(logits[g]), ti.f32(MASKED), logits[g]))
         if position[G.rank] == 0:
