@@ -67,7 +67,7 @@ MOST_VAGUE = {
     "distributed": 0,
     "graphs": 0,
     "integrations": 57,
-    "kernels": 1,
+    "kernels": 0,
     "launch": 0,
     "ops": 0,
     "runtime": 0,

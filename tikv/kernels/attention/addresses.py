@@ -18,12 +18,12 @@ def make_locate(c):
     def locate(b, h, index, visible, table: ti.template(), strides, params):
         behind = index - visible[V.sinks]
         slot, n = visible[V.first] + behind, MAX_TOKENS
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             end = params[P.sinks] + params[P.ring]
             if slot >= end:
                 slot = slot - params[P.ring]
             n = end - slot
-        elif ti.static(c.place == "table"):
+        elif ti.static(c.kind == "table"):
             p = ti.cast(slot, ti.u32)
             page = ti.cast(p // ti.u32(c.page), ti.i32)
             inside = ti.cast(p % ti.u32(c.page), ti.i32)
@@ -56,9 +56,9 @@ def make_find_key(c):
     locate, query_bounds, in_bounds = make_locate(c), make_query_bounds(), make_in_bounds(c)
 
     @ti.func
-    def index_of_chosen(b, h, t, n, visible, indices: ti.template(), params):
-        at = params[P.chosen_first] + b * params[P.chosen_sequence] + h * params[P.chosen_head]
-        token = ti.cast(indices[at + t * params[P.chosen_query] + n], ti.i64)
+    def index_of_entry(b, h, t, n, visible, indices: ti.template(), params):
+        at = params[P.indices_first] + b * params[P.indices_sequence] + h * params[P.indices_head]
+        token = ti.cast(indices[at + t * params[P.indices_query] + n], ti.i64)
         length = ti.cast(visible[V.length_high], ti.i64) * ti.i64(MAX_TOKENS) + ti.cast(visible[V.length_low], ti.i64)
         index = -1
         if token >= ti.i64(0) and token < length:
@@ -74,9 +74,9 @@ def make_find_key(c):
     @ti.func
     def find_key(b, h, t, n, visible, table: ti.template(), strides, params):
         key = ti.Vector([-1, 1, -1])
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             of_blocks, indices = ti.static(table)
-            index = index_of_chosen(b, h, t, n, visible, indices, params)
+            index = index_of_entry(b, h, t, n, visible, indices, params)
             if index >= 0:
                 at = locate(b, h, index, visible, of_blocks, strides, params)
                 key = ti.Vector([at[0], 1, index])
@@ -105,7 +105,7 @@ def make_score_offset(c):
     @ti.func
     def score_offset(slot, index, visible):
         at = slot
-        if ti.static(c.place == "table"):
+        if ti.static(c.kind == "table"):
             at = visible[V.first] + index - visible[V.sinks]
         return at
 
@@ -118,7 +118,7 @@ def make_slot_offset(c, token, block):
     @ti.func
     def slot_offset(slot, strides):
         at = slot * strides[token]
-        if ti.static(c.place == "table"):
+        if ti.static(c.kind == "table"):
             s = ti.cast(slot, ti.u32)
             page, inside = ti.cast(s // ti.u32(c.page), ti.i32), ti.cast(s % ti.u32(c.page), ti.i32)
             at = page * strides[block] + inside * strides[token]

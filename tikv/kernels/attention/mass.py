@@ -35,13 +35,13 @@ def make_mass_offset(by_slot, c):
     @ti.func
     def mass_offset(b, h, t, n, index, slot, visible, strides, params):
         at = slot
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             at = t * strides[S.out_token] + n
         elif ti.static(not by_slot):
             at = index
             if index >= visible[V.sinks]:
                 oldest = ti.max(params[P.sinks], params[P.first_valid])
-                if ti.static(c.place == "ring"):
+                if ti.static(c.kind == "ring"):
                     oldest = ti.max(oldest, visible[V.end] - params[P.ring])
                 at = at + visible[V.end] - oldest - visible[V.recent]
         return strides[S.out_first] + b * strides[S.out_sequence] + h * strides[S.out_head] + at
@@ -92,7 +92,7 @@ def make_mass(style, by_slot, c):
     the extent of q. For chosen tokens there are so many for each query, and only its rows count.
     """
     Q, K, LENS, TABLE, SC, _ = array_types(style, c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     visible_range, find_key, is_visible = make_visible_range(c), make_find_key(c), make_is_visible(c)
     logit_of, dots, lse_of_row = make_logit(c), make_dots(c), make_lse_of_row(c)
     mass_offset = make_mass_offset(by_slot, c)
@@ -104,13 +104,13 @@ def make_mass(style, by_slot, c):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
         n, kv_head = i % params[P.keys], i // params[P.keys]
         t, first, rows = 0, 0, params[P.queries] * c.group
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             t, kv_head = kv_head % params[P.queries], kv_head // params[P.queries]
             first, rows = t * c.group, (t + 1) * c.group
         b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
         slot, index, count = -1, n, visible[V.count]
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             count = ti.select(count > 0, params[P.keys], 0)
         if n < count:
             key = find_key(b, h, t, n, visible, table, strides, params)
@@ -136,9 +136,9 @@ def make_mass(style, by_slot, c):
     loop = make_loop(style, False, mass_of_key, P.tasks)
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: INDEX, k_scale: SC, lse: BITS, mass: FLOATS,
                      strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             loop(q, params, ((q, k, lens, (table, indices), k_scale, lse, mass), strides, params, scalars))
         else:
             loop(q, params, ((q, k, lens, table, k_scale, lse, mass), strides, params, scalars))

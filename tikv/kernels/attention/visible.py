@@ -36,25 +36,25 @@ def make_visible_range(c):
                 at = at + h * params[P.lens_head]
             length = ti.cast(lens[at], ti.i64)
         length = ti.max(length, ti.i64(0))
-        if ti.static(c.place != "ring"):
+        if ti.static(c.kind != "ring"):
             length = ti.min(length, ti.cast(params[P.capacity], ti.i64))
         sinks = ti.cast(params[P.sinks], ti.i64)
         oldest = length + ti.cast(params[P.ahead] - params[P.window], ti.i64)
         if ti.static(c.causal):
             oldest = oldest - ti.cast(params[P.queries] - 1 + params[P.later], ti.i64)
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             oldest = ti.max(oldest, length - ti.cast(params[P.ring], ti.i64))
         low = ti.max(ti.max(sinks, ti.cast(params[P.first_valid], ti.i64)), oldest)
         if ti.static(c.starts):
             low = ti.max(low, ti.cast(lens[strides[S.lens_first] + b * strides[S.lens_sequence] + 1], ti.i64))
         first = ti.cast(ti.min(low, ti.i64(MAX_TOKENS)), ti.i32)
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             first = params[P.sinks] + ti.cast((low - sinks) % ti.cast(params[P.ring], ti.i64), ti.i32)
         fixed = ti.cast(ti.min(sinks, length), ti.i32)
         recent = ti.cast(ti.max(length - low, ti.i64(-MAX_TOKENS)), ti.i32)
         end = ti.cast(ti.min(length, ti.i64(MAX_TOKENS)), ti.i32)
         length_high, length_low = 0, 0
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             length_high = ti.cast(length // ti.i64(MAX_TOKENS), ti.i32)
             length_low = ti.cast(length % ti.i64(MAX_TOKENS), ti.i32)
         return ti.Vector([fixed + ti.max(recent, 0), fixed, first, recent, end, length_high, length_low])

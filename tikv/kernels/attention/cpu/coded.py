@@ -120,7 +120,7 @@ def make_load_numbers(name, width, c):
     def load_numbers(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
         begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
         together = 0  # keys that follow one another in memory; pages and chosen tokens may not
-        if ti.static(c.place != "table" and not c.chosen):
+        if ti.static(c.kind != "table" and not c.index_bits):
             together = ti.select(end - begin == (n - 1) * numbers, ti.min(n, CHUNK), 0)
         at, behind = before(begin + first, CHUNK * numbers), before(to, CHUNK * numbers)
         for x in range(together * numbers):

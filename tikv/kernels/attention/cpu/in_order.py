@@ -101,7 +101,7 @@ def make_list_tile(list_keys, uid, memory_of, c):
     """
     M, find_key, (k_offset, v_offset, scale_offset) = memory_of, make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
-    note = make_note_key() if c.chosen else list_keys
+    note = make_note_key() if c.index_bits else list_keys
 
     @ti.func
     def list_tile(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):

@@ -123,7 +123,7 @@ def make_prefetch(c):
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value = make_element_to_f32(c.cache)
-    PER_PAGE = 1 if c.chosen else min(c.page or CHUNK, CHUNK)
+    PER_PAGE = 1 if c.index_bits else min(c.page or CHUNK, CHUNK)
     PER_LINE = LINE_BYTES // SIZE[c.cache]
 
     @ti.real_func

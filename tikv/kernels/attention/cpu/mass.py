@@ -22,7 +22,7 @@ def make_mass_cpu(workers, by_slot, c):
     `cpu.attend.make_attend_cpu`.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     uid = zlib.crc32(repr(("mass", workers, by_slot, c)).encode()) >> 1
     rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
     worker_memory, mass_task = make_worker_memory(rows, c), make_mass_task(rows, uid, by_slot, c)
@@ -30,7 +30,7 @@ def make_mass_cpu(workers, by_slot, c):
     every = LEAST_ITERATIONS if workers > 1 else 1
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: INDEX, k_scale: SC, lse: BITS, mass: FLOATS,
                      work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
@@ -41,7 +41,7 @@ def make_mass_cpu(workers, by_slot, c):
             memory = worker_memory(worker, params)
             for turn in range(tasks):
                 number = turn * workers + worker
-                if ti.static(c.chosen > 0):
+                if ti.static(c.index_bits > 0):
                     arrays = ti.static((q, k, lens, (table, indices), k_scale, lse, mass, work))
                     mass_task(number, memory, arrays, strides, params, scalars)
                 else:
@@ -69,7 +69,7 @@ def make_mass_task(rows, uid, by_slot, c):
         q, k, lens, table, k_scale, lse, mass, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         t, first_row, last = 0, 0, params[P.queries] * c.group - 1
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             t = task[T.row] // c.rows  # a query is a block of tasks
             first_row, last = t * c.group, (t + 1) * c.group - 1
         index = task[T.begin]
@@ -99,7 +99,7 @@ def make_mass_task(rows, uid, by_slot, c):
 def make_list_chunk(keys, uid, by_slot, c):
     """list_chunk(t, begin, ...) -> (keys listed, the index after the last): `cpu.attend`'s, with places in `mass`."""
     find_key, (k_offset, _, scale_offset) = make_find_key(c), make_slot_offsets(c)
-    mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.chosen else keys.list_keys
+    mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.index_bits else keys.list_keys
 
     @ti.func
     def list_chunk(t, begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):

@@ -65,7 +65,7 @@ def shape_of(width: int, unit: int, rows: int, long: bool) -> LaneShape:
 
 def is_long(c: Choices) -> bool:
     """Whether a key takes much code: keys are chosen, or masked for some rows, or are 8-bit floats to decode."""
-    return c.masked or c.chosen > 0 or c.cache in FLOAT8
+    return c.masked or c.index_bits > 0 or c.cache in FLOAT8
 
 
 def rows_kept(rows: int) -> int:
@@ -242,7 +242,7 @@ def make_slot_of(x, c):
         if ti.static(c.gaps):
             counts = ti.select(slot >= 0, counts, 0)
             slot = ti.max(slot, 0)
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             index = key[2]
         return slot, counts, index
 

@@ -148,7 +148,7 @@ def make_attend_tensor(tile, parts, c):
     `cpu.attend.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     V, KSC, VSC = KV, SC, SC
     if c.cache not in HALVES:
         kind = kind_of(c.cache)
@@ -166,14 +166,14 @@ def make_attend_tensor(tile, parts, c):
 
     @ti.kernel
     def attend_chosen(q: Q, k: KV, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                      sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: CHOSEN, strides: STRIDES,
+                      sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: INDEX, strides: STRIDES,
                       params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         for i in range(q.shape[0]):
             arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse))
             attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
 
-    return attend_chosen if c.chosen else attend
+    return attend_chosen if c.index_bits else attend
 
 
 make_attend_tensor.fast_math = True
@@ -309,8 +309,8 @@ def is_staged(x, c) -> bool:
         and c.cache in HALVES
         and c.width == c.width_v
         and c.width in staged.WIDTHS
-        and not c.chosen
-        and (c.place != "table" or has_whole_tiles(c))
+        and not c.index_bits
+        and (c.kind != "table" or has_whole_tiles(c))
     )
 
 
@@ -597,7 +597,7 @@ def make_store_rows(x, f, parts, c):
             i = ti.static(r // 2 * 4 + r % 2)
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
             behind = params[P.queries] * c.group
-            if ti.static(c.chosen > 0):
+            if ti.static(c.index_bits > 0):
                 behind = task[T.row] + c.rows  # the next rows may belong to a query with a different choice
             if at_row < behind:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)

@@ -105,7 +105,7 @@ def make_restore(x, parts, c):
             if ti.static(by_warp):
                 row = row + thread // 32 * most
             behind = params[P.queries] * c.group
-            if ti.static(c.chosen > 0):
+            if ti.static(c.index_bits > 0):
                 behind = task[T.row] + c.rows
             count = ti.min(most, behind - row) * DV
             for n in range((count - thread % threads + threads - 1) // threads):

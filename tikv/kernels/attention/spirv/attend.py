@@ -41,7 +41,7 @@ NARROW = 32  # words of a key; if there are more, a thread reads two at a time
 CODE = {
     "decoded": 4,
     "masked": 4,
-    "chosen": 4,
+    "indices": 4,
     "tree": 4,
     "softcap": 2,
     "sinks": 2,
