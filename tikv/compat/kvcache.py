@@ -67,8 +67,8 @@ class Arguments(NamedTuple):
 class Sight(NamedTuple):
     """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks)."""
 
-    older: int
-    newer: int
+    left: int
+    right: int
     chunk: int
 
 
@@ -493,10 +493,10 @@ class CacheCall:
         positions = held - queries + self.index.arange(queries)
         low = positions - positions % sight.chunk
         high = library.minimum(low + sight.chunk, held)
-        if sight.older >= 0:
-            low = library.maximum(low, positions - sight.older)
-        if sight.newer >= 0:
-            high = library.minimum(high, positions + sight.newer + 1)
+        if sight.left >= 0:
+            low = library.maximum(low, positions - sight.left)
+        if sight.right >= 0:
+            high = library.minimum(high, positions + sight.right + 1)
         low = library.clip(low, 0, None)
         count = library.clip(high - low, 0, None)
         return (pads[:, None] + low).reshape(-1), count.reshape(-1), min(sight.chunk, layout.capacity)
@@ -548,27 +548,26 @@ def _sight(args: Arguments) -> Sight:
     causal = flag(args.causal, "causal", args.operation)
     chunk = checks.integer(args.attention_chunk, "attention_chunk", args.operation, high=MOST)
     try:
-        older, newer = args.window_size
-        if isinstance(older, bool) or isinstance(newer, bool):
+        left, right = args.window_size
+        if isinstance(left, bool) or isinstance(right, bool):
             raise TypeError("not a number but a truth value")
-        older, newer = operator.index(older), operator.index(newer)
+        left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         accepted = "(left, right), integers, -1 for unlimited"
         refuse_option(args.operation, window_size=(args.window_size, accepted))
-    return Sight(min(older, MOST) if older >= 0 else -1, 0 if causal else min(newer, MOST) if newer >= 0 else -1, chunk)
+    return Sight(min(left, MOST) if left >= 0 else -1, 0 if causal else min(right, MOST) if right >= 0 else -1, chunk)
 
 
 def _seen(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
     """The keys that queries see, as options of attention."""
     farthest = capacity + queries  # from a query before the first token to the last one
-    older, newer = min(sight.older, farthest), min(sight.newer, farthest)
+    left, right = min(sight.left, farthest), min(sight.right, farthest)
     if queries == 1:  # no token comes after it
-        newer = 0
-    if newer < 0 and older < 0 and not slopes:
+        right = 0
+    if right < 0 and left < 0 and not slopes:
         return {"causal": False}
-    if newer < 0:
-        newer = farthest
-    return {"causal": True, "newer": newer, "window": None if older < 0 else older + 1 + newer}
+    newer = right if right >= 0 else farthest
+    return {"causal": True, "newer": newer, "window": None if left < 0 else left + 1 + newer}
 
 
 def _by_query_head(descale: Any, heads: int) -> Any:

@@ -257,10 +257,10 @@ class GrowingLayer(runtime.NotCopied):
         layer, held = self._layer, self._layer.length
         with self._memory.lock:
             compact_layers(operation, self._memory, [layer], [keep], None, one_length=True)
-            history: Any = layer.history
-            self.whole_from = max(self.whole_from, self.origin + history.first_whole)
-            self.origin += held - history.tokens
-            self._memory.recount(layer, history.tokens, None)
+            left: Any = layer.history
+            self.whole_from = max(self.whole_from, self.origin + left.first_whole)
+            self.origin += held - left.tokens
+            self._memory.recount(layer, left.tokens, None)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens; PositionError beyond the last token that `compact` dropped."""
@@ -308,12 +308,12 @@ class GrowingLayer(runtime.NotCopied):
 
     def twin(self, make: Callable[..., GrowingLayer] | None = None) -> GrowingLayer:
         """An independent copy of this layer in its own memory; `make` makes an empty layer."""
-        twin = (make or GrowingLayer)(**self.arguments())
-        twin.recount(length=self.length, origin=self.origin)
-        twin.whole_from = self.whole_from
-        for a, to in zip(self._layer.arrays, twin._layer.arrays, strict=True):
+        found = (make or GrowingLayer)(**self.arguments())
+        found.recount(length=self.length, origin=self.origin)
+        found.whole_from = self.whole_from
+        for a, to in zip(self._layer.arrays, found._layer.arrays, strict=True):
             self._memory.move_slots(a, to, self.length)
-        return twin
+        return found
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of a layer of this form."""

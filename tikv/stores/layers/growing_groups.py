@@ -179,10 +179,10 @@ class GrowingGroups(runtime.NotCopied):
         layers, counts, end = self._layers, self._layers.counts[0], self.end
         with layers.lock:
             layers.compact(operation, {0: keep}, None)
-            history: Any = counts.history
-            self.whole_from = max(self.whole_from, self._before + history.first_whole)
-            self._before = end - history.tokens
-            layers.memory.recount(counts, history.tokens, None)
+            left: Any = counts.history
+            self.whole_from = max(self.whole_from, self._before + left.first_whole)
+            self._before = end - left.tokens
+            layers.memory.recount(counts, left.tokens, None)
 
     def reorder(self, index: Any) -> None:
         """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
@@ -216,17 +216,17 @@ class GrowingGroups(runtime.NotCopied):
         count = ring.length - codes.tokens
         rows = [new_array((*lead, count, row.width), row.stored, live) for row in layers.form.newest_rows]
         layers.memory.gather(operation, ring, rows, tokens=count, position=codes.tokens, at=0)
-        arrays = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
-        return dict(zip(layers.form.names_of_arrays, arrays, strict=True))
+        found = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
+        return dict(zip(layers.form.names_of_arrays, found, strict=True))
 
     def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, whole_from: int, coded: int) -> None:
         """Take over what `to_host` of a layer of this form returned, with its counts."""
         layers, codes, counts = self._layers, self._codes, self._layers.counts[0]
-        in_order = [arrays[name] for name in layers.form.names_of_arrays]
+        found = [arrays[name] for name in layers.form.names_of_arrays]
         if codes.room < coded:
             codes.hold(codes.like(self.batch_size, coded))
-        codes.take_over(coded, in_order[2:])
-        rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in in_order[:2]] if length > coded else []
+        codes.take_over(coded, found[2:])
+        rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in found[:2]] if length > coded else []
         put_newest("TikvCache.load", layers.newest, 0, coded, rows)
         layers.memory.recount(counts, length, None)
         counts.slots = max(counts.slots, length)
@@ -236,18 +236,18 @@ class GrowingGroups(runtime.NotCopied):
         """An independent copy of this layer in its own memory."""
         layers, counts, codes = self._layers, self._layers.counts[0], self._codes
         config, (width, width_v) = layers.config, self.rows.widths
-        twin = GrowingGroups(
+        found = GrowingGroups(
             quant=layers.quant, row_dtype=self.row_dtype, num_kv_heads=config.num_kv_heads, head_dim=width,
             head_dim_v=width_v, capacity=counts.slots - codes.dropped, batch_size=self.batch_size,
             v_dtype=config.rows.get("v_dtype"),
         )  # fmt: skip
-        to, twin_codes = twin._layers.counts[0], twin._codes
-        if twin_codes.room < codes.room:
-            twin_codes.hold(twin_codes.like(self.batch_size, codes.room))
-        to.slots, twin_codes.dropped = counts.slots, codes.dropped
-        twin.capacity, twin._before, twin.whole_from = self.capacity, self._before, self.whole_from
-        twin._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(twin)))
-        return twin
+        to, own = found._layers.counts[0], found._codes
+        if own.room < codes.room:
+            own.hold(own.like(self.batch_size, codes.room))
+        to.slots, own.dropped, found.capacity, found._before = counts.slots, codes.dropped, self.capacity, self._before
+        found.whole_from = self.whole_from
+        found._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(found)))
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingGroups:
         return self.twin()
