@@ -45,7 +45,7 @@ MOST_BITS = {2: 256, 3: 128}  # of a token, in the channels whose codes are read
 
 
 def tile_of(cache: str, values: str) -> Tile:
-    """How the work is shared out, for the formats of K and V."""
+    """How the warps of a block share the work, for the formats of K and V."""
     both = codes_of(cache, GROUP), codes_of(values, GROUP)
     return TILE_OF_4_BITS if all(codes is not None and codes.bits == 4 for codes in both) else TILE
 

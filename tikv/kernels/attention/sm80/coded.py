@@ -324,7 +324,7 @@ def make_value_at(c):
 
 
 def make_to_halves(codes):
-    """to_halves(word, found, factor, by16, less, less16): a word's codes, in pairs, less zero, times a power of two.
+    """to_halves(word, halves, factor, by16, less, less16): a word's codes, in pairs, less zero, times a power of two.
 
     The last four are `offsets_of` it.
     """
@@ -347,7 +347,7 @@ def offsets_of(codes: Codes, factor: float) -> tuple[int, int, int, int]:
 
 
 def make_to_small_halves(codes):
-    """to_small_halves(word, found): the codes of a word in pairs, each 2 ** -24 of `times_of` it: halves below normal.
+    """to_small_halves(word, halves): the codes of a word in pairs, each 2 ** -24 of `times_of` it: halves below normal.
 
     Of codes without a sign: zero is still to be taken away.
     """

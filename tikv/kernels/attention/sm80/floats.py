@@ -206,7 +206,7 @@ def make_load_scaled_keys(layout, c):
 
 
 def make_to_halves(number):
-    """to_halves(word, found): the codes of a word as halves, 2 ** -FEWER times their numbers, in pairs."""
+    """to_halves(word, halves): the codes of a word as halves, 2 ** -FEWER times their numbers, in pairs."""
     ext = instructions()
     convert = getattr(ext, f"halves_{number}")
 

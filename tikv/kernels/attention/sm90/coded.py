@@ -225,7 +225,7 @@ def row_of(lane, lanes: ti.template()):
 
 
 def make_copy_row(threads, codes, c):
-    """copy_row(i, lane, base, row, to): a lane's codes of the i-th row that it has of a tile are on their way.
+    """copy_row(i, lane, base, row, to): starts to copy a lane's codes of the i-th row that it has of a tile.
 
     A lane knows where the row of one key begins, in words from `base` on. Of a last panel with 32 columns the upper
     lanes copy what the lower ones do, and no product reads what they write.
@@ -264,7 +264,7 @@ def make_read_row(threads, codes, c):
 
 
 def make_clear(OWN, c):
-    """clear(lane, warp, to, there): zeros in a warp's rows of V that have no bit in `there`: their weight is 0."""
+    """clear(lane, warp, to, there): a warp's rows of V without a bit in `there` become zeros: their weight is 0."""
     ext = instructions()
     keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
 
@@ -362,7 +362,7 @@ def by_halves(c) -> bool:
 
 
 def make_prepare(c):
-    """prepare(bits): a scale as what numbers are multiplied by: two equal halves, or a float."""
+    """prepare(bits): a scale in the form in which numbers are multiplied by it: two equal halves, or a float."""
     to_f32 = make_bits_to_f32(c.scale) if c.scale else None
 
     @ti.func

@@ -127,7 +127,7 @@ def make_consume(x, parts, c):
 
 
 def make_load_queries(c):
-    """load_queries(thread, half, row, shared, ...): a warpgroup's query rows into shared memory, 0 behind the last."""
+    """load_queries(thread, half, row, shared, ...): copies a warpgroup's rows to shared memory; 0 after the last."""
     ext = instructions()
     query_row = make_query_row(c)
     pieces = c.width * 2 // PIECE
@@ -216,7 +216,7 @@ def make_weigh(c):
 
 
 def make_mask(c):
-    """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
+    """mask(at, row, lane, exists, ..., s): the scores of keys that a row does not see become -infinity."""
     query_bounds, depth_of = make_query_bounds(), make_depth_of(c)
     see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
@@ -254,7 +254,7 @@ def make_mask(c):
 def make_see_in_bounds(c):
     """see_in_bounds(first, gap, bounds): a bit for each key from index `first` on that is seen by `query_bounds`.
 
-    Those of sinks are of keys that many further back.
+    Keys that are sinks lie `gap` further back.
     """
     bits_from = instructions().bits_from
 
@@ -313,9 +313,10 @@ def make_store_rows(paired, parts, c):
 
 
 def make_add_spoiled(parts, c):
-    """add_spoiled(row, lane, ...): to the results, what the producer took away of V that the thread's rows see.
+    """add_spoiled(row, lane, ...): adds infinities and NaNs that the producer removed from V to the rows that see them.
 
-    An infinity or NaN is one in the sum whatever its weight. Each thread adds to what it has stored itself.
+    One of them makes the sum infinite or NaN, whatever its weight. Each thread adds to the results that it has stored
+    itself.
     """
     ext = instructions()
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)

@@ -89,7 +89,7 @@ def function(
 ) -> str:  # fmt: skip
     """A function around inline assembly, whose operands are `made`, `changed` and `inputs`, in this order: their types.
 
-    In `lines`, $n is the operand's register. What is not `pure` stays where it is among its like.
+    In `lines`, $n is the operand's register. A function that is not `pure` is not moved across others that are not.
     """
     made, changed, inputs = list(made), list(changed), list(inputs)
     outputs = made + changed
@@ -127,16 +127,16 @@ def descriptor(name: str, low: str, behind: int) -> list[str]:
 
 
 def scores(half: str, width: int, keys: int) -> str:
-    """S = Q K^T of a tile, of which Q and K lie in shared memory, a panel of 64 columns behind the other."""
+    """S = Q K^T of a tile. Q and K lie in shared memory in panels of 64 columns, one after the other."""
     lines, count = _scored(half, width, (QUERY_ROWS, keys), keys, "q, k")
     comment = "S = Q K^T is under way, by the lower halves of the descriptors of Q and K"
     return function(f"scores_{half}_{width}", comment, lines, inputs=["i32"] * 2, made=["float"] * count)
 
 
 def _scored(half: str, width: int, rows: tuple[int, int], columns: int, factors: str) -> tuple[list[str], int]:
-    """The products of the rows of Q and K that lie in shared memory, and how many sums a lane gets.
+    """(the lines that multiply rows of Q and K in shared memory, how many sums a lane gets).
 
-    `columns` are those of the result of `factors`, of which the second is transposed.
+    `factors` names the two operands, of which the second is transposed; their product has `columns` columns.
     """
     count = columns // 2
     sums = ", ".join(f"${n}" for n in range(count))
@@ -203,7 +203,7 @@ def latent_values(half: str, rows: int, consumers: int) -> str:
 
 
 def latent_results() -> list[str]:
-    """What is done with a query row's columns that a thread has: two, 8 apart, of each panel of V of its warpgroup."""
+    """Functions over the columns of a query row that a thread has: two, 8 apart, of each panel of its V."""
     functions = []
     for panels in sorted({LATENT[1] // 64 // consumers for _, consumers in LATENT_ROWS}):
         count = 2 * panels
@@ -239,7 +239,7 @@ def waits() -> list[str]:
 
 
 def others() -> list[str]:
-    """What takes an instruction or two."""
+    """Short functions, of a few instructions each."""
     wait = [
         "{",
         ".reg .pred p;",
@@ -309,9 +309,10 @@ def others() -> list[str]:
 
 
 def copies(width: int, keys: int) -> str:
-    """Copies of 16 rows in pieces of 16 bytes, 8 lanes a row: each lane's of the rows n, 4 + n, 8 + n and 12 + n.
+    """Copies of 16 rows in pieces of 16 bytes: 8 lanes share a row, and a lane has rows n, 4 + n, 8 + n and 12 + n.
 
-    By one function, since the assembler would use the registers of one address again for the next, and wait for them.
+    One function starts all four. Otherwise the assembler would use the registers of one address again for the next, and
+    wait for them.
     """
     panels = width // 64
     lines = [
@@ -327,8 +328,9 @@ def copies(width: int, keys: int) -> str:
 def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
     """How eight codes become h0 to h3, pairs of halves of float16 in the order of their columns, exactly.
 
-    By the kind of codes: words that hold them, from $1 on; constants behind those; how many numbers a group may have;
-    lines. A code without a sign becomes the lowest bits of 1,024, or one of its 16s, which is then taken away.
+    For each kind of codes: the number of words that hold them, from $1 on; the number of constants after those; how
+    many numbers a group may have; the lines. A code without a sign is put into the lowest bits of the half 1,024, where
+    it counts 1 or 16, and 1,024 is then subtracted.
     """
     magic, all_four = "0x64006400", range(4)  # 1,024, twice
 
@@ -361,10 +363,10 @@ def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
 
 
 def multiplied(by: str, count: int, first: int) -> list[str]:
-    """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias behind it, as far as there are any.
+    """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias, the operand after it, if there are any.
 
-    By halves, or as floats of which halves of a kind are made; rounded once. A pair is two numbers of a row in one
-    register: a scale and its bias, or the scales of two groups, of which the next operand selects the lane's.
+    They compute in halves, or in floats that are rounded once to halves of a kind. A pair is two numbers of a row in
+    one register: a scale and its bias, or the scales of two groups, of which the next operand selects the lane's.
     """
     scale, bias, lines = f"${first}", f"${first + 1}", []
     if by == "pairs":
@@ -384,7 +386,7 @@ def multiplied(by: str, count: int, first: int) -> list[str]:
 
 
 def writes() -> list[str]:
-    """Eight codes become numbers of a row in shared memory; see `conversions` and `multiplied`."""
+    """Functions that convert eight codes to numbers of a row in shared memory; see `conversions` and `multiplied`."""
     functions = []
     for kind, (words, constants, counts, lines) in conversions().items():
         for by, count in itertools.product(("halves", "pairs", *HALVES), counts):
@@ -402,7 +404,10 @@ def writes() -> list[str]:
 
 
 def staged(words: int, step: int, panels: int) -> list[str]:
-    """A lane's codes of a row: so many words of each panel, `step` bytes apart, that wait in shared memory."""
+    """Functions that copy a lane's codes of a row to shared memory, and read them there.
+
+    They are `words` words of each panel, `step` bytes apart.
+    """
     threads = 64 if panels > 2 else 128  # that copy a tile of K, or of V, and read what they have copied themselves
     size, kind = 4 * words, "v2.u32" if words == 2 else "u32"
     slots = [n * threads * size for n in range(panels)]
@@ -420,7 +425,7 @@ def staged(words: int, step: int, panels: int) -> list[str]:
 def stores(width: int) -> list[str]:
     """Stores of the two columns of every eight that a lane has of a row: halves in a register, or floats.
 
-    Both by one instruction, where that begins at a multiple of their size, or each `apart`.
+    One instruction stores both if their address is a multiple of their size; otherwise `apart` stores them one by one.
     """
     pairs = width // 8
     halves, floats = [], []

@@ -46,7 +46,7 @@ ALL_CONSUME, END = 1, 2  # barriers of a block
 
 
 class Latents(NamedTuple):
-    """How the work is shared out."""
+    """How the warpgroups of a block share the work."""
 
     rows: int  # query rows of a task
     resident: int = 1  # blocks that a multiprocessor holds at once
@@ -60,7 +60,7 @@ class Latents(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return (1 + self.consumers) * GROUP
 
 
@@ -376,7 +376,7 @@ def make_consume(x, parts, c):
 
 
 def make_mask(x, c):
-    """mask(thread, part, at, visible, task, params, s): -infinity in the place of logits of what a row does not see.
+    """mask(thread, part, at, visible, task, params, s): the logits of keys that a row does not see become -infinity.
 
     Each query stands one key behind the one before, so the rows that see a key follow each other.
     """
@@ -405,9 +405,9 @@ def make_mask(x, c):
 
 
 def make_clean(x, c):
-    """clean(thread, at, shared, stage): infinities and NaNs in V of the tile from key `at` on become 0; it is noted.
+    """clean(thread, at, shared, stage): infinities and NaNs in V of the tile from key `at` become 0, and it is noted.
 
-    By all that consume, between the products. V is the first panels of the tile.
+    All threads that consume call it between the products. V is the first panels of the tile.
     """
     ext, memory = instructions(), memory_of(x.rows)
     infinite = INFINITE[c.query] * 0x10001
@@ -442,7 +442,7 @@ def make_clean(x, c):
 def make_restore(x, parts, c):
     """restore(thread, shared, visible, task, ...): NaN where a row sees an infinity or NaN that `clean` took away.
 
-    By all that consume, after the results are stored. Few tasks have such tiles.
+    All threads that consume call it after the results are stored. Few tasks have such tiles.
     """
     ext, memory = instructions(), memory_of(x.rows)
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
@@ -484,7 +484,7 @@ def make_restore(x, parts, c):
 
 
 def make_load_queries(x, c):
-    """load_queries(thread, shared, task, ...): a task's query rows into shared memory, 0 behind the last."""
+    """load_queries(thread, shared, task, ...): copies a task's query rows to shared memory; 0 after the last."""
     ext, query_row = instructions(), make_query_row(c)
     pieces, count = WIDTH * 2 // PIECE, x.consumers * GROUP
 
@@ -516,7 +516,7 @@ def columns_of(x, r):
 
 
 def make_rescale(x):
-    """rescale(thread, part, shared, s, m, l, acc): sums and results for the new maxima; by all that consume."""
+    """rescale(thread, part, shared, s, m, l, acc): rescales to new maxima; all threads that consume call it."""
     ext, memory = instructions(), memory_of(x.rows)
     OWN, BLOCKS = x.rows // x.consumers, WIDTH_V // 64 // x.consumers
     exp2, fade = ext.exp2, getattr(ext, f"fade_{2 * BLOCKS}")

@@ -95,7 +95,7 @@ def make_produce(c):
 
 
 def make_copy_rows(width, keys):
-    """copy_rows(lane, warp, to, base, row, there): a warp's rows of a tile are under way; a lane knows one's begin."""
+    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin."""
     ext = instructions()
     pieces, OWN = width * 2 // PIECE, keys // 4
     QUICK = width % 64 == 0

@@ -103,7 +103,7 @@ def make_find_depths(c):
 
 @ti.func
 def behind_sinks(visible):
-    """How much further away sinks are than their index says: as many keys between them and the others are not there."""
+    """How much further away sinks are than their indices say: so many keys between them and the others are not held."""
     return visible[V.sinks] + visible[V.recent] - visible[V.end]
 
 

@@ -257,7 +257,7 @@ def make_load_key(c):
 
 
 def make_group_dots(shape, group_sum, c):
-    """group_dots(position, left, k, ...): the bits of q.k for this thread's key, row by row.
+    """group_dots(position, remaining, k, ...): the bits of q.k for this thread's key, row by row.
 
     The threads of a group compute the products of all their keys together, word by word.
     """
@@ -378,7 +378,7 @@ def make_to_weights(shape, c):
 
 
 def make_add_values(shape, c):
-    """add_values(sharer, column, left, v, ...): adds a thread's weighted columns of V to its results."""
+    """add_values(sharer, column, remaining, v, ...): adds a thread's weighted columns of V to its results."""
     load_unit = make_load_unit(c.v_inner, c)
     R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
 
