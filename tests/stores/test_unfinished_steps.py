@@ -242,7 +242,7 @@ def all_of_pool(pool):
     """All bits of a pool's memory, and all that it counts."""
     pools = pool._pages.pools
     memory = [arrays.read_host(a, pool.runtime).tobytes() for layer in pools.layers for a in layer]
-    states = [(s.blocks, s.lengths, s.newest, s.left, s.draft) for s in pool._pages.sequences.states.values()]
+    states = [(s.blocks, s.lengths, s.newest, s.histories, s.draft) for s in pool._pages.sequences.states.values()]
     return memory, repr(states), repr(pool), pool.context_lens.tolist(), getattr(pool._pages, "coded", None).__repr__()
 
 

@@ -11,7 +11,7 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.stores.layers.counts import Layer
 
 
-class Stretch(NamedTuple):
+class QueryRun(NamedTuple):
     """Consecutive queries that one launch of attention can serve over a rank's keys."""
 
     first: int  # the position of the first query
@@ -85,7 +85,7 @@ class TokenSharding(NamedTuple):
             places[ranks == rank] = np.arange(count)
         return np.stack([ranks, places]), counts
 
-    def stretches(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[Stretch]:
+    def query_runs(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[QueryRun]:
         """Queries at consecutive positions, split so that each part is a plain causal attention over this rank's keys.
 
         From one query to the next, the newest key on this rank that it sees moves on by one or stays the same, and so
@@ -120,7 +120,7 @@ class TokenSharding(NamedTuple):
                     ahead = queries
             elif queries > 1 and not newest_moves:
                 ahead = queries
-            yield Stretch(first, after, length, ahead, oldest, span)
+            yield QueryRun(first, after, length, ahead, oldest, span)
             first = after
 
     def _moves(self, layer: Layer, fixed: int, position: int) -> tuple[bool, bool]:

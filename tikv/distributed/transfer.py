@@ -74,7 +74,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
-                "left": state.left,
+                "left": state.histories,
             }
             for state, table, one in zip(states, blocks_of, more, strict=True)
         ]
@@ -178,7 +178,7 @@ def _known_states(pool: PagedKVCacheStore, entries: list[dict[str, Any]]) -> tup
         for i, block in zip(sent["blocks"][: len(prefix)].tolist(), prefix, strict=True):
             known.setdefault(i, block)
         states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(prefix)))
-        states[-1].left = list(sent["left"])
+        states[-1].histories = list(sent["left"])
     return states, known
 
 

@@ -61,8 +61,8 @@ def choose_codec(
     from tikv.kernels.groups import UNIT, has_halves
     from tikv.kernels.hadamard import HELD
 
-    found = src.format or dst.format
-    if found is not None and src.format != dst.format:
+    row_format = src.format or dst.format
+    if row_format is not None and src.format != dst.format:
         if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
             raise unaligned(operation, src, dst)
         names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
@@ -71,14 +71,14 @@ def choose_codec(
             bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
         elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
             bits[1] = 8
-        turn = None if found.seed is None else (block_of(width), found.seed)
+        turn = None if row_format.seed is None else (block_of(width), row_format.seed)
         if src.format and style != "cpu" and turn:
             return width // HELD, Codec(*names, HELD, *bits, turn)
         if src.format and style != "cpu":
             if not has_halves(src.format.name):
                 bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
             return width // UNIT, Codec(*names, UNIT, *bits)
-        return width // found.group, Codec(*names, found.group, *bits, turn)
+        return width // row_format.group, Codec(*names, row_format.group, *bits, turn)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:

@@ -180,7 +180,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         `held` is the number that the layer still holds.
         """
         operation = "PagedKVCacheStore.layer_length"
-        return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
+        return self._state(seq, operation, swapped=True).appended(self._layer(layer, operation))
 
     @locked
     def next_position(self, layer: int, seq: int) -> int:

@@ -258,7 +258,7 @@ class AttentionLaunches(Plan):
                     later=queries - end,
                     lse_first=params.lse_first + (0 if split else of_lse),
                     out_lse_first=params.out_lse_first + of_lse,
-                    chosen_first=params.chosen_first + begin * params.chosen_query,
+                    indices_first=params.indices_first + begin * params.indices_query,
                 ),
             )
 
@@ -296,13 +296,13 @@ class AttentionLaunches(Plan):
 
     def _choices(self, arrays: dict[str, ArrayView]) -> Any:
         """The compile-time choices of the kernels."""
-        from tikv.kernels.attention.parameters import Choices, Kept
+        from tikv.kernels.attention.parameters import Choices, StoredValues
 
         family, cache, options, bits = self.family, self.cache, self.options, self.family.word_bits
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
         scales = [cache.scales[0].array.dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
         return Choices(
-            place=cache.kind,
+            kind=cache.kind,
             page=cache.page,
             sinks=cache.sinks > 0,
             cache=cache.k.storage,
@@ -329,8 +329,8 @@ class AttentionLaunches(Plan):
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             block=options.sharded[0],
             tree=family.has_tree,
-            values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
-            chosen=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
+            values=None if cache.alike else StoredValues(cache.v.storage, bits[1], scales[1]),
+            index_bits=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
             scored=cache.scored,
             invariant=self.live.invariant,
         )
@@ -416,10 +416,10 @@ def _numbers_of_indices(arrays: dict[str, ArrayView]) -> dict[str, int]:
     a, by_head = arrays["indices"], indices_by_head(arrays)
     return {
         "keys": a.shape[-1],
-        "chosen_sequence": a.strides[0],
-        "chosen_head": a.strides[1] if by_head else 0,
-        "chosen_query": a.strides[-2],
-        "chosen_first": _first(a),
+        "indices_sequence": a.strides[0],
+        "indices_head": a.strides[1] if by_head else 0,
+        "indices_query": a.strides[-2],
+        "indices_first": _first(a),
     }
 
 

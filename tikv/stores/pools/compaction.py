@@ -72,7 +72,7 @@ def _compact_alike(
         change.copy_shared()
         pages.move(operation, layer, state, step.tables[0], moves, rope)
     next_position = held + state.shift(layer) if rope is None else count
-    sequences.compact(layer, step, first, History.of_rows([moves.after], state.came(layer), next_position))
+    sequences.compact(layer, step, first, History.of_rows([moves.after], state.appended(layer), next_position))
 
 
 def move(operation: str, pages: Pages[LayerPools], layer: int, moves: Moves, rope: Rope | None) -> None:

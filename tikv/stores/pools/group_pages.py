@@ -241,7 +241,8 @@ class TokenGroupPages(Pages[BlockPools]):
             PositionError: part of a group would be kept. Nothing is changed.
         """
         coded, group = self.coded[state.number], self.quant.group
-        lengths = [n - (history.dropped if history else 0) for history in state.left]  # of layers that hold so many
+        # Of layers that hold so many.
+        lengths = [n - (history.dropped if history else 0) for history in state.histories]
         for codes, length in zip(coded, lengths, strict=True):
             if length < codes and length % group:
                 raise PositionError(
@@ -311,7 +312,7 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
         """As in `Pages`: the newest tokens as rows (n, heads, width), one sequence after the other."""
-        told = [{"coded": self.coded[state.number]} for state in states]
+        metadata = [{"coded": self.coded[state.number]} for state in states]
         parts = {
             f"new.{i}.{name}": [np.empty((0, self.config.num_kv_heads, row.width), row.stored.numpy)]
             for i in range(len(self._codes))
@@ -319,17 +320,17 @@ class TokenGroupPages(Pages[BlockPools]):
         }
         for state in states:
             coded = self.coded[state.number]
-            for i, found in enumerate(self.new.rows(state.number, coded)):
-                for name, rows in zip(ROWS, found, strict=True):
+            for i, newest in enumerate(self.new.rows(state.number, coded)):
+                for name, rows in zip(ROWS, newest, strict=True):
                     parts[f"new.{i}.{name}"].append(rows[: state.lengths[i] - coded[i]])
-        return {name: np.concatenate(some) for name, some in parts.items()}, told
+        return {name: np.concatenate(pieces) for name, pieces in parts.items()}, metadata
 
     @uninterrupted
-    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
+    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], metadata: Sequence[dict[str, Any]]) -> None:
         """As of `Pages`."""
         first = np.zeros(len(self._codes), int)  # of each layer, the rows of the sequences before
         try:
-            for number, one in zip(numbers, told, strict=True):
+            for number, one in zip(numbers, metadata, strict=True):
                 coded = self.coded[number] = list(one["coded"])
                 end = first + one["lengths"] - coded
                 rows = [

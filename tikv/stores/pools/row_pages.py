@@ -128,7 +128,7 @@ class RowPages(Pages[LayerPools]):
         read = queries.as_read(q_view)
         if queries.tokens > 1 or sequences.compacted:
             for state in states:
-                remedy = queries.remedy(state.came(layer), config.num_kv_heads)
+                remedy = queries.remedy(state.appended(layer), config.num_kv_heads)
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass_queries = request.asked_mass(operation, config.rows.k.format)

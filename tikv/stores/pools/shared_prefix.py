@@ -66,7 +66,7 @@ def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neig
     alike = (table[1:, 0] == table[:-1, 0]) & (table[1:, 0] >= 0)
     if not alike.any():
         return []
-    found: list[Neighbours] = []
+    runs: list[Neighbours] = []
     saved = 0
     starts = np.flatnonzero(np.concatenate([[True], ~alike]))
     for first, end in zip(starts.tolist(), [*starts[1:].tolist(), len(table)], strict=True):
@@ -78,11 +78,11 @@ def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neig
         if (end - first - 1) * blocks * block.nbytes < LEAST_SAVED:
             blocks = 0
         saved += blocks
-        if blocks or not found or found[-1].blocks:
-            found.append(Neighbours(first, end, blocks))
+        if blocks or not runs or runs[-1].blocks:
+            runs.append(Neighbours(first, end, blocks))
         else:
-            found[-1] = found[-1]._replace(end=end)
-    return found if saved else []
+            runs[-1] = runs[-1]._replace(end=end)
+    return runs if saved else []
 
 
 def as_one(a: ArrayView) -> ArrayView | None:
@@ -100,9 +100,9 @@ def pool_call(operation: str, caches: PagedCaches, terms: Mapping[str, ArrayView
     """Calls of attention over a pool's caches; `terms` are views of the request's, those that it has left."""
 
     def call(q: ArrayView, table: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
-        some = {name: a for name, a in terms.items() if getattr(request, name) is not None}
-        found = caches._replace(block_tables=table, context_lens=lens)
-        return paged_call(operation, q, found, request, some)
+        passed = {name: a for name, a in terms.items() if getattr(request, name) is not None}
+        paged = caches._replace(block_tables=table, context_lens=lens)
+        return paged_call(operation, q, paged, request, passed)
 
     return call
 

@@ -32,7 +32,7 @@ class Cuda(Family):
         return whole_waves(self.tasks, least, most_splits(keys), launch.multiprocessors(self.live))
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
-        if choices.bits != attend.WORD_BITS or choices.chosen:
+        if choices.bits != attend.WORD_BITS or choices.index_bits:
             return super().mass_kernel(choices, workers, by_slot)
         # V's words are not held, which leaves registers for one more block.
         shape = attend.shape_of(self.cache.width, choices.unit, choices.rows, attend.is_long(choices))
@@ -92,7 +92,7 @@ class CudaBlocks(Cuda):
             if rows.format is not None or dtype.short in FLOAT8:
                 parts.add("decoded")
         if form.selects:
-            parts.add("chosen")
+            parts.add("indices")
         if form.live.invariant or form.masked:
             parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
         if self.has_tree:
