@@ -1,6 +1,7 @@
-"""Counting the launches of kernels, whatever the launcher; and refusing to bind others."""
+"""Counting the launches of kernels, whatever the launcher; and refusing new plans."""
 
 from tikv import arrays, launch, runtime
+from tikv.ops.plan import Plan
 
 
 def classes_below(kind):
@@ -34,10 +35,11 @@ def count_launches(monkeypatch):
     return counted
 
 
-def refuse_binding(monkeypatch):
-    """From now on a call fails that binds a kernel to arguments, as every call does whose plan is new."""
+def refuse_plans(monkeypatch):
+    """From now on a call fails that checks the forms of its arrays, which makes a plan, or binds a kernel to them."""
 
     def refuse(self, *given):
-        raise AssertionError(f"{self.name} is bound again")
+        raise AssertionError(f"a {type(self).__name__} is made or bound again")
 
     monkeypatch.setattr(launch.Kernel, "bind", refuse)
+    monkeypatch.setattr(Plan, "__init__", refuse)

@@ -14,7 +14,6 @@ from model_cache import BASE, generate, prompts  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache, slots, stored  # noqa: E402
 from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.integrations.transformers.slots import CacheSlots  # noqa: E402
 from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
 
@@ -193,13 +192,12 @@ CHANGES = {
     [(change, None) for change in CHANGES]
     + [(change, 4) for change in CHANGES if change[:6] not in ("a comp", "a crop")],
 )
-def test_later_changes_of_the_cache_do_not_reach_it(arch, rng, change, window, cache, monkeypatch):
+def test_later_changes_of_the_cache_do_not_reach_it(arch, rng, change, window, cache, set_room):
     """Neither what was looked at before nor what is looked at afterwards."""
     if window is not None:
         if change in ("a compaction", "a crop and an append"):
             pytest.skip("a window refuses that")
-        monkeypatch.setattr(rooms, "ROLLBACK", 1)
-        monkeypatch.setattr(rooms, "SPARE", 1)
+        set_room(rollback=1, spare=1)
         config = transformers.MistralConfig(**BASE, sliding_window=window, attn_implementation="tikv")
         cache = TikvCache(config, dtype="int8")
     (k, v), _ = filled(cache, rng)

@@ -112,11 +112,10 @@ class Narrow(Cpu):
 
 
 @pytest.mark.archs("cpu")
-def test_a_new_family_is_a_class_and_a_place_in_the_order(arch, rng, monkeypatch, caplog):
+def test_a_new_family_is_a_class_and_a_place_in_the_order(no_plans, rng, monkeypatch, caplog):
     """Public calls get it for the forms that it serves, and other forms get the families after it, with its reason."""
     of_style = families.families_of
     monkeypatch.setattr(families, "families_of", lambda style: (Narrow, *of_style(style)))
-    arrays.runtime_of().plans.clear()
     with caplog.at_level(logging.DEBUG, logger="tikv"):
         for width in (1, 2):
             q, k, v = (rng.standard_normal((1, heads, 5, width)).astype(np.float32) for heads in (4, 2, 2))
@@ -124,7 +123,6 @@ def test_a_new_family_is_a_class_and_a_place_in_the_order(arch, rng, monkeypatch
             for head in range(4):
                 expected, _ = tikv.reference.attention(q[0, head, 0], k[0, head // 2], v[0, head // 2], scale=1.0)
                 np.testing.assert_allclose(result[0, head], expected, rtol=1e-5)
-    arrays.runtime_of().plans.clear()  # a later test must not find these plans
     messages = [record.message for record in caplog.records if "attention by" in record.message]
     assert messages[0] == "decode_attention: attention by toy loops"
     assert messages[1].startswith("decode_attention: attention by threads of the CPU; not by toy loops: heads are 2")

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from launch_counter import count_launches, refuse_binding
+from launch_counter import count_launches, refuse_plans
 
 import tikv
 from tikv import arrays, reference, runtime
@@ -186,7 +186,7 @@ def test_later_calls_only_launch(arch, rng, monkeypatch):
     case.write(index)
     case.check(SLOTS)
     if arch in ("cpu", "cuda"):  # elsewhere these arrays are the host's, and each call brings them over
-        refuse_binding(monkeypatch)
+        refuse_plans(monkeypatch)
     case.before = [oracle.to_numpy(pool).copy() for pool in case.pools]
     other = [SLOTS[-1], *SLOTS[:-1]]
     index[:] = oracle.place(np.array(other), arch)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from launch_counter import count_launches, refuse_binding
+from launch_counter import count_launches, refuse_plans
 
 import tikv
 from tikv import reference, runtime
@@ -233,7 +233,7 @@ def test_a_plan_binds_once(arch, rng, monkeypatch):
     first.check()
     # On Vulkan and Metal these arrays are the host's, and each run brings them over.
     if arch in ("cpu", "cuda"):
-        refuse_binding(monkeypatch)
+        refuse_plans(monkeypatch)
     first.offsets[:] = [0, 1, 2]
     again = first.args(oracle.place(first.offsets, arch))
     first.before = [oracle.to_numpy(cache).copy() for cache in first.caches]
