@@ -102,11 +102,10 @@ class AttentionPlan(Plan):
         operation: str,
         arrays: dict[str, ArrayView],
         cache: CacheLayout,
-        batch: int,
         options: AttentionOptions,
     ) -> None:
         super().__init__(live, operation, tuple(arrays), [False] * len(arrays))
-        q = arrays["q"]
+        q, batch = arrays["q"], arrays.get("table", arrays["k"]).shape[0]
         self.options = options
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
@@ -383,30 +382,3 @@ class AttentionPlan(Plan):
         if reason and impl == "torch":
             raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
         return not reason
-
-
-class AttentionCall(NamedTuple):
-    """A call of attention whose form is checked; `attend` runs it, once or several times."""
-
-    plan: AttentionPlan
-    arrays: dict[str, ArrayView]
-    length: int  # the length of all sequences, if there is no array of lengths
-    owners: tuple[Any, ...]  # objects that own the memory, which views do not keep alive
-
-    def attend(self, like: Any, results: Results = NEW, impl: str = "taichi", first_valid: int = 0) -> Any:
-        """`AttentionPlan.attend` over these arrays."""
-        return self.plan.attend(like, dict(self.arrays), AttendedTokens(self.length, first_valid), results, impl)
-
-    def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
-        """`attend` without the launches: every step that can fail is done, and `run` of the result computes."""
-        ready = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
-        return ready.prepared(like, results, *self.owners)
-
-    def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
-        """`weigh` in the same way."""
-        ready = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
-        return ready.prepared(lse, mass, *self.owners)
-
-    def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
-        """`AttentionPlan.weigh` over these arrays."""
-        self.plan.weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))

@@ -21,9 +21,10 @@ from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_li
 from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.ops import blocks, checks, paged
 from tikv.ops.attention.by_channel import ScoredValues
+from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import check_paged_queries, paged_call
+from tikv.ops.attention.paged import check_paged_queries
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
@@ -496,10 +497,10 @@ class TokenGroupPages(Pages[BlockPools]):
         order = [self.new.in_order(state.number, int(n)) for state, n in zip(states, coded, strict=True)]
         pages = np.array(order, np.int32).reshape(len(states), self.new.each)
         caches = self.new.pools.caches[layer]._replace(
-            block_tables=self.tables.upload(f"new pages {layer}", pages),
-            context_lens=self.tables.known(f"new tokens {layer}", lens),
+            table=self.tables.upload(f"new pages {layer}", pages),
+            lens=self.tables.known(f"new tokens {layer}", lens),
         )
-        call = paged_call(operation, q, caches, request._replace(short=True))
+        call = attention_call(operation, q, caches, request._replace(short=True))
         if not coded.any():
             call.attend(None, to)
             return

@@ -15,7 +15,8 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
-from tikv.ops.attention.paged import PagedCaches
+from tikv.ops.attention.call import Caches
+from tikv.ops.attention.paged import PagedLayout
 from tikv.stores.limits import require_memory
 from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.pools.summaries import LayerPages
@@ -160,7 +161,7 @@ class LayerPools(BlockPools):
             dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
         ]
         self.caches = [
-            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
+            Caches(PagedLayout(config.layout), k, v, formats=config.rows.formats, **scales)
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
         self.pages: list[LayerPages | None] = [None] * num_layers

@@ -11,8 +11,7 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
-from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.call import AttentionCall, attention_call
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.ops.rotate import Rope
@@ -132,8 +131,8 @@ class RowPages(Pages[LayerPools]):
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass_queries = request.asked_mass(operation, config.rows.k.format)
-        caches = self.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
-        attending = paged_call(operation, read, caches, request)
+        caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
+        attending = attention_call(operation, read, caches, request)
         if serves(live, request, config.per_head):
             shared = self._attend_shared(layer, q, queries, request, attending)
             if shared is not None:
@@ -148,7 +147,7 @@ class RowPages(Pages[LayerPools]):
         mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
         to_lse = queries.as_read(view(lse, "lse", operation))
         asking, their_lse = last_queries(read, to_lse, mass_queries)
-        paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
+        attention_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
         return results_of(result, lse if request.return_lse else None, mass)
 
     def _attend_shared(self, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall) -> Any:

@@ -506,9 +506,7 @@ class Sequences:
         """`lengths.refuse_fewer` for each sequence of which the layer has no tokens."""
         for state, (first, end) in zip(states, itertools.pairwise(cu_seqlens), strict=True):
             if state.lengths[layer] == 0:
-                lengths.refuse_fewer(
-                    operation, state.ends, state.newest, layer, end - first, state.remedy, state.named
-                )
+                lengths.refuse_fewer(operation, state.ends, state.newest, layer, end - first, state.remedy, state.named)
 
     def begin(
         self,
