@@ -32,13 +32,9 @@ class AttendedLayout(Protocol):
         """Refuse what no caches of this layout can do; OptionError."""
 
     def cache(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        formats: Formats,
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
         options: AttentionOptions,
-    ) -> tuple[CacheLayout, AttentionOptions]:
+    ) -> tuple[CacheLayout, AttentionOptions]:  # fmt: skip
         """The checked `CacheLayout` of arrays that lie so, and the options, whose span does not count the sinks."""
 
 
@@ -88,13 +84,9 @@ class AttentionCall(NamedTuple):
 
 
 def attention_call(
-    operation: str,
-    q: Any,
-    caches: Caches,
-    request: AttendRequest,
-    return_mass: bool = False,
+    operation: str, q: Any, caches: Caches, request: AttendRequest, return_mass: bool = False,
     terms: Mapping[str, ArrayView] | None = None,
-) -> AttentionCall:
+) -> AttentionCall:  # fmt: skip
     """A checked call of attention over contiguous caches or pages, under the operation name that errors give.
 
     `terms` are views of the request's terms, if there are some already.
@@ -137,12 +129,9 @@ def attention_call(
 
 
 def attention_plan(
-    live: runtime.Runtime,
-    operation: str,
-    arrays: dict[str, ArrayView],
-    choices: tuple[Any, ...],
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], choices: tuple[Any, ...],
     form: Callable[[], tuple[CacheLayout, AttentionOptions]],
-) -> AttentionPlan:
+) -> AttentionPlan:  # fmt: skip
     """The plan of attention over arrays of this form with these choices, checked once.
 
     `form` gives the layout and the options that the choices stand for, if there is no such plan yet.

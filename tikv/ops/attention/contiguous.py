@@ -182,13 +182,9 @@ class ContiguousLayout(NamedTuple):
         """Refuse nothing."""
 
     def cache(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        formats: Formats,
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
         options: AttentionOptions,
-    ) -> tuple[CacheLayout, AttentionOptions]:
+    ) -> tuple[CacheLayout, AttentionOptions]:  # fmt: skip
         """As in `AttendedLayout`."""
         checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
         k, v = arrays["k"], arrays["v"]

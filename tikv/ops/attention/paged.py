@@ -133,13 +133,9 @@ class PagedLayout(NamedTuple):
             raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
 
     def cache(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        formats: Formats,
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
         options: AttentionOptions,
-    ) -> tuple[CacheLayout, AttentionOptions]:
+    ) -> tuple[CacheLayout, AttentionOptions]:  # fmt: skip
         """As in `AttendedLayout`."""
         table = arrays["table"]
         checks.indices(table, "block_tables", operation)

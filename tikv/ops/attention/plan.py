@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,10 +25,9 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
-from tikv.ops.attention.selected import check_indices, check_selected
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, most_keys
-from tikv.ops.attention.terms import check_parents, check_terms
-from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
+from tikv.ops.attention.terms import check_parents, check_selected, check_terms
+from tikv.ops.attention.torch_sdpa import TorchAttention
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
@@ -111,8 +109,6 @@ class AttentionPlan(Plan):
         check_form(operation, arrays, self.query, cache, batch, options)
         refuse_splits(live, operation, options)
         check_terms(operation, arrays, self.query, cache, options, live)
-        if "indices" in arrays:
-            check_indices(operation, arrays, self.query, cache, live)
         form = Form(live, arrays, self.query, cache, options)
         self.family = family_for(form)
         self.needs_native = self.family.needs_native(form)
@@ -124,10 +120,7 @@ class AttentionPlan(Plan):
             self.mass_shape = (batch, cache.heads, self.query.queries, arrays["indices"].shape[-1])
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
-        self.not_torch = why_not_torch(live, arrays, cache, options)
-        kind = arrays["k"].dtype, q.shape[-1]
-        self.faster_in_torch = faster_in_torch(live, self.query.queries, self.family.on_tensor_cores, *kind)
-        self.by_torch = TorchAttention(live, self.query.queries, options)
+        self.by_torch = TorchAttention(live, arrays, cache, options, self.family.on_tensor_cores)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
         self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
@@ -154,8 +147,9 @@ class AttentionPlan(Plan):
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
         outputs = self._add_results(like, arrays, results)
-        if impl != "taichi" and self._torch_serves(arrays, lengths, tokens, results.return_lse, impl):
-            if not self.by_torch.attend(self.operation, arrays, lengths.longest, tokens.first_valid):
+        seen = lengths.longest, tokens.first_valid
+        if impl != "taichi" and self.by_torch.serves(self.operation, arrays, *seen, results.return_lse, impl):
+            if not self.by_torch.attend(self.operation, arrays, *seen):
                 self._launches(arrays, lengths).attend(arrays, tokens)
         elif not self.empty:
             self._launches(arrays, lengths).attend(arrays, tokens)
@@ -361,24 +355,3 @@ class AttentionPlan(Plan):
         choice = (*self._shares(self._lengths(followed, length)), on_host)
         newer = self.options.newer
         return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
-
-    def _torch_serves(
-        self, arrays: dict[str, ArrayView], lengths: Lengths, tokens: AttendedTokens, return_lse: bool, impl: str
-    ) -> bool:
-        """Whether to use torch's own attention; with impl="torch" it raises where torch cannot be used."""
-        if impl == "auto" and (
-            "torch" not in sys.modules
-            or not self.faster_in_torch
-            or self.by_torch.kind(lengths.longest, tokens.first_valid) not in self.faster_in_torch
-        ):
-            return False
-        reason = self.not_torch
-        if not reason and return_lse:
-            reason = "torch gives no log-sum-exp"
-        if not reason and "lens" in arrays:
-            known = host_indices(arrays["lens"], self.live)
-            if known is None or known.size == 0 or known.min() != known.max():
-                reason = "torch needs one length for all sequences, known on the host"
-        if reason and impl == "torch":
-            raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
-        return not reason
