@@ -18,7 +18,6 @@ from tikv.ops.rotate import Rope
 from tikv.ops.write_qkv import fused_call
 from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
-from tikv.runtime.cache import BoundedCache
 from tikv.runtime.interrupts import Held
 from tikv.stores.draft import Parents
 from tikv.stores.layers.attend import last_queries, results_of
@@ -43,19 +42,18 @@ class RowPages(Pages[LayerPools]):
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
         super().__init__(live, config, num_layers, LayerPools(config, num_layers, live))
-        self._writes: BoundedCache[Any, RowWrite] = BoundedCache()
 
     def append(
         self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
     ) -> AppendStep:
         """As in `Pages`."""
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in rows])
-        write = self._writes.get(key)
+        write = self.pools.writes.get(key)
         if write is None:
             check_rows(operation, self.config, rows, layout)
         rows = [rows_first(a, layout) for a in rows]
         if write is None:
-            write = self._writes.keep(key, self._write(operation, layer, rows))
+            write = self.pools.writes.keep(key, self._write(operation, layer, rows))
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with Changing(self, step) as change:
             calls = write.calls(rows, self.tables.slots(step, write.ordered))
@@ -71,7 +69,7 @@ class RowPages(Pages[LayerPools]):
         """The write of new rows of one form; the DTypeError names another store that takes their dtype, if any."""
         dtype = rows[0].dtype
         try:
-            return (HeadWrite if self.config.per_head else RowWrite)(operation, self, layer, rows)
+            return (HeadWrite if self.config.per_head else RowWrite)(operation, self.pools, layer, rows)
         except DTypeError as error:
             if dtype is not rows[1].dtype or dtype not in dtypes.FLOATS:
                 raise
