@@ -377,7 +377,7 @@ def attended(machine: Machine, form: dict[str, Any], call: AttentionCall, q: Arr
     if form["kind"] == "contiguous" and form["lse"] and "mass" not in form and "indices" not in form:
         with contextlib.suppress(TikvError):
             call.prepare_to_weigh(lse, machine.array("float32", *q.shape[:1], form["heads"], form["length"] + 1))
-    return f"{plan.most_queries} queries; torch: {', '.join(sorted(plan.by_torch.faster))}"
+    return f"{plan.family.most_queries} queries; torch: {', '.join(sorted(plan.by_torch.faster))}"
 
 
 def choice(form: dict[str, Any]) -> str:

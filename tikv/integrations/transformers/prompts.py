@@ -115,6 +115,6 @@ def attend_prompt(
     caches = Caches(ContiguousLayout(sinks=sinks), in_rows(decoded(key)), in_rows(decoded(value)), key.shape[2])
     query = in_rows(query)
     call = attention_call(OPERATION, query, caches, request)
-    if not (always or call.plan.warpgroups_serve):
+    if not (always or call.plan.family.in_warpgroups):
         return None
     return call.attend(query, impl="taichi").transpose(1, 2)

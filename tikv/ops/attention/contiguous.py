@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.arrays import ArrayView, describe, refuse_backward
 from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.call import Caches, attention_call
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, scales_of, window_or_none
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, are_fixed, window_or_none
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
+from tikv.ops.fixed_scales import fixed_scale
 from tikv.ops.layouts import Formats, Rows, Scale
 
 
@@ -202,13 +202,9 @@ class ContiguousLayout(NamedTuple):
                 f"{operation}: sinks={sinks} leave no room for other tokens in the window of {slots}. Use sinks < "
                 f"{slots}."
             )
-        scales = scales_of(arrays, operation)
-        of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-        fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
-        if scales and fixed:
-            check_fixed_scales(scales, k.shape[1], operation, k.shape[0])
-        for name, a in zip(of_scales, scales, strict=True):
-            if not fixed and a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
+        per_row = () if are_fixed(arrays, k.shape[1], k.shape[0], operation) else ("k_scale", "v_scale")
+        for name, a in [(name, arrays[name]) for name in per_row if name in arrays]:
+            if a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
                 raise ShapeError(
                     f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed."
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from tikv.arrays import ArrayView, describe
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
 from tikv.ops import checks
+from tikv.ops.fixed_scales import check_fixed_scales
 from tikv.ops.layouts import Rows, Scale
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -241,12 +243,13 @@ def window_or_none(window: Any, operation: str) -> int | None:
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
-def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
-    """The scales of K and V, if there are any; both have the same strides."""
-    scales = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
-    if len(scales) < 2:
-        return scales
-    a, b = scales
-    if a.strides != b.strides and a.shape == b.shape:
-        raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
-    return a, b
+def are_fixed(arrays: Mapping[str, ArrayView], heads: int, batch: int, operation: str) -> bool:
+    """Whether the scales of K and V, as far as there are any, are fixed, as those of 8-bit floats; both lie alike."""
+    scales = {name: arrays[name] for name in ("k_scale", "v_scale") if name in arrays}
+    if len({a.strides for a in scales.values()}) > 1 and len({a.shape for a in scales.values()}) == 1:
+        a, b = (scale.strides for scale in scales.values())
+        raise ShapeError(f"{operation}: k_scale has strides {a}, v_scale {b}. Lay them out alike.")
+    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in scales)
+    if scales and fixed:
+        check_fixed_scales(tuple(scales.values()), heads, operation, batch)
+    return fixed

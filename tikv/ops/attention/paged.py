@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
@@ -13,16 +13,16 @@ from tikv.ops.attention.call import Caches, attention_call, plan_key
 from tikv.ops.attention.options import (
     AttentionOptions,
     CacheLayout,
+    are_fixed,
     check_form,
     query_shape,
-    scales_of,
     table_by_head,
     window_or_none,
 )
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_terms
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
+from tikv.ops.fixed_scales import fixed_scale
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape, scale_of_slots
 from tikv.ops.quantize import Quantized, require_slots_first
 
@@ -148,13 +148,9 @@ class PagedLayout(NamedTuple):
 
 
 def check_paged_queries(
-    operation: str,
-    q: ArrayView,
-    pools: Caches,
-    request: AttendRequest,
-    terms: Mapping[str, ArrayView],
+    operation: str, q: ArrayView, pools: Caches, request: AttendRequest, terms: Mapping[str, ArrayView],
     table_heads: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check that queries (B, Hq, T, D) fit these pools, whatever the block tables and lengths will be.
 
     Args:
@@ -187,13 +183,9 @@ def check_paged_queries(
 
 
 def _pool_layout(
-    arrays: dict[str, ArrayView],
-    layout: str,
-    live: runtime.Runtime,
-    operation: str,
-    formats: Formats,
+    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats,
     table: tuple[int, int | None, int],
-) -> CacheLayout:
+) -> CacheLayout:  # fmt: skip
     """The checked `CacheLayout` of page pools for tables of so many sequences, KV heads (None: shared) and blocks."""
     batch, table_heads, table_blocks = table
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
@@ -212,15 +204,11 @@ def _pool_layout(
             f"{operation}: block_tables has pages for each of {table_heads} KV heads, whose blocks hold one head, and "
             f"the pools have {shape.heads} ({detail}). Use pools of 1 head."
         )
-    scales = scales_of(arrays, operation)
     heads = shape.heads if table_heads is None else table_heads
     rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], formats[stream]) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
-    of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
-    if scales and fixed:
-        check_fixed_scales(scales, heads, operation, batch)
+    fixed = are_fixed(arrays, heads, batch, operation)
     for i, name in enumerate(("k_scale", "v_scale")):
         if name in arrays and fixed:
             rows[i] = rows[i]._replace(scale=fixed_scale(arrays[name]))

@@ -95,13 +95,9 @@ class AttentionPlan(Plan):
     """
 
     def __init__(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        cache: CacheLayout,
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], cache: CacheLayout,
         options: AttentionOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(live, operation, tuple(arrays), [False] * len(arrays))
         q, batch = arrays["q"], arrays.get("table", arrays["k"]).shape[0]
         self.options = options
@@ -240,16 +236,6 @@ class AttentionPlan(Plan):
                     return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
         return launches
-
-    @property
-    def most_queries(self) -> int:
-        """The most queries of a prompt per launch."""
-        return self.family.most_queries
-
-    @property
-    def warpgroups_serve(self) -> bool:
-        """Whether warpgroups attend, which take all queries of a prompt in one launch."""
-        return self.family.in_warpgroups
 
     def _leave_native(self, arrays: dict[str, ArrayView]) -> None:
         """From now on, use the kernels that every launcher supports."""

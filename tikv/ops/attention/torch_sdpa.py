@@ -71,14 +71,6 @@ def torch_is_faster(
     return not tensor_cores
 
 
-def faster_in_torch(
-    live: runtime.Runtime, queries: int, tensor_cores: bool, dtype: DType, head_dim: int
-) -> frozenset[str]:
-    """The kinds of calls with so many queries per sequence for which `torch_is_faster`."""
-    form = queries, tensor_cores, dtype, head_dim
-    return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *form))
-
-
 def report(live: runtime.Runtime) -> str:
     """What `impl="auto"` takes for each kind of call, tikv's kernels or torch's attention, and why; for people."""
     if live.invariant:
@@ -122,8 +114,9 @@ class TorchAttention:
 
     @functools.cached_property
     def faster(self) -> frozenset[str]:
-        """The kinds of calls for which torch is faster; measured times are read when it is first asked."""
-        return faster_in_torch(self.live, *self._form)
+        """The kinds of calls for which `torch_is_faster`; measured times are read when it is first asked."""
+        kinds = (*measured.KINDS, MASKED)
+        return frozenset(kind for kind in kinds if torch_is_faster(self.live, kind, *self._form))
 
     def serves(
         self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int, return_lse: bool, impl: str

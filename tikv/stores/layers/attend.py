@@ -35,16 +35,9 @@ def layer_plan(
 
 
 def cache_plan(
-    live: runtime.Runtime,
-    operation: str,
-    arrays: dict[str, ArrayView],
-    scores: AttentionScale,
-    span: int,
-    sinks: int,
-    ring: int,
-    formats: Formats = (None, None),
-    sharded: tuple[int, int] = (0, 0),
-) -> AttentionPlan:
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], scores: AttentionScale, span: int, sinks: int,
+    ring: int, formats: Formats = (None, None), sharded: tuple[int, int] = (0, 0),
+) -> AttentionPlan:  # fmt: skip
     """The plan of attention over `sinks` and the newest `span` tokens, 0 for all, in `ring` slots or a plain cache.
 
     `sharded` is as in `AttentionOptions`.

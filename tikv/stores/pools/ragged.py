@@ -163,7 +163,7 @@ class RaggedAttention:
             SharedAttention(*given, self._config.block_size).attend(q, out, lse[0] if lse else None)
             return
         if run.tokens > most:
-            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
+            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.family.most_queries
         for begin in range(0, run.tokens, most):
             stop = min(run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
