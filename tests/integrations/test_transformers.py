@@ -313,11 +313,9 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     read = []
     by_slots, by_arrays = slots.CacheSlots.attend, stored.attend_contiguous
     monkeypatch.setattr(
-        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k_cache.dtype), by_slots(self, *a))[1]
+        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k.dtype), by_slots(self, *a))[1]
     )
-    monkeypatch.setattr(
-        stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k_cache.dtype), by_arrays(q, c, *a))[1]
-    )
+    monkeypatch.setattr(stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k.dtype), by_arrays(q, c, *a))[1])
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)
     assert not read

@@ -108,7 +108,7 @@ def test_a_call_is_of_a_kind(live, no_plans, monkeypatch, queries, length, optio
     pytest.importorskip("torch")
     kinds, find = [], TorchAttention.kind
     monkeypatch.setattr(TorchAttention, "kind", lambda *given: kinds.append(find(*given)) or kinds[-1])
-    monkeypatch.setattr("tikv.ops.attention.plan.faster_in_torch", lambda *given: {kind})
+    monkeypatch.setattr(TorchAttention, "faster", {kind})
     q, cache = np.ones((1, 2, *([queries] if queries else []), 8), np.float32), np.ones((1, 1, 70, 8), np.float32)
     assert (tikv.decode_attention(q, cache, cache, length, **options) <= 1).all()
     assert kinds == [kind, kind], "asked by the choice, and by torch's attention, so it was chosen"

@@ -28,9 +28,10 @@ from tikv.arrays import (
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks, paged
+from tikv.ops.attention.call import Caches, attention_call
 from tikv.ops.attention.merge import merge_into, merge_parts
 from tikv.ops.attention.options import QUERIES, real
-from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.indices import host_integers
@@ -224,7 +225,7 @@ def batch_decode_with_paged_kv_cache(
     for factor in of_scores:
         if factor is not None:
             scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
-    pools = PagedCaches(k_pool, v_pool, for_operation(table, q), lens.astype(np.int32), kv_layout, **scales)
+    pools = Caches(PagedLayout(kv_layout), k_pool, v_pool, lens.astype(np.int32), for_operation(table, q), **scales)
     request = AttendRequest(
         scale=scale,
         softcap=real(logits_soft_cap, "logits_soft_cap", operation) or None,
@@ -233,7 +234,7 @@ def batch_decode_with_paged_kv_cache(
         **terms,
         **_seen(causal or masked, window_left, queries, int(table.shape[1]) * block_size),
     )
-    call = paged_call(operation, _heads_first(asked), pools, request)
+    call = attention_call(operation, _heads_first(asked), pools, request)
     if out is None:
         out = new_like(q, (*asked.shape[:-1], call.plan.cache.width_v), asked.dtype, call.plan.live)
     to = _heads_first(view(out, "out", operation))

@@ -20,8 +20,9 @@ from tikv.compat.indices import Indices, flag, for_operation, is_number, library
 from tikv.compat.ragged_rows import RaggedRows, on_device_of
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks, paged
+from tikv.ops.attention.call import Caches, attention_call
 from tikv.ops.attention.options import real
-from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.plan import PlannedCall
@@ -467,12 +468,12 @@ class CacheCall:
         if softcap is not None and softcap < 0:
             refuse_option(self.operation, softcap=(args.softcap, "0 for none, or a positive number"))
         splits = checks.integer(args.num_splits, "num_splits", self.operation)
-        pools = PagedCaches(k, v, for_operation(table, args.q), for_operation(lengths, args.q), **scales)
+        pools = Caches(PagedLayout(), k, v, for_operation(lengths, args.q), for_operation(table, args.q), **scales)
         request = AttendRequest(
             scale=scale, softcap=softcap or None, alibi_slopes=args.alibi_slopes, num_splits=splits or None,
             short=True, **seen,
         )  # fmt: skip
-        ready = paged_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
+        ready = attention_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
         return out, lse, ready._replace(owners=(*ready.owners, queries, scales))
 
     def _descales(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from tikv.arrays import Array, Arrays, ArrayView, describe, handed_over, new_arr
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
+from tikv.ops.attention.call import AttentionCall
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.locking import StoreLock, locked

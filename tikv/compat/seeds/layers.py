@@ -16,9 +16,9 @@ from tikv.arrays import Array, Arrays, ArrayView, CacheArray, Views, runtime_of,
 from tikv.compat.seeds.kv_layer import KVLayer
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.ops import checks, copy, paged, rope
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
-from tikv.ops.attention.paged import PagedCaches, paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.call import AttentionCall, Caches, attention_call
+from tikv.ops.attention.contiguous import CONTIGUOUS
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.write_qkv import write_fused
 from tikv.ops.write_qkv_codes import FusedTarget
@@ -223,8 +223,8 @@ class ContiguousKVLayer(KVLayer):
     def _call(self, operation: str, q: ArrayView, lens: Array, request: AttendRequest) -> AttentionCall:
         k, v, *_ = self._arrays
         scales = {name: a.batch_of_one() for name, a in self._scales().items()}
-        caches = ContiguousCaches(k.batch_of_one(), v.batch_of_one(), lens, **scales)
-        return contiguous_call(operation, q, caches, request)
+        caches = Caches(CONTIGUOUS, k.batch_of_one(), v.batch_of_one(), lens, **scales)
+        return attention_call(operation, q, caches, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         self._layer.length = self._len
@@ -519,8 +519,8 @@ class PagedKVLayer(KVLayer):
 
     def _call(self, operation: str, q: ArrayView, lens: Array, request: AttendRequest) -> AttentionCall:
         k, v, *_ = self._arrays
-        pools = PagedCaches(k, v, self._table.batch_of_one(), lens, self.pool.form.layout, **self._scales())
-        return paged_call(operation, q, pools, request)
+        pools = Caches(PagedLayout(self.pool.form.layout), k, v, lens, self._table.batch_of_one(), **self._scales())
+        return attention_call(operation, q, pools, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         pools, layout = self._arrays, self.pool.form.layout

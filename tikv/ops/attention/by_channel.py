@@ -14,8 +14,9 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.formats import GroupFormat
 from tikv.ops import checks
+from tikv.ops.attention.call import attention_plan, plan_key
 from tikv.ops.attention.families import Form, is_served, log_choice
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key, query_shape
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, query_shape
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Rows, Scale
@@ -182,7 +183,7 @@ def channel_plan(
         plan, query = None, query_shape(arrays["q"], "q", operation)
         form = Form(live, arrays, query, cache, options)
         if is_served(form):
-            plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
+            plan = AttentionPlan(live, operation, arrays, cache, options)
         else:
             log_choice(operation, form)
         entry = live.plans.keep(key, (plan,))
@@ -201,9 +202,8 @@ def scored_plan(
         values: where V lies.
         asked: what turns products into scores.
     """
-    key = plan_key(operation, arrays, ("scored", *asked, values.rows.format, *values[1:]))
-    plan: AttentionPlan | None = live.plans.get(key)
-    if plan is None:
+
+    def form() -> tuple[CacheLayout, AttentionOptions]:
         scores = arrays["k"]
         sequence, head, row, _ = scores.strides
         cache = CacheLayout(
@@ -219,6 +219,6 @@ def scored_plan(
             ring=values.ring,
             scored=True,
         )
-        options = AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options))
-    return plan
+        return cache, AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
+
+    return attention_plan(live, operation, arrays, ("scored", *asked, values.rows.format, *values[1:]), form)

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tikv import dtypes, runtime
-from tikv.arrays import Array, Arrays, ArrayView, describe, refuse_backward, runtime_of
+from tikv import runtime
+from tikv.arrays import Array, Arrays, ArrayView, describe, refuse_backward
 from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.options import (
-    INTEGERS,
-    NO_ARRAYS,
-    STORED,
-    CacheLayout,
-    add_scales,
-    plan_key,
-    scales_of,
-    views_of,
-    window_or_none,
-)
-from tikv.ops.attention.plan import AttentionCall, AttentionPlan, Results
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, are_fixed, window_or_none
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
-from tikv.ops.attention.terms import NO_TERMS
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
-from tikv.ops.indices import index_array
+from tikv.ops.fixed_scales import fixed_scale
 from tikv.ops.layouts import Formats, Rows, Scale
-from tikv.ops.quantize import Quantized, codes_of_pair
 
 
 def decode_attention(
@@ -114,115 +102,71 @@ def decode_attention(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
-    ring = checks.flag(ring, "ring", operation)
-    caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
+    layout = ContiguousLayout(checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation))
+    caches = Caches(layout, k_cache, v_cache, seq_lens, None, k_scale, v_scale, head_dim_v)
     results = Results(out, checks.flag(return_lse, "return_lse", operation))
-    call = contiguous_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
+    call = attention_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
     return refuse_backward(call.attend(q, results, impl, first_valid or 0), q, k_cache, v_cache)
 
 
 NAMES = {"q": "q", "k": "k_cache", "v": "v_cache", "lens": "seq_lens"}  # parameters, by the array that attention reads
 
 
-class ContiguousCaches(NamedTuple):
-    """Caches as a caller gave them, and how they are read.
+class ContiguousLayout(NamedTuple):
+    """Contiguous caches, (B, H, capacity, D), and how their slots are read; an `AttendedLayout`.
 
-    `formats` are those of a store's caches, each of which may hold words of codes, with the scales of their groups, or
-    have no scales. With `starts`, `seq_lens` is (2 * B,): for each sequence its length and the first slot that is seen.
-    `ring` may also be the number of slots that tokens go round, sinks included, if the window is smaller.
-    The other fields are parameters of `decode_attention`.
+    `ring` may also be the number of slots that tokens go round, sinks included, if the window is smaller. With
+    `starts`, lengths are (2 * B,): for each sequence its length and the first slot that is seen.
     """
 
-    k_cache: Array
-    v_cache: Array
-    seq_lens: Array | int
-    k_scale: Array | float | None = None
-    v_scale: Array | float | None = None
-    ring: Any = False
-    sinks: Any = 0
-    head_dim_v: Any = None
-    formats: Formats | None = None
+    ring: bool | int = False
+    sinks: int = 0
     starts: bool = False
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """As in `AttendedLayout`."""
+        return NAMES
 
-def contiguous_call(
-    operation: str, q: Array, caches: ContiguousCaches, request: AttendRequest, return_mass: bool = False
-) -> AttentionCall:
-    """A checked call of `decode_attention`, under the operation name that errors give."""
-    request = request.checked(operation)
-    k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats, starts = caches
-    live = runtime_of(q, k_cache)
-    length, arguments, of_groups = 0, {"q": q}, NO_ARRAYS
-    if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
-        pair = {"k_cache": k_cache, "v_cache": v_cache}
-        codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
-        of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
-        head_dim_v = None
-    else:
-        arguments |= {"k": k_cache, "v": v_cache}
-    if isinstance(seq_lens, INTEGERS):
-        length = checks.integer(seq_lens, "seq_lens", operation)
-    else:
-        arguments["lens"] = seq_lens = index_array(seq_lens, "seq_lens", operation)
-    arrays = views_of(operation, arguments, NAMES, head_dim_v)
-    arrays |= of_groups
-    if v_cache is None and v_scale is None:
-        v_scale = k_scale
-    if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    terms = request.terms
-    if terms is not NO_TERMS:
-        arrays |= terms.views(operation)
-    sinks = checks.integer(sinks, "sinks", operation)
-    key = plan_key(operation, arrays, (request.choices, return_mass, ring, sinks, formats, starts, v_cache is None))
-    plan = live.plans.get(key)
-    if plan is None:
-        request.check_choices(operation)
-        asked = request.options(return_mass)
-        cache = _contiguous(arrays, asked.span, ring, sinks, live, operation, formats or (None, None))
-        cache = cache._replace(starts=starts, in_keys=v_cache is None)
-        if asked.span is not None:
-            asked = asked._replace(span=asked.span - cache.sinks)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], asked))
-    return AttentionCall(plan, arrays, length, (seq_lens,))
+    def check(self, operation: str, caches: Caches, request: AttendRequest) -> None:
+        """Refuse nothing."""
+
+    def cache(
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
+        options: AttentionOptions,
+    ) -> tuple[CacheLayout, AttentionOptions]:  # fmt: skip
+        """As in `AttendedLayout`."""
+        checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
+        k, v = arrays["k"], arrays["v"]
+        for name, a in (("k_cache", k), ("v_cache", v)):
+            checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)
+            checks.readable(a, name, operation)
+        detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
+        for axis, what in enumerate(("batch", "number of heads", "capacity")):
+            checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
+        capacity, window, (ring, sinks, starts) = k.shape[2], options.span, self
+        window = checks.window_of(window, capacity, operation) if ring is True else window_or_none(window, operation)
+        slots = capacity if window is None else window
+        if sinks and (window is not None or ring) and sinks >= slots:
+            raise CapacityError(
+                f"{operation}: sinks={sinks} leave no room for other tokens in the window of {slots}. Use sinks < "
+                f"{slots}."
+            )
+        per_row = () if are_fixed(arrays, k.shape[1], k.shape[0], operation) else ("k_scale", "v_scale")
+        for name, a in [(name, arrays[name]) for name in per_row if name in arrays]:
+            if a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
+                raise ShapeError(
+                    f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed."
+                )
+        ringed = ring or window is not None
+        ring_slots = (slots if ring is True else ring) - sinks if ring else 0
+        cache = contiguous_cache(arrays, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
+        if options.span is not None:
+            options = options._replace(span=options.span - cache.sinks)
+        return cache._replace(starts=starts), options
 
 
-def _contiguous(
-    arrays: dict[str, ArrayView],
-    window: int | None,
-    ring: bool | int,
-    sinks: int,
-    live: runtime.Runtime,
-    operation: str,
-    formats: Formats,
-) -> CacheLayout:
-    """The checked `CacheLayout` of contiguous caches and rings."""
-    checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
-    k, v = arrays["k"], arrays["v"]
-    for name, a in (("k_cache", k), ("v_cache", v)):
-        checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)
-        checks.readable(a, name, operation)
-    detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
-    for axis, what in enumerate(("batch", "number of heads", "capacity")):
-        checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
-    capacity = k.shape[2]
-    window = checks.window_of(window, capacity, operation) if ring is True else window_or_none(window, operation)
-    slots = capacity if window is None else window
-    if sinks and (window is not None or ring) and sinks >= slots:
-        raise CapacityError(
-            f"{operation}: sinks={sinks} leave no room for other tokens in the window of {slots}. Use sinks < {slots}."
-        )
-    scales = scales_of(arrays, operation)
-    of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
-    if scales and fixed:
-        check_fixed_scales(scales, k.shape[1], operation, k.shape[0])
-    for name, a in zip(of_scales, scales, strict=True):
-        if not fixed and a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
-            raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
-    ringed = ring or window is not None
-    ring_slots = (slots if ring is True else ring) - sinks if ring else 0
-    return contiguous_cache(arrays, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
+CONTIGUOUS = ContiguousLayout()
 
 
 def contiguous_cache(

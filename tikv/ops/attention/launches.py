@@ -16,9 +16,8 @@ from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
-from tikv.ops.attention.selected import indices_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
-from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
+from tikv.ops.attention.terms import indices_by_head, term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 

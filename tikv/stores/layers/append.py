@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes, launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
-from tikv.errors import DTypeError, OptionError
+from tikv.errors import OptionError
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -24,7 +24,7 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
 from tikv.stores.layers.summaries import summarize, written_pages
-from tikv.stores.row_format import append_one_of
+from tikv.stores.row_format import check_appended
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -471,17 +471,12 @@ class Appends:
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed = memory.rows.appended
-        if k.dtype.name not in allowed:
-            to, other = f"a {memory.rows.name} store", ""
-            if self.of_groups:  # another dtype of the store would give up the groups
-                to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
-            elif allowed and k.dtype in dtypes.FLOATS:
-                other = f", or make the store with dtype={k.dtype.name!r}"
-            raise DTypeError(
-                f"{operation}: cannot append {k.dtype.name} to {to} (k: {describe(k)}). "
-                f"{append_one_of(allowed)}{other}."
-            )
+        allowed, to, other = memory.rows.appended, f"a {memory.rows.name} store", ""
+        if self.of_groups:  # another dtype of the store would give up the groups
+            to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
+        elif allowed and k.dtype in dtypes.FLOATS:
+            other = f", or make the store with dtype={k.dtype.name!r}"
+        check_appended(operation, k, allowed, to, other)
         axes, lead = "T, H, D" if token_axis == 1 else "H, T, D", "num_layers, batch" if stacked else "batch"
         shape = f"({lead}, {axes})" + (", or without the batch" if memory.batch_size == 1 else "")
         full = 5 if stacked else 4

@@ -15,7 +15,9 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
-from tikv.ops.attention.paged import PagedCaches
+from tikv.ops.attention.call import Caches
+from tikv.ops.attention.paged import PagedLayout
+from tikv.runtime.cache import BoundedCache
 from tikv.stores.limits import require_memory
 from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.pools.summaries import LayerPages
@@ -147,6 +149,7 @@ class LayerPools(BlockPools):
             divided by.
         caches: all of this for each layer, as attention takes it, without block tables.
         pages: the page summaries of each layer, or None.
+        writes: the writes of rows of one form each, which are bound to these arrays.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
@@ -160,10 +163,11 @@ class LayerPools(BlockPools):
             dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
         ]
         self.caches = [
-            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
+            Caches(PagedLayout(config.layout), k, v, formats=config.rows.formats, **scales)
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
         self.pages: list[LayerPages | None] = [None] * num_layers
+        self.writes: BoundedCache[Any, Any] = BoundedCache()
         if config.page is not None:
             self._make_pages(config.page)
 

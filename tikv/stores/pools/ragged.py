@@ -16,9 +16,10 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view, write_host
 from tikv.errors import ShapeError
+from tikv.ops.attention.call import AttentionCall, attention_call
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import check_paged_queries, paged_call
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.paged import check_paged_queries
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
@@ -89,8 +90,8 @@ class RaggedAttention:
             check_parents(self.operation, terms["parents"], self.live)
 
     def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
-        caches = self._caches._replace(block_tables=table, context_lens=lens)
-        return paged_call(self.operation, q, caches, self._request, terms)
+        caches = self._caches._replace(table=table, lens=lens)
+        return attention_call(self.operation, q, caches, self._request, terms=terms)
 
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
@@ -162,7 +163,7 @@ class RaggedAttention:
             SharedAttention(*arguments, self._config.block_size).attend(q, out, lse[0] if lse else None)
             return
         if run.tokens > most:
-            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
+            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.family.most_queries
         for begin in range(0, run.tokens, most):
             stop = min(run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)

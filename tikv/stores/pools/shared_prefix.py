@@ -13,9 +13,9 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, new_array
+from tikv.ops.attention.call import AttentionCall, Caches, attention_call
 from tikv.ops.attention.merge import merge_into
-from tikv.ops.attention.paged import PagedCaches, paged_call
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 
 # Bytes of keys and values that need not be read again for which two launches more are worth it. On one core of a Xeon a
@@ -96,13 +96,12 @@ def as_one(a: ArrayView) -> ArrayView | None:
     return a.restrided((1, heads, count * tokens, *rest), (count * tokens * per_token, per_head, per_token, *others))
 
 
-def pool_call(operation: str, caches: PagedCaches, terms: Mapping[str, ArrayView]) -> Call:
+def pool_call(operation: str, caches: Caches, terms: Mapping[str, ArrayView]) -> Call:
     """Calls of attention over a pool's caches; `terms` are views of the request's, those that it has left."""
 
     def call(q: ArrayView, table: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
         passed = {name: a for name, a in terms.items() if getattr(request, name) is not None}
-        paged = caches._replace(block_tables=table, context_lens=lens)
-        return paged_call(operation, q, paged, request, passed)
+        return attention_call(operation, q, caches._replace(table=table, lens=lens), request, terms=passed)
 
     return call
 
