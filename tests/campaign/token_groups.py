@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import numpy as np
+from inside import codes_of
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
@@ -187,9 +188,9 @@ class TokenGroups:
         model = self.model
         model.bits = [
             [a.copy_to_host() for a in (tikv.arrays.CacheArray(x, model.store.runtime) for x in codes.arrays)]
-            for codes in model.store._storage.codes
+            for codes in codes_of(model.store)
         ]
-        for layer, codes in enumerate(model.store._storage.codes):
+        for layer, codes in enumerate(codes_of(model.store)):
             for a, was, (_, filled) in zip(model.bits[layer], bits[layer], codes.filled, strict=True):
                 a[:, :, :filled] = was[:, :, :filled]
 
