@@ -9,7 +9,7 @@ from inside import codes_of
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
-from campaign.unfinished import goes_on, held_up, refuses
+from campaign.unfinished import goes_on, refuses
 
 LAYERS = 2
 FORMS: list[dict[str, Any]] = [  # few of them, since each compiles its own kernels
@@ -43,8 +43,6 @@ class TokenGroups:
 
     def goes_on(self, layer: int, tokens: int) -> bool:
         """As `unfinished.goes_on`."""
-        if not held_up(self.model.ends, layer, tokens):
-            return True
         placed, _, _ = self.model.new(tokens)
         call = lambda: self.model.store.append(layer, *placed[:2], layout="head_major")  # noqa: E731
         return goes_on(self.model.ends, layer, tokens, call, self.align)
