@@ -1,4 +1,6 @@
-"""Counting the launches of kernels, whatever the launcher; and refusing new plans."""
+"""Counting the launches of kernels, whatever the launcher; letting them fail, and refusing new plans."""
+
+import contextlib
 
 from tikv import arrays, launch, runtime
 from tikv.ops.plan import Plan
@@ -33,6 +35,30 @@ def count_launches(monkeypatch):
     if runtime.is_started():
         arrays.runtime_of().plans.clear()  # which hold such ways already
     return counted
+
+
+@contextlib.contextmanager
+def failing_launches(monkeypatch, after, error):
+    """A context in which every launch raises this error, but for the first `after`."""
+    inside = [True]  # plans that are made here keep what launches them
+
+    def failing(original):
+        def launch_or_fail(self):
+            if inside and len(counted) >= after:
+                raise error
+            return original(self)
+
+        return launch_or_fail
+
+    with monkeypatch.context() as patch:
+        counted = count_launches(patch)
+        for kind in classes_below(launch.Bound):
+            if "launch" in vars(kind):
+                patch.setattr(kind, "launch", failing(kind.launch))
+        try:
+            yield
+        finally:
+            inside.clear()
 
 
 def refuse_plans(monkeypatch):

@@ -521,6 +521,37 @@ def test_the_map_has_each_folder():
     assert {folder for folder in folders if "/" not in folder} - named == {"."}
 
 
+MOST_PATCHES = 283  # only ever fewer
+INSIDE = "tests/inside.py"  # where tests look into stores
+
+
+def patches(tree: ast.AST) -> list[int]:
+    """The lines that replace something for a test: `monkeypatch.setattr`, under any name."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"]
+
+
+def looks_inside(tree: ast.AST) -> list[int]:
+    """The lines that read how a store keeps its layers."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "_storage"]
+
+
+def test_tests_use_what_users_have():
+    """A test that replaces a function of a module, or looks into a store, breaks when these move, and not the library.
+
+    Fixtures of conftest.py stand in for devices and say how much room there is; `launch_counter` counts launches.
+    """
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")}
+    lines = {path.relative_to(ROOT).as_posix(): (patches(tree), looks_inside(tree)) for path, tree in trees.items()}
+    assert sum(len(found) for found, _ in lines.values()) <= MOST_PATCHES
+    assert [path for path, (_, found) in lines.items() if found] == [INSIDE]
+
+
+def test_a_patch_and_a_look_are_found():
+    tree = ast.parse("def test(gpu, store):\n    gpu.setattr(driver, 'device', None)\n    return store._storage.counts")
+    assert (patches(tree), looks_inside(tree)) == ([2], [3])
+
+
 MOST_CHANGELOG_LINES = 3
 
 
