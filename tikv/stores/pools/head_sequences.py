@@ -27,7 +27,7 @@ class HeadState(SequenceState):
     def ends(self) -> list[int]:
         return self.lengths
 
-    def came(self, layer: int) -> int:
+    def appended(self, layer: int) -> int:
         return self.lengths[layer]
 
     def shift(self, layer: int) -> int:
