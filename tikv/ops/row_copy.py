@@ -56,29 +56,10 @@ def choose_codec(
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.
     """
+    if src.format != dst.format:
+        return _codec_of_groups(operation, style, src, dst, width)
     from tikv.kernels.codec import Codec
-    from tikv.kernels.group_lanes import PART
-    from tikv.kernels.groups import UNIT, has_halves
-    from tikv.kernels.hadamard import HELD
 
-    row_format = src.format or dst.format
-    if row_format is not None and src.format != dst.format:
-        if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
-            raise unaligned(operation, src, dst)
-        names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
-        bits = [e.array.dtype.itemsize * 8 for e in (src, dst)]
-        if dst.format and style != "cpu":
-            bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
-        elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
-            bits[1] = 8
-        turn = None if row_format.seed is None else (block_of(width), row_format.seed)
-        if src.format and style != "cpu" and turn:
-            return width // HELD, Codec(*names, HELD, *bits, turn)
-        if src.format and style != "cpu":
-            if not has_halves(src.format.name):
-                bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
-            return width // UNIT, Codec(*names, UNIT, *bits)
-        return width // row_format.group, Codec(*names, row_format.group, *bits, turn)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
@@ -92,6 +73,31 @@ def choose_codec(
         if width % elements == 0 and src_align % src_word == 0 and dst_align % dst_word == 0 and chunks_whole:
             return width // elements, Codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
     raise unaligned(operation, src, dst)
+
+
+def _codec_of_groups(operation: str, style: str, src: Rows, dst: Rows, width: int) -> tuple[int, Any]:
+    """`choose_codec` for rows that become codes of groups, or are dequantised."""
+    from tikv.kernels.codec import Codec
+    from tikv.kernels.group_lanes import PART
+    from tikv.kernels.groups import UNIT, has_halves
+    from tikv.kernels.hadamard import HELD
+
+    format = src.format or dst.format
+    assert format is not None
+    if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
+        raise unaligned(operation, src, dst)
+    bits = [e.array.dtype.itemsize * 8 for e in (src, dst)]
+    turn = None if format.seed is None else (block_of(width), format.seed)
+    unit = format.group
+    if dst.format and style != "cpu":
+        bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
+    elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
+        bits[1] = 8
+    elif src.format and style != "cpu":
+        unit = HELD if turn else UNIT
+        if not turn and not has_halves(format.name):
+            bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
+    return width // unit, Codec(src.storage, dst.storage, unit, *bits, turn)
 
 
 def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:

@@ -14,7 +14,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.call import attention_plan, plan_key
+from tikv.ops.attention.call import plan_key
 from tikv.ops.attention.families import Form, is_served, log_choice
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, query_shape
 from tikv.ops.attention.plan import AttentionPlan
@@ -202,8 +202,9 @@ def scored_plan(
         values: where V lies.
         asked: what turns products into scores.
     """
-
-    def form() -> tuple[CacheLayout, AttentionOptions]:
+    key = plan_key(operation, arrays, ("scored", *asked, values.rows.format, *values[1:]))
+    plan: AttentionPlan | None = live.plans.get(key)
+    if plan is None:
         scores = arrays["k"]
         sequence, head, row, _ = scores.strides
         cache = CacheLayout(
@@ -219,6 +220,6 @@ def scored_plan(
             ring=values.ring,
             scored=True,
         )
-        return cache, AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
-
-    return attention_plan(live, operation, arrays, ("scored", *asked, values.rows.format, *values[1:]), form)
+        options = AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, options))
+    return plan

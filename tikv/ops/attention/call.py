@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from tikv import runtime
@@ -29,7 +29,7 @@ class AttendedLayout(Protocol):
         """The caller's parameters, by the array that attention reads."""
 
     def check(self, operation: str, caches: Caches, request: AttendRequest) -> None:
-        """Refuse what no caches of this layout can do; OptionError."""
+        """Refuse what pages of this layout cannot do; OptionError."""
 
     def cache(
         self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
@@ -94,7 +94,8 @@ def attention_call(
     request = request.checked(operation)
     layout, k, v, lens, table, k_scale, v_scale, head_dim_v, formats = caches
     live, names = runtime_of(q, k), layout.names
-    layout.check(operation, caches, request)
+    if "table" in names:
+        layout.check(operation, caches, request)
     length, arguments, of_codes = 0, {"q": q}, None
     if isinstance(k, Quantized) or isinstance(v, Quantized):
         pair = {names["k"]: k, names["v"]: v}
@@ -117,30 +118,15 @@ def attention_call(
         _add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     arrays |= request.terms.views(operation) if terms is None else terms
 
-    def form() -> tuple[CacheLayout, AttentionOptions]:
-        request.check_choices(operation)
-        of_layout = formats or (None, None)
-        cache, options = layout.cache(live, operation, arrays, of_layout, request.options(return_mass))
-        return cache._replace(in_keys=v is None), options
-
-    choices = (request.choices, return_mass, layout, formats, v is None)
-    plan = attention_plan(live, operation, arrays, choices, form)
-    return AttentionCall(plan, arrays, length, (lens, table))
-
-
-def attention_plan(
-    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], choices: tuple[Any, ...],
-    form: Callable[[], tuple[CacheLayout, AttentionOptions]],
-) -> AttentionPlan:  # fmt: skip
-    """The plan of attention over arrays of this form with these choices, checked once.
-
-    `form` gives the layout and the options that the choices stand for, if there is no such plan yet.
-    """
-    key = plan_key(operation, arrays, choices)
+    key = plan_key(operation, arrays, (request.choices, return_mass, layout, formats, v is None))
     plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, *form()))
-    return plan
+        request.check_choices(operation)
+        options = request.options(return_mass)
+        cache, options = layout.cache(live, operation, arrays, formats or (None, None), options)
+        cache = cache._replace(in_keys=v is None)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, options))
+    return AttentionCall(plan, arrays, length, (lens, table))
 
 
 def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:

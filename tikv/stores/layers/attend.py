@@ -9,10 +9,10 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, handed_over, new_like, view
 from tikv.errors import PositionError
 from tikv.ops import checks
-from tikv.ops.attention.call import attention_plan
+from tikv.ops.attention.call import plan_key
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.launches import AttendedTokens
-from tikv.ops.attention.options import AttentionOptions, CacheLayout
+from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Formats
@@ -42,13 +42,14 @@ def cache_plan(
 
     `sharded` is as in `AttentionOptions`.
     """
-
-    def form() -> tuple[CacheLayout, AttentionOptions]:
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded))
+    plan: AttentionPlan | None = live.plans.get(key)
+    if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, sharded=sharded)
-        return contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats), options
-
-    return attention_plan(live, operation, arrays, (*scores, span, sinks, ring, formats, sharded), form)
+        cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, options))
+    return plan
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
