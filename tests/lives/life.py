@@ -100,6 +100,7 @@ class Life:
         made = {n: expected.format_of(v) if n.endswith("dtype") else v for n, v in options.items()}
         self.text = self._empty(TikvCache(self.model.config, **made))
         self.other: Text | None = None
+        self.taken: tuple[Any, Text] | None = None  # a snapshot, and what the cache held
         self.watched: Text | None = None
         self.fails: tuple[int, bool] | None = None  # the layer that is interrupted, and whether after its attention
         self.counts: dict[str, int] = {}
@@ -118,7 +119,7 @@ class Life:
             Wrong: something is not as it should be.
         """
         name, *arguments = operation
-        if self.text.length == 0 and name not in ("begin", "attention", "record", "reset", "interrupt"):
+        if self.text.length == 0 and name not in ("begin", "attention", "record", "reset", "interrupt", "restore"):
             return
         try:
             done = getattr(self, name)(*arguments)
@@ -279,6 +280,19 @@ class Life:
         empty.recorded = None if self.text.recorded is None else 0
         self.text = empty
 
+    def snapshot(self) -> None:
+        """Remember the text."""
+        self.taken = self.text.cache.snapshot(), self.text.copied()
+
+    def restore(self) -> Any:
+        """Go back to the text that was remembered of this cache."""
+        if self.taken is None or self.taken[1].cache is not self.text.cache:
+            return False
+        snapshot, text = self.taken
+        text.cache.restore(snapshot)
+        self.text = text.copied()
+        return None
+
     def attention(self, name: str) -> Any:
         """Another attention from now on."""
         if name == "sdpa" and not self.model._supports_sdpa:
@@ -322,7 +336,8 @@ class Life:
             self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
             self.text = before
             before.longest = max(before.longest, before.length + count)
-            self._align()
+            if seed % 2 or self.restore() is False:
+                self._align()
         return None
 
     def _refuses_to_go_on(self, what: str, seed: int) -> None:

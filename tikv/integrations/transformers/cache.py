@@ -27,6 +27,7 @@ from tikv.integrations.transformers.indexed import IndexedLayer
 from tikv.integrations.transformers.keywords import check_configured
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
+from tikv.integrations.transformers.snapshots import Snapshot
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
@@ -534,8 +535,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         ):
             raise PositionError(
                 f"{OPERATION}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
-                f"Their states include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that "
-                f"was made before that step."
+                f"Their states include its tokens, and a state cannot go back. Use restore() of a snapshot that was "
+                f"taken before that step, or reset()."
             )
 
     def align(self) -> int:
@@ -566,6 +567,55 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         for layer, back in ahead:
             layer.crop(back)
         return int(self.get_seq_length())
+
+    def snapshot(self) -> Snapshot:
+        """Remember what the cache holds, so that `restore` can go back to it, any number of times.
+
+        Returns:
+            A `Snapshot`. It works for as long as it is referenced; its repr says how many bytes it copied.
+
+        Raises:
+            PositionError: the last step was interrupted between two layers. Call `align` or `reset` first.
+            OptionError: the model keeps the state of a layer in its own modules.
+
+        Exactness: after `restore` the cache has the same bits, whatever was done to it since.
+        Cost: states, sliding layers, layers with ``window=`` and groups along tokens are copied now. Of other layers
+            nothing is copied, unless a crop to fewer tokens, a reset or another order of sequences is about to change
+            what the snapshot needs: then they are copied before it.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> cache, states = TikvCache(LlamaConfig(num_hidden_layers=1)), torch.ones(1, 2, 3, 8)
+            >>> _ = cache.update(states, states, 0)
+            >>> before = cache.snapshot()
+            >>> _ = cache.update(states, states, 0)
+            >>> cache.restore(before)
+            >>> cache.get_seq_length(), before
+            (3, Snapshot(3 tokens, 0 B copied))
+        """
+        self._refuse_half_step()
+        appended = [layer.appended for layer in self._with_keys]
+        if any(appended[1:]):
+            self._refuse_unequal(appended)
+        self._refuse_states_outside("snapshot")
+        return Snapshot(self)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Hold again what the cache held when a `snapshot` was taken; also after an interrupt between two layers.
+
+        Layers that the snapshot copied are replaced by new ones in `layers`.
+
+        Raises:
+            OptionError: the snapshot was taken of another cache. Nothing is changed.
+        """
+        snapshot.restore(self)
+        for cache in (self, getattr(self, "self_attention_cache", None), getattr(self, "_cross", None)):
+            if isinstance(cache, TikvCache):
+                cache._prompted = None
+                cache._find_layers()
+                cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""

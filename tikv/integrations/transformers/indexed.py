@@ -150,10 +150,9 @@ class IndexedLayer(TikvLayer):
             )
         super()._set(which, tensor)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvLayer.crop`, of both or of none."""
-        super().crop(tokens_to_remove)
-        length = self.get_seq_length()
+    def cut(self, length: int) -> None:
+        """As `TikvLayer.cut`, of both."""
+        super().cut(length)
         self._indexer.cut(length)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length]

@@ -42,6 +42,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         slot_map: where each token lies.
         for_steps: whether the layer belongs to a cache whose steps may be compiled.
         has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
+        marks: those of snapshots, see `before_change`.
         _goes_on: whether positions continue after the newest token, whatever is held.
         _past: how many tokens before the newest a query sees, sinks aside.
         _settled: no rollback goes back beyond this position.
@@ -66,6 +67,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._store: Any = None
         self._counted: steps.Counted | None = None  # what compiled steps know of the memory
         self._staged: dict[str, Any] = {}
+        self.marks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lent: weakref.ref[Pair] | None = None  # the tensors that `update` returned and nobody has decoded yet
         super().__init__()
         self.index = index
@@ -397,6 +399,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _set(self, which: str, tensor: Any) -> None:
         """Replace keys or values; if the length changes, the first of both waits for the other."""
+        self.before_change(0)
         self._recall()
         appended = self.appended
         if tensor is None:
@@ -462,12 +465,23 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.record_past = True
         self._settled = self.get_seq_length()
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of tokens that are held stay as they are when others come."""
+        return not self.is_sliding
+
+    def before_change(self, first: int) -> None:
+        """Let snapshots copy the rows that they marked, if rows from `first` on are about to change."""
+        for mark in [mark for mark in self.marks if mark.length > first]:
+            mark.keep(self)
+
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         self._forget()
 
     def _forget(self) -> None:
         """`reset` of keys and values."""
+        self.before_change(0)
         self._recall()
         self._staged.clear()
         self._settled = self._set_aside = 0
@@ -486,6 +500,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"{self._name}: compact() works only on layers with full attention that hold tokens. Set keys and "
                 "values instead."
             )
+        self.before_change(0)
         self._recall()
         self.store.compact(keep)
         self.store.make_room(capacity=min(self.room.slots_for(self.store.length + 1), self.store.capacity))
@@ -506,15 +521,19 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             OptionError: the number is positive, since transformers 5.16.
             PositionError: tokens in the next query's window are no longer held. Nothing is changed.
         """
-        target = self._cropped_to(tokens_to_remove)
+        self.cut(self._cropped_to(tokens_to_remove))
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, of which those that the next query sees are held, and drop the others."""
         if self.store is None:
             return
-        if not target:
+        if not length:
             self._forget()
             return
+        self.before_change(length)
         self._recall()
-        self.store.trim(self.get_seq_length() - target)
-        self._settled = target
+        self.store.trim(self.get_seq_length() - length)
+        self._settled = length
         self._count_on_device(0)
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
@@ -561,6 +580,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         batch: int = self.batch_size
         if change == "select":
             argument = torch.where(argument < 0, argument + batch, argument)
+        self.before_change(0)
         self._recall()
         getattr(self.store, change)(argument)
         if change != "reorder":

@@ -127,6 +127,27 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             self.conv_states[i] = self.recurrent_states[i] = None
             self.is_conv_states_initialized[i] = self.is_recurrent_states_initialized[i] = False
 
+    def copied_state(self) -> dict[str, Any]:
+        """A copy of the state, and of what is known of it, by the names of attributes."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in vars(StateLayer(self.index, **self._options))}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Put back a copy that `copied_state` made; states that are as large are written in place."""
+        for name, value in state.items():
+            if name in ("conv_states", "recurrent_states"):
+                self._put(getattr(self, name), value)
+            else:
+                setattr(self, name, copy.deepcopy(value))
+
+    @staticmethod
+    def _put(states: dict[int, Any], saved: Mapping[int, Any]) -> None:
+        for i, state in saved.items():
+            if state is not None and states[i] is not None and states[i].shape == state.shape:
+                with torch.inference_mode(states[i].is_inference()), torch.no_grad():
+                    states[i].copy_(state)
+            else:
+                states[i] = None if state is None else state.clone()
+
     def _cropped_to(self, tokens_to_remove: int) -> Any:
         """Raise if the state after fewer tokens is no longer known."""
         back = abs(tokens_to_remove)
@@ -136,7 +157,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         if any(self.is_recurrent_states_initialized.values()):
             raise PositionError(
                 f"{name}: crop({tokens_to_remove}) is not possible: the state sums up all tokens. Take a "
-                "copy.deepcopy() of the cache before tokens that may be dropped, or reset()."
+                "snapshot() of the cache before tokens that may be dropped, and restore() it; or reset()."
             )
         for i, state in self.conv_states.items():
             if state is None:
@@ -217,8 +238,7 @@ class _KeysBeside(StateLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         found = self._keys.__deepcopy__(self, memo)
-        for name in vars(StateLayer(self.index, **self._options)):
-            setattr(found, name, copy.deepcopy(getattr(self, name), memo))
+        found.set_state(self.copied_state())
         return found
 
     def __repr__(self) -> str:
