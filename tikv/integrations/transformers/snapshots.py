@@ -150,4 +150,4 @@ def _copied(layer: TikvLayer, length: int) -> TikvLayer:
 
 def _bytes_of(layer: TikvLayer) -> int:
     store, indexer = layer.store, getattr(layer, "_indexer", None)
-    return (0 if store is None else store.nbytes) + (0 if indexer is None else int(indexer.nbytes))
+    return (0 if store is None else int(store.nbytes)) + (0 if indexer is None else int(indexer.nbytes))
