@@ -32,6 +32,16 @@ def python(request):
 
 
 @pytest.fixture
+def no_plans(arch):
+    """No call's plan is of another test, nor is one of this test left for another."""
+    from tikv import arrays
+
+    arrays.runtime_of().plans.clear()
+    yield
+    arrays.runtime_of().plans.clear()
+
+
+@pytest.fixture
 def known_ptx(arch):
     """For tests of the native CUDA launcher, on whose account alone they are left out with another engine."""
     from tikv import runtime

@@ -1,6 +1,9 @@
-"""Counting the launches of kernels, whatever the launcher."""
+"""Counting the launches of kernels, whatever the launcher; letting them fail, and refusing new plans."""
+
+import contextlib
 
 from tikv import arrays, launch, runtime
+from tikv.ops.plan import Plan
 
 
 def classes_below(kind):
@@ -32,3 +35,37 @@ def count_launches(monkeypatch):
     if runtime.is_started():
         arrays.runtime_of().plans.clear()  # which hold such ways already
     return counted
+
+
+@contextlib.contextmanager
+def failing_launches(monkeypatch, after, error):
+    """A context in which every launch raises this error, but for the first `after`."""
+    inside = [True]  # plans that are made here keep what launches them
+
+    def failing(original):
+        def launch_or_fail(self):
+            if inside and len(counted) >= after:
+                raise error
+            return original(self)
+
+        return launch_or_fail
+
+    with monkeypatch.context() as patch:
+        counted = count_launches(patch)
+        for kind in classes_below(launch.Bound):
+            if "launch" in vars(kind):
+                patch.setattr(kind, "launch", failing(kind.launch))
+        try:
+            yield
+        finally:
+            inside.clear()
+
+
+def refuse_plans(monkeypatch):
+    """From now on a call fails that checks the forms of its arrays, which makes a plan, or binds a kernel to them."""
+
+    def refuse(self, *given):
+        raise AssertionError(f"a {type(self).__name__} is made or bound again")
+
+    monkeypatch.setattr(launch.Kernel, "bind", refuse)
+    monkeypatch.setattr(Plan, "__init__", refuse)

@@ -42,6 +42,7 @@ TOP = (
     "reference",
 )  # modules that lie directly in tikv/
 MOST_LINES = 145  # of a function, without docstrings
+MOST_DOCSTRING_LINES = 50  # one screen: rules beyond what a caller has to know at once are in the manual
 MOST_PARAMETERS = 10  # of what is neither public nor a kernel
 
 
@@ -266,6 +267,58 @@ def test_functions_are_of_a_readable_size():
     assert large == []
 
 
+def long_docstrings(tree: ast.AST, module: str) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    lengths = [(getattr(node, "name", "itself"), len((ast.get_docstring(node) or "").splitlines())) for node in nodes]
+    return [f"{module}, {name}: {lines} lines" for name, lines in lengths if lines > MOST_DOCSTRING_LINES]
+
+
+def test_docstrings_are_one_screen():
+    assert [text for module in modules() for text in long_docstrings(tree_of(module), module)] == []
+
+
+def unexplained(tree: ast.AST) -> list[str]:
+    """The classes whose docstring is missing, or too short to say anything."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in classes if len((ast.get_docstring(node) or "").split()) < 5]
+
+
+def test_every_class_is_explained():
+    apart = ("tikv.kernels.", "tikv.integrations.transformers.")
+    classes = {module: unexplained(tree_of(module)) for module in modules() if not module.startswith(apart)}
+    assert {module: names for module, names in classes.items() if names} == {}
+    source = 'class A:\n    """Keys of a layer, on the host."""\nclass B: ...\nclass C:\n    """Prompts."""'
+    assert unexplained(ast.parse(source)) == ["B", "C"]
+
+
+DOTTED = re.compile(r"`((?:kernels|ops|launch|stores|runtime|arrays|graphs|compat|distributed|tools)(?:\.\w+)+)`")
+
+
+def homeless(name: str) -> bool:
+    """Whether a dotted name, such as `ops.plan.Plan`, is neither a module nor something that a module has."""
+    parts = ["tikv", *name.split(".")]
+    end = next(i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in modules())
+    text = modules()[".".join(parts[:end])].read_text(encoding="utf-8")
+    return any(not re.search(rf"\b{part}\b", text) for part in parts[end : end + 1])
+
+
+def test_every_module_that_is_named_is_there():
+    texts = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
+    named = {module: set(DOTTED.findall(text)) - {"kernels.json"} for module, text in texts.items()}
+    assert sum(map(len, named.values())) > 20
+    assert {module: wrong for module, names in named.items() if (wrong := [n for n in names if homeless(n)])} == {}
+    assert homeless("kernels.fused.Change")
+    assert not homeless("ops.plan.Plan")
+
+
+def test_a_long_docstring_is_found():
+    text = "\n".join(["a"] * (MOST_DOCSTRING_LINES + 1))
+    for source in (f'"""{text}"""', f'class f:\n    """{text}"""', f'class g:\n    def f(x):\n        """{text}"""'):
+        assert len(long_docstrings(ast.parse(source), "here")) == 1
+    assert long_docstrings(ast.parse(f'"""{text[2:]}"""'), "here") == []
+
+
 def functions(tree: ast.AST, within: str = "") -> list[tuple[str, ast.FunctionDef]]:
     """The functions of a module and of its classes with their names, such as `Plan.run`, and those within them."""
     found = []
@@ -289,6 +342,33 @@ def is_public(module: str, name: str, node: ast.FunctionDef) -> bool:
     folder, *rest = module.split(".")[1:]
     named = not any(part.startswith("_") for part in (*rest, owner, *inner))
     return named and (folder in ("compat", "distributed", "integrations") or owner in dir(tikv))
+
+
+ARRAYS = {
+    "q", "k", "v", "qkv", "k_cache", "v_cache", "k_pool", "v_pool", "out", "seq_lens", "block_tables", "context_lens",
+    "slot_mapping", "positions", "sink_logits", "alibi_slopes", "mask", "parents", "indices", "keep", "index",
+}  # fmt: skip
+
+
+def of_any_type(node: ast.FunctionDef) -> list[str]:
+    """The parameters that are arrays by their names, but not by their annotations."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    untyped = ("Any", "Any | None")
+    return [a.arg for a in arguments if a.arg in ARRAYS and a.annotation and ast.unparse(a.annotation) in untyped]
+
+
+def test_arrays_are_annotated_as_arrays():
+    """By `tikv.arrays.Array`; classes of transformers pass tensors, and the reference imports nothing of tikv."""
+    apart = re.compile(r"transformers|reference")
+    wrong = {
+        f"{module}.{name}": names
+        for module in inside()
+        for name, node in functions(tree_of(module))
+        if is_public(module, name, node) and not apart.search(module) and (names := of_any_type(node))
+    }
+    assert wrong == {}
+    source = "def f(q: Any, k: Array, out: Any | None = None, dtype: Any = None): ..."
+    assert of_any_type(ast.parse(source).body[0]) == ["q", "out"]
 
 
 def parameters(node: ast.FunctionDef) -> int:
@@ -406,6 +486,70 @@ def test_every_path_that_is_named_is_there():
     wrong = {path.relative_to(ROOT).as_posix(): missing_paths(path.read_text(encoding="utf-8")) for path in files}
     del wrong["tests/test_architecture.py"]
     assert {path: names for path, names in wrong.items() if names} == {}
+
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def missing_names(text: str) -> list[str]:
+    """The files and folders in backquotes that exist nowhere, also not under the folder that a sentence speaks of."""
+    named = re.findall(r"`([\w.-]*(?:/[\w.-]+)*(?:/|\.(?:py|md|ll|toml)))`", text)
+    there = [f"/{path.relative_to(ROOT).as_posix()}" for path in own_files()]
+    made = ("dist/",)  # by commands
+    return [name for name in named if "NAME" not in name and name not in made and not is_in(there, name)]
+
+
+def is_in(paths: list[str], name: str) -> bool:
+    return any(f"/{name}" in path if name.endswith("/") else path.endswith(f"/{name}") for path in paths)
+
+
+def test_a_name_that_is_nowhere_is_found():
+    assert missing_names("`layers/no.py`, `layers/storage.py`, `stores/layers/`, `no/` and `tikv/ops/NAME.py`") == [
+        "layers/no.py",
+        "no/",
+    ]
+
+
+def test_each_file_that_the_guide_names_is_there():
+    assert missing_names(GUIDE) == []
+
+
+def test_the_map_has_each_folder():
+    named = set(re.findall(r"^\| `(\w[\w/]*)/` \|", GUIDE, re.MULTILINE))
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
+    assert named <= folders
+    assert {folder for folder in folders if "/" not in folder} - named == {"."}
+
+
+MOST_PATCHES = 283  # only ever fewer
+INSIDE = "tests/inside.py"  # where tests look into stores
+
+
+def patches(tree: ast.AST) -> list[int]:
+    """The lines that replace something for a test: `monkeypatch.setattr`, under any name."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"]
+
+
+def looks_inside(tree: ast.AST) -> list[int]:
+    """The lines that read how a store keeps its layers."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "_storage"]
+
+
+def test_tests_use_what_users_have():
+    """A test that replaces a function of a module, or looks into a store, breaks when these move, and not the library.
+
+    Fixtures of conftest.py stand in for devices and say how much room there is; `launch_counter` counts launches.
+    """
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")}
+    lines = {path.relative_to(ROOT).as_posix(): (patches(tree), looks_inside(tree)) for path, tree in trees.items()}
+    assert sum(len(found) for found, _ in lines.values()) <= MOST_PATCHES
+    assert [path for path, (_, found) in lines.items() if found] == [INSIDE]
+
+
+def test_a_patch_and_a_look_are_found():
+    tree = ast.parse("def test(gpu, store):\n    gpu.setattr(driver, 'device', None)\n    return store._storage.counts")
+    assert (patches(tree), looks_inside(tree)) == ([2], [3])
 
 
 MOST_CHANGELOG_LINES = 3

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+from inside import codes_of
 
 import tikv
 from tikv import reference
@@ -31,7 +32,7 @@ class Model:
         self.places = [np.zeros((BATCH, HEADS, 0), int) for _ in range(layers)]  # of rows, among all that ever came
         self.ends = [0] * layers  # how many came
         self.bits = []
-        for codes in self.store._storage.codes:
+        for codes in codes_of(self.store):
             start = [oracle.random_bits(rng, a.shape, a.dtype.numpy) for a in codes.arrays]
             for a, host in zip(codes.arrays, start, strict=True):
                 write_host(host, a)
@@ -181,7 +182,7 @@ class Model:
         self.rows = [rows[:, index] for rows in self.rows]
         self.places = [places[index] for places in self.places]
         group = self.quant.group
-        for layer, codes in enumerate(self.store._storage.codes):
+        for layer, codes in enumerate(codes_of(self.store)):
             coded = min(self.coded[layer], codes.room)
             for i, (a, bits) in enumerate(zip(codes.arrays, self.bits[layer], strict=True)):
                 now, filled = CacheArray(a, self.store.runtime).copy_to_host(), coded // (group if i < 2 else 1)
@@ -189,7 +190,7 @@ class Model:
                 self.bits[layer][i] = now
 
     def check(self):
-        for i, (codes, bits) in enumerate(zip(self.store._storage.codes, self.bits, strict=True)):
+        for i, (codes, bits) in enumerate(zip(codes_of(self.store), self.bits, strict=True)):
             assert self.store.quantised(i) == self.coded[i]
             held = self.held(i)
             assert self.store.held(i) == len(held)

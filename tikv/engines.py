@@ -153,6 +153,8 @@ class Engine:
 
 
 class _Taichi(Engine):
+    """Taichi 1.7, for which `Engine` is written: its names."""
+
     name, title, alias = "taichi", "Taichi", "ti"
     least, below = "1.7.4", "1.8"
     pythons = "CPython 3.10-3.13"
@@ -178,6 +180,8 @@ class _ProgramOf:
 
 
 class _Quadrants(Engine):
+    """Quadrants 1.4, a fork of Taichi: where its names, its start and its arrays differ from Taichi's."""
+
     name, title, alias = "quadrants", "Quadrants", "qd"
     least, below = "1.4", "1.5"
     pythons = "CPython 3.12-3.14"

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from inside import layers_of
 
 import tikv
 from tikv import dtypes, runtime
@@ -111,7 +112,8 @@ def paged():
 def memories(owner):
     """Weak references to the memory below a store, a step or a pool."""
     store = getattr(owner, "store", owner)
-    arrays = (store._storage.counts if hasattr(store, "_storage") else store._pages.pools.groups)[0].arrays
+    paged = isinstance(store, tikv.PagedKVCacheStore)
+    arrays = (store._pages.pools.groups if paged else layers_of(store))[0].arrays
     return [weakref.ref(a.owner) for a in arrays]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.unfinished import common, held_up, is_path, path_of, refuses, tree_of
+from campaign.unfinished import common, is_left_out, is_path, path_of, refuses, tree_of
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 4, 14, 4
@@ -85,8 +85,8 @@ class CompactedPool:
     def put(self, layer, seq, given, stored, tree=None):
         """Append rows; with parents of a tree, by `extend`. Whether they were written."""
         tokens = len(stored[0])
-        if held_up(self.came[seq], layer, tokens):
-            refuses(tikv.PositionError, lambda: self.store.append(layer, *given, [seq], [0, tokens]))
+        call = lambda: self.store.append(layer, *given, [seq], [0, tokens])  # noqa: E731
+        if is_left_out([(self.came[seq], layer, tokens)], call):
             self.align(seq)
             return False
         try:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import oracle
 from host_stores import host_store
+from inside import layers_of
 
 import tikv
 from campaign.unfinished import common, goes_on, is_path, path_of, refuses, tree_of
@@ -141,7 +142,7 @@ class Contiguous:
     def fill(self) -> None:
         """Let every bit of the memory be a random one; on a GPU, where rows can be appended only, of rows."""
         if self.arch == "cpu":
-            for layer in self.store._storage.counts:
+            for layer in layers_of(self.store):
                 for a in layer.arrays:
                     arrays.write_host(oracle.random_bits(self.rng, a.shape, a.dtype.numpy), a)
             return
@@ -170,7 +171,7 @@ class Contiguous:
             self.views, self.seen = {}, self.store.memory_version
         found = self.views.get(layer)
         if found is None:
-            found = contents([self.store._storage.counts[layer].arrays], self.arch)[0]
+            found = contents([layers_of(self.store)[layer].arrays], self.arch)[0]
             if self.arch == "cpu":
                 self.views[layer] = found
         return [a.copy() for a in found] if copied else found
@@ -189,7 +190,7 @@ class Contiguous:
         if self.arch == "cpu":
             memory = [self.memory_of(number) for number in range(LAYERS)]
         else:
-            memory = contents([layer.arrays for layer in self.store._storage.counts], self.arch)
+            memory = contents([layer.arrays for layer in layers_of(self.store)], self.arch)
         for number, layer in enumerate(self.layers):
             for name, got, want in zip(("k", "v", "k_scale", "v_scale"), memory[number], layer.memory, strict=False):
                 if got.tobytes() != want.tobytes():

@@ -9,7 +9,7 @@ import oracle
 
 import tikv
 from campaign.contiguous import COMPARED_ON_GPU, TOLERANCE, contents
-from campaign.unfinished import common, held_up, refuses
+from campaign.unfinished import common, is_left_out, refuses
 from tikv import arrays, reference
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 16, 10, 4
@@ -217,8 +217,8 @@ class Paged:
         before, free = {seq: self.table(seq) for seq in seqs}, self.store.num_free_blocks
         given = [oracle.place(a, self.arch) for a in (k, v)]
         held = [[len(x) for x in self.model[seq].held] for seq in seqs]
-        if any(held_up(lengths, layer, count) for lengths, count in zip(held, counts, strict=True)):
-            refuses(tikv.PositionError, lambda: self.store.append(layer, *given, seqs, bounds))
+        writes = [(lengths, layer, count) for lengths, count in zip(held, counts, strict=True)]
+        if is_left_out(writes, lambda: self.store.append(layer, *given, seqs, bounds)):
             self.align(seqs)
             return
         try:

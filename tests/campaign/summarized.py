@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.unfinished import common, goes_on, held_up, refuses
+from campaign.unfinished import common, goes_on, is_left_out, refuses
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, PAGE, CAPACITY, BLOCKS, SIZE, MOST = 2, 2, 4, 4, 26, 14, 4, 4
@@ -242,8 +242,8 @@ class SummarizedPool:
         bounds = np.cumsum([0, *counts]).tolist()
         for layer in layers:
             given, stored = self.rows.new(bounds[-1])
-            if any(held_up(self.came[seq], layer, count) for seq, count in zip(seqs, counts, strict=True)):
-                refuses(tikv.PositionError, lambda: self.store.append(layer, *given, seqs, bounds))  # noqa: B023
+            writes = [(self.came[seq], layer, count) for seq, count in zip(seqs, counts, strict=True)]
+            if is_left_out(writes, lambda: self.store.append(layer, *given, seqs, bounds)):  # noqa: B023
                 self.align(seqs)
                 return
             try:

@@ -10,7 +10,7 @@ import oracle
 
 import tikv
 from campaign.contiguous import TOLERANCE
-from campaign.unfinished import common, held_up, refuses
+from campaign.unfinished import common, is_left_out, refuses
 from tikv import reference
 from tikv.arrays import CacheArray
 
@@ -176,8 +176,8 @@ class TokenGroupPool:
         before, free = {seq: self.table(seq) for seq in seqs}, self.store.num_free_blocks
         k_, v_, q_ = (oracle.place(a, self.arch) for a in (k, v, q))
         came = [[held.came for held in self.model[seq]] for seq in seqs]
-        if any(held_up(lengths, layer, count) for lengths, count in zip(came, counts, strict=True)):
-            refuses(tikv.PositionError, lambda: self.store.append(layer, k_, v_, seqs, starts))
+        writes = [(lengths, layer, count) for lengths, count in zip(came, counts, strict=True)]
+        if is_left_out(writes, lambda: self.store.append(layer, k_, v_, seqs, starts)):
             self.align(seqs)
             return
         try:

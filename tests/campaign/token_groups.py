@@ -5,10 +5,11 @@ import random
 from typing import Any
 
 import numpy as np
+from inside import codes_of
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
-from campaign.unfinished import goes_on, held_up, refuses
+from campaign.unfinished import goes_on, refuses
 
 LAYERS = 2
 FORMS: list[dict[str, Any]] = [  # few of them, since each compiles its own kernels
@@ -42,8 +43,6 @@ class TokenGroups:
 
     def goes_on(self, layer: int, tokens: int) -> bool:
         """As `unfinished.goes_on`."""
-        if not held_up(self.model.ends, layer, tokens):
-            return True
         placed, _, _ = self.model.new(tokens)
         call = lambda: self.model.store.append(layer, *placed[:2], layout="head_major")  # noqa: E731
         return goes_on(self.model.ends, layer, tokens, call, self.align)
@@ -187,9 +186,9 @@ class TokenGroups:
         model = self.model
         model.bits = [
             [a.copy_to_host() for a in (tikv.arrays.CacheArray(x, model.store.runtime) for x in codes.arrays)]
-            for codes in model.store._storage.codes
+            for codes in codes_of(model.store)
         ]
-        for layer, codes in enumerate(model.store._storage.codes):
+        for layer, codes in enumerate(codes_of(model.store)):
             for a, was, (_, filled) in zip(model.bits[layer], bits[layer], codes.filled, strict=True):
                 a[:, :, :filled] = was[:, :, :filled]
 

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import oracle
 import pytest
+from inside import sharding_of
 from twins import CAPACITY, WRITES, Twins
 
 import tikv
@@ -25,7 +26,7 @@ def random_operations(rank, world, group, shard, mesh, interleave, changes, quer
     layouts = ("token_major",) if kinds == WRITES else ("token_major", "head_major")
     form = FORM | changes
     shared = ShardedKVCacheStore(mesh_of(mesh) if mesh else group, shard=shard, interleave=interleave, **form)
-    sharding = getattr(shared.local._storage, "sharding", None)
+    sharding = sharding_of(shared.local)
     twins = Twins(shared, form, np.random.default_rng(seed), queries, sharding, layouts, terms)
     for n in range(count):
         try:
@@ -325,7 +326,7 @@ def save_and_load(rank, world, group, folder):
     form = FORM | {"window": [9, None], "sinks": 2}
     pair = dist.new_group([0, 1])
     shared = ShardedKVCacheStore(group, shard="tokens", interleave=4, **form)
-    twins = Twins(shared, form, np.random.default_rng(11), sharding=shared.local._storage.sharding)
+    twins = Twins(shared, form, np.random.default_rng(11), sharding=sharding_of(shared.local))
     found = []
     for _ in range(2):
         for _ in range(12):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+from inside import sharding_of
 
 import tikv
 from tikv.distributed.token_sharding import TokenSharding
@@ -116,9 +117,9 @@ class Twins:
             whole += [a.numpy() for a in one.scales(layer)]
         window = one.windows[layer]
         first = max(0, length - tokens)
-        sinks = one.sinks if window else 0
+        sinks, held = one.sinks if window else 0, one.positions(layer)[0, 0]
         for p in range(first, length):
-            if window and sinks <= p < one._storage.counts[layer].valid_from:
+            if p not in held:
                 continue  # `one` has lost it
             if self.sharding.owns(p):
                 slot = p if not window or p < sinks else sinks + (p - sinks) % (window - sinks)
@@ -246,7 +247,7 @@ class Twins:
         found = object.__new__(Twins)
         vars(found).update(vars(self))
         found.shared, found.heads = shared, shared.heads
-        found.sharding = getattr(shared.local._storage, "sharding", None) or TokenSharding(0, 1, 1)
+        found.sharding = sharding_of(shared.local) or TokenSharding(0, 1, 1)
         found.memory = [[np.array(a) for a in arrays] for arrays in found.arrays()]
         return found
 

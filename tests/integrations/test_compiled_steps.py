@@ -163,8 +163,8 @@ def test_padding_is_not_read_and_no_slot_behind_the_text(arch, family, monkeypat
 
 def test_steps_of_generate_attend_by_what_is_stored(arch, monkeypatch):
     """In both layers of each step, by the mark of the mask, which no step reads."""
-    called, call = [], stored_ops.contiguous_call
-    monkeypatch.setattr(stored_ops, "contiguous_call", lambda *given: called.append(1) or call(*given))
+    called, call = [], stored_ops.attention_call
+    monkeypatch.setattr(stored_ops, "attention_call", lambda *given: called.append(1) or call(*given))
     both(build(arch), arch, inputs(arch, 11), 6)
     assert len(called) == 10 if arch == "cpu" else len(called) >= 2, "replays of a CUDA graph go without"
 

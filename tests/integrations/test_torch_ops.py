@@ -80,14 +80,24 @@ CHANGES = {
 }
 
 
+@pytest.fixture
+def forget_calls(monkeypatch):
+    """A function that forgets the forms of earlier calls; if not `guarded`, torch's guards are not used either."""
+
+    def forget(guarded=True):
+        monkeypatch.setattr(last_call, "_last_calls", {})
+        if not guarded:
+            monkeypatch.setattr(last_call, "_torch_guards", False)
+
+    return forget
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_call_is_given_after_others_like_it(arch, rng, monkeypatch, change, guarded, mode):
+def test_what_a_call_is_given_after_others_like_it(arch, rng, forget_calls, change, guarded, mode):
     """Tensors of the forms of the call before are not looked at anew; any other difference is seen."""
-    monkeypatch.setattr(last_call, "_last_calls", {})
-    if not guarded:
-        monkeypatch.setattr(last_call, "_torch_guards", False)
+    forget_calls(guarded)
     numbers = [oracle.random_bits(rng, (3, 2, 8), np.float32) for _ in range(4)]
     cache = [oracle.random_bits(rng, (2, 6, 8), np.float32) for _ in "kv"]
     caches = [tensor(a.copy(), arch) for a in cache]
@@ -123,10 +133,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("wrong", REFUSED)
-def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, monkeypatch, wrong, guarded):
-    monkeypatch.setattr(last_call, "_last_calls", {})
-    if not guarded:
-        monkeypatch.setattr(last_call, "_torch_guards", False)
+def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, forget_calls, wrong, guarded):
+    forget_calls(guarded)
     memory = tensor(oracle.random_bits(rng, (2, 6, 8), np.float32), arch)
     caches = [memory, memory.clone()]
     k, v = (tensor(oracle.random_bits(rng, (3, 2, 8), np.float32), arch) for _ in "kv")
@@ -149,11 +157,11 @@ def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, monkeypatc
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_tensors_that_come_again_are_known_by_torchs_guards(arch, monkeypatch, moved):
+def test_tensors_that_come_again_are_known_by_torchs_guards(arch, forget_calls, moved):
     """The very tensors of the call before, or others of their forms."""
     if not last_call._find_torch_guards(torch):
         pytest.skip("this torch has no such guards")
-    monkeypatch.setattr(last_call, "_last_calls", {})
+    forget_calls()
     given = [tensor(np.ones((1, 2, 8), np.float32), arch).clone() for _ in range(3)]  # aligned as torch does it
     cache = tensor(np.zeros((2, 4, 8), np.float32), arch)
     for n in range(3):

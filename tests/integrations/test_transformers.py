@@ -22,7 +22,6 @@ from transformers import DynamicCache  # noqa: E402
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer, shim, slots, stored  # noqa: E402
 from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
 
 pytestmark = [
@@ -64,11 +63,9 @@ def build(name, **more):
 
 
 @pytest.fixture
-def tight(monkeypatch):
+def tight(set_room):
     """So little room beyond the window that tokens are moved every few steps."""
-    monkeypatch.setattr(rooms, "ROLLBACK", 2)
-    monkeypatch.setattr(rooms, "SPARE", 4)
-    monkeypatch.setattr(rooms, "FIRST_CAPACITY", 4)
+    set_room(rollback=2, spare=4, first=4)
 
 
 def assert_same_text(model, cache, inputs, new_tokens=30, **options):
@@ -166,10 +163,10 @@ def test_assisted_generation(arch, name, tight):
 
 @pytest.mark.parametrize(("attention", "limit"), [("sdpa", None), ("tikv", 48)])
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_lookup_in_the_prompt(arch, name, attention, limit, tight, monkeypatch):
+def test_lookup_in_the_prompt(arch, name, attention, limit, tight, set_room, monkeypatch):
     """Guesses from the text itself, taken back beyond the window, from prompts shorter and longer than that."""
     if not shim.CROP_IS_RELATIVE:  # such versions do not say before the guesses that some may be taken back
-        monkeypatch.setattr(rooms, "ROLLBACK", 6)
+        set_room(rollback=6)
     model = build(name, vocab_size=31)
     cropped = []
     crop = TikvCache.crop
@@ -316,11 +313,9 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     read = []
     by_slots, by_arrays = slots.CacheSlots.attend, stored.attend_contiguous
     monkeypatch.setattr(
-        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k_cache.dtype), by_slots(self, *a))[1]
+        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k.dtype), by_slots(self, *a))[1]
     )
-    monkeypatch.setattr(
-        stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k_cache.dtype), by_arrays(q, c, *a))[1]
-    )
+    monkeypatch.setattr(stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k.dtype), by_arrays(q, c, *a))[1])
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)
     assert not read

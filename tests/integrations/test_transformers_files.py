@@ -14,7 +14,6 @@ from safetensors.numpy import load_file  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores import files  # noqa: E402
 
 pytestmark = [
@@ -59,10 +58,9 @@ CASES = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "tikv"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_goes_on_as_if_never_saved(arch, case, attention, tmp_path, monkeypatch):
+def test_a_model_goes_on_as_if_never_saved(arch, case, attention, tmp_path, set_room):
     """To the bit, wherever it was: in a prompt, where a window moved, where a stream went round."""
-    for name, room in (("ROLLBACK", 2), ("SPARE", 3), ("FIRST_CAPACITY", 4)):
-        monkeypatch.setattr(rooms, name, room)
+    set_room(rollback=2, spare=3, first=4)
     family, more, options = CASES[case]
     model = build(family, **more)
     model = model.bfloat16() if case == "bfloat16" else model

@@ -13,7 +13,6 @@ from model_cache import given  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 
@@ -45,10 +44,9 @@ def rows(rng, tokens, dtype=torch.float32):
         ({"dtype": "nvfp4", "k_scale": 0.25, "v_scale": 0.3}, torch.bfloat16),
     ],
 )
-def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, stored, dtype):
+def test_layers_hold_what_a_store_does(arch, rng, set_room, stored, dtype):
     """However often the tokens are moved to the front, cropped, copied and selected."""
-    for name, room in (("ROLLBACK", 2), ("SPARE", 4), ("FIRST_CAPACITY", 4)):
-        monkeypatch.setattr(rooms, name, room)
+    set_room(rollback=2, spare=4, first=4)
     cache = TikvCache(config(), **stored)
     stored["dtype"] = stored["dtype"] or str(dtype).removeprefix("torch.")
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=WIDTH, capacity=64, **stored)

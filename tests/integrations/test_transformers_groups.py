@@ -15,7 +15,6 @@ from transformers import cache_utils  # noqa: E402
 import tikv  # noqa: E402
 from tikv import reference  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores import files  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
@@ -38,10 +37,9 @@ def rows(rng, tokens, dtype, batch=1):
 
 
 @pytest.mark.parametrize("values", [None, "float16", tikv.Quant(8, 32)], ids=str)
-def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, values):
+def test_layers_hold_what_a_store_does(arch, rng, set_room, values):
     """However often room is made, and whole groups let go of by a window; cropped, copied and selected."""
-    for name, room in (("ROLLBACK", 2), ("SPARE", 4), ("FIRST_CAPACITY", 4)):
-        monkeypatch.setattr(rooms, name, room)
+    set_room(rollback=2, spare=4, first=4)
     cache = TikvCache(config(), dtype=QUANT, v_dtype=values)
     form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH, "capacity": 400}
     store = tikv.KVCacheStore(**form, dtype=QUANT, v_dtype=values)

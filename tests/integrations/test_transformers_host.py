@@ -15,7 +15,6 @@ from model_cache import BASE, generate, given, prompts  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores.layers.hosted import HostedLayer, Place  # noqa: E402
 from tikv.stores.layers.residents import CopiedByNumPy  # noqa: E402
 
@@ -94,8 +93,8 @@ def test_text_is_that_of_a_cache_on_the_device(arch, attention, storage):
 
 @pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("resident_layers", [1, 2, 3, 9])
-def test_memory_grows_and_layers_come_and_go(arch, resident_layers, late, monkeypatch):
-    monkeypatch.setattr(rooms, "FIRST_CAPACITY", 4)
+def test_memory_grows_and_layers_come_and_go(arch, resident_layers, late, set_room):
+    set_room(first=4)
     model = model_of(LLAMA, arch)
     other = hosted(arch, model.config, late, resident_layers=resident_layers)
     assert_same(model, TikvCache(model.config), other, prompts(11), new_tokens=30)

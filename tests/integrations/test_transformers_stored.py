@@ -14,7 +14,6 @@ from model_cache import BASE, generate, prompts  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache, slots, stored  # noqa: E402
 from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.integrations.transformers.slots import CacheSlots  # noqa: E402
 from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
 
@@ -79,7 +78,7 @@ def read(monkeypatch):
     found, in_place, as_given = [], CacheSlots.attend, stored.attend_contiguous
 
     def note(caches):
-        found.append((caches.k_cache.dtype, caches.v_cache.dtype))
+        found.append((caches.k.dtype, caches.v.dtype))
 
     monkeypatch.setattr(CacheSlots, "attend", lambda slots, *args: (note(slots.caches), in_place(slots, *args))[1])
     monkeypatch.setattr(
@@ -126,8 +125,8 @@ def test_only_the_pair_of_an_update_is_read_in_place(arch, rng, cache, read):
 def test_a_decode_loop_reads_the_cache_where_it_lies(arch, rng, dtype, monkeypatch):
     """Through growing memory and other shares of the keys, with other queries in between: few calls are new."""
     config = transformers.LlamaConfig(**{**BASE, "num_hidden_layers": 1}, attn_implementation="tikv")
-    cache, module, checked, call = TikvCache(config, dtype=dtype), torch.nn.Module(), [], slots.contiguous_call
-    monkeypatch.setattr(slots, "contiguous_call", lambda *args: (checked.append(1), call(*args))[1])
+    cache, module, checked, call = TikvCache(config, dtype=dtype), torch.nn.Module(), [], slots.attention_call
+    monkeypatch.setattr(slots, "attention_call", lambda *args: (checked.append(1), call(*args))[1])
     with torch.no_grad():
         cache.update(numbers(rng, 2, 2, 200, 8), numbers(rng, 2, 2, 200, 8), 0)
         for step in range(400):
@@ -193,13 +192,12 @@ CHANGES = {
     [(change, None) for change in CHANGES]
     + [(change, 4) for change in CHANGES if change[:6] not in ("a comp", "a crop")],
 )
-def test_later_changes_of_the_cache_do_not_reach_it(arch, rng, change, window, cache, monkeypatch):
+def test_later_changes_of_the_cache_do_not_reach_it(arch, rng, change, window, cache, set_room):
     """Neither what was looked at before nor what is looked at afterwards."""
     if window is not None:
         if change in ("a compaction", "a crop and an append"):
             pytest.skip("a window refuses that")
-        monkeypatch.setattr(rooms, "ROLLBACK", 1)
-        monkeypatch.setattr(rooms, "SPARE", 1)
+        set_room(rollback=1, spare=1)
         config = transformers.MistralConfig(**BASE, sliding_window=window, attn_implementation="tikv")
         cache = TikvCache(config, dtype="int8")
     (k, v), _ = filled(cache, rng)

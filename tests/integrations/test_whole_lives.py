@@ -62,6 +62,26 @@ def test_a_life(arch, family, tmp_path):
             pytest.fail(f"{why}\n{it!r}.live(folder)\n{fails(it, tmp_path)}")
 
 
+# Each was wrong once.
+SLOTS_MOVED = [("begin", 67, [0], 0), ("compiled", 5, False, 0), ("crop", 1), ("compiled", 1, True, 0)]
+ONE_LAYER_READY = [("begin", 1, [0], 0), ("interrupt", 0, True, 1, 1), ("compiled", 1, True, 0)]
+AFTER_AN_INTERRUPT = [
+    ("begin", 1, [0], 0), ("tokens", 71, 0), ("interrupt", 0, False, 1, 0), ("crop", 1), ("compiled", 1, True, 0)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "operations"),
+    [
+        ("gemma3", {"max_cache_len": 300}, SLOTS_MOVED),
+        ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
+        ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
+    ],
+)
+def test_a_life_that_was_wrong(arch, family, options, operations, tmp_path):
+    assert not fails(chosen.Chosen(family, options, operations), tmp_path)
+
+
 def rolled(crop):
     """A `crop` after which the slots of all layers have moved on by one."""
 

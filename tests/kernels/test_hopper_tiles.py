@@ -26,7 +26,7 @@ from tikv.runtime import ti
 
 pytestmark = pytest.mark.archs("cpu")
 PLAIN = Choices(
-    place="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
+    kind="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
     out="f16", width=128, width_v=128, group=2, rows=128, causal=True, masked=True, softcap=False, lens_bits=0,
     table_bits=0,
 )  # fmt: skip
@@ -56,9 +56,9 @@ def make_look(c):
     tile_at, is_whole = hopper_tiles.make_tile_at(c), hopper_tiles.make_is_whole(c)
     gap_of, index_in_tile = hopper_tiles.make_gap_of(c), hopper_tiles.make_index_in_tile(c)
     see_in_bounds, see_in_tree = consumer.make_see_in_bounds(c), terms.make_see_in_tree(c)
-    place_of, query_bounds = tree.make_place_of(c), visible.make_query_bounds()
-    start_rows, find_places, add_slopes = (
-        getattr(terms, f"make_{name}")(c) for name in ("start_rows", "find_places", "add_slopes")
+    depth_of, query_bounds = tree.make_depth_of(c), visible.make_query_bounds()
+    start_rows, find_depths, add_slopes = (
+        getattr(terms, f"make_{name}")(c) for name in ("start_rows", "find_depths", "add_slopes")
     )
     T, R, PART = task.T, hopper_tiles.R, keys // 4
 
@@ -75,7 +75,7 @@ def make_look(c):
             for n, j in ti.ndrange(tiles[R.tiles], ti.min(128, params[P.queries] * c.group - own[T.row])):
                 row, at, gap = own[T.row] + j, tile_at(n, tiles), gap_of(n, tiles)
                 t = row // c.group
-                bounds = query_bounds(place_of(own[T.sequence], t, of_tree, params), found, params)
+                bounds = query_bounds(depth_of(own[T.sequence], t, of_tree, params), found, params)
                 for part in range(4):
                     first = at + part * PART
                     bits = see_in_bounds(first, gap, bounds)
@@ -92,7 +92,7 @@ def make_look(c):
                 if ti.static(c.tree):
                     for lane in range(32):
                         places = [ti.f32(0.0) for _ in range(keys // 32)]
-                        find_places(at, gap, lane, places, found, own, of_tree, params)
+                        find_depths(at, gap, lane, places, found, own, of_tree, params)
                         for i in ti.static(range(keys // 32)):
                             index = index_in_tile(lane + 32 * i, n, tiles, found)
                             if index < tiles[R.end]:

@@ -7,7 +7,6 @@ import pytest
 
 import tikv
 from tikv import launch, reference, runtime
-from tikv.runtime.cache import BoundedCache
 
 pytestmark = pytest.mark.archs("vulkan", "metal", "cuda")
 
@@ -57,11 +56,10 @@ def check(width=64, group=3, keys=200, dtype=np.float16):
 
 
 @pytest.mark.archs("vulkan", "metal")
-def test_attention_without_subgroups(arch, lanes, monkeypatch):
+def test_attention_without_subgroups(arch, no_plans, lanes, monkeypatch):
     """As on a device that has none."""
     live = runtime.current()
     monkeypatch.setattr(live, "why_no_subgroups", "as on a device that has none")
-    monkeypatch.setattr(live, "_plans", BoundedCache())
     check()
     check(width=6, group=1)
     assert any(lanes.SINGLE in kernel.choices for kernel in live.kernels.values())

@@ -8,7 +8,7 @@ from tikv.kernels.attention.cuda import attend, mass
 from tikv.kernels.attention.parameters import Choices
 
 PLAIN = Choices(
-    place="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
+    kind="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
     out="f32", width=128, width_v=128, group=4, rows=4, causal=True, masked=False, softcap=False, lens_bits=32,
     table_bits=0,
 )  # fmt: skip
@@ -18,7 +18,7 @@ PLAIN = Choices(
     ("changes", "single"),
     [
         ({}, True),
-        ({"place": "table", "page": 16, "table_bits": 32, "table_by_head": True, "lens_by_head": True, "cache": "i8",
+        ({"kind": "table", "page": 16, "table_bits": 32, "table_by_head": True, "lens_by_head": True, "cache": "i8",
           "scale": "f16", "softcap": True, "masked": True, "rows": 8, "sinks": True}, False),
     ],
 )  # fmt: skip

@@ -24,12 +24,11 @@ TRIALS = {
 
 
 @pytest.fixture
-def untried(arch, monkeypatch):
+def untried(no_plans, monkeypatch):
     """A runtime whose subgroups nobody has tried, in a process that has not either."""
     live = runtime.current()
     monkeypatch.delenv("TIKV_SUBGROUPS", raising=False)
     monkeypatch.setattr(live, "why_no_subgroups", None)
-    monkeypatch.setattr(live, "_plans", BoundedCache())
     monkeypatch.setattr(subgroups, "_reasons", BoundedCache())
     return live
 

@@ -157,8 +157,7 @@ def _less(value: Any) -> Any:
     if isinstance(value, bool):
         return [False] if value else []
     if isinstance(value, int):
-        least = 0 if value > 20 else 1  # a seed may be 0, a number of tokens not
-        return sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
+        return sorted({n for n in (1, value // 2, value - 1) if 1 <= n < value})  # no step has 0 tokens
     if isinstance(value, list):
         return [value[:-1]] * (len(value) > 1) + [[0] * len(value)] * any(value)
     return []

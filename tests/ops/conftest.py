@@ -3,6 +3,7 @@
 import pytest
 
 from tikv import arrays, launch
+from tikv.launch import launcher
 from tikv.launch.cuda import driver
 from tikv.ops.attention import families
 
@@ -34,12 +35,47 @@ def families_of_plans(monkeypatch, look):
     return found
 
 
+class Gpu:
+    """A GPU that is not here, as the driver describes it; a test sets what it needs.
+
+    Attributes:
+        generation: of its compute capability.
+        launcher: which launcher serves it; None for the one of this machine.
+    """
+
+    def __init__(self, monkeypatch):
+        self.generation, self.launcher = 8, None
+        launcher_of = launcher.launcher_of
+        monkeypatch.setattr(driver, "generation", lambda index: self.generation)
+        monkeypatch.setattr(driver, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(
+            launcher, "launcher_of", lambda live: (self.launcher, "asked for") if self.launcher else launcher_of(live)
+        )
+
+
 @pytest.fixture
 def ampere(monkeypatch):
-    """A driver that tells of a GPU with tensor cores."""
-    monkeypatch.setattr(driver, "generation", lambda index: 8)
-    monkeypatch.setattr(driver, "multiprocessors", lambda index: 132)
-    return monkeypatch
+    """A GPU with tensor cores."""
+    return Gpu(monkeypatch)
+
+
+@pytest.fixture
+def hopper_gpu(ampere):
+    """A GPU with warpgroups, and the launcher that they need."""
+    ampere.generation, ampere.launcher = 9, "native"
+    return ampere
+
+
+@pytest.fixture
+def device_knows(monkeypatch):
+    """The host knows no lengths and no tables, as if they were computed on a device."""
+    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
+
+
+@pytest.fixture
+def debug(arch, monkeypatch):
+    """A function that turns on the debug mode of this test's runtime, which asks the device for values."""
+    return lambda on=True: monkeypatch.setattr(arrays.runtime_of(), "debug", on)
 
 
 @pytest.fixture

@@ -478,9 +478,8 @@ def test_an_infinity_that_is_seen_stays_one(arch, rng, place):
 
 
 @pytest.mark.parametrize("place", ["linear", "NHD"])
-def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, place):
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, device_knows, place):
     """Too long is as long as there is room, less than nothing is nothing, and a missing page is not seen."""
-    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
     if place == "linear":
         case = Case(rng, guard=3, lens=(40, 40, 40))
         case.lens = (40, 0, 40)

@@ -254,12 +254,12 @@ def test_refused_indices(arch, rng, indices, error, match):
 
 
 @pytest.mark.archs("cpu", "cuda")
-def test_a_token_that_is_named_twice(arch, rng, monkeypatch):
+def test_a_token_that_is_named_twice(arch, rng, debug):
     """It counts twice; in debug mode it is an error."""
     case = Case(rng, lens=(40, 9))
     indices = np.array([[[3, 1, 3, -1, -1]], [[0, 1, 2, 3, 4]]])
     assert_close(case.run(arch, indices=oracle.place(indices, arch)), expected(case, indices)[:2], "float32")
-    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
+    debug()
     with pytest.raises(tikv.PositionError, match=r"indices\[0, 0\] name token 3 more than once"):
         case.run(arch, indices=oracle.place(indices, arch))
 

@@ -13,7 +13,6 @@ from ops.test_tensor_cores import CUDA, array_of, attend, check, given, make
 
 import tikv
 from tikv import dtypes, launch, reference
-from tikv.launch.cuda import driver
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 from tikv.ops.attention.options import AttentionOptions
@@ -134,8 +133,7 @@ def test_infinities_and_nans_of_values_count_for_those_who_see_them(arch, rng, w
 
 @on_cuda
 @pytest.mark.parametrize("place", ["linear", "NHD"])
-def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, warpgroups, place):
-    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, device_knows, warpgroups, place):
     case, cache = make(rng, place, **({"guard": 3} if place == "linear" else {}), queries=40, lens=(40, 40, 40))
     lens, case.lens = (2**31 - 1, -5, 41), (40, 0, 40)
     if place == "NHD":
@@ -343,14 +341,6 @@ def test_what_a_branch_does_not_see_may_be_nan(arch, rng, warpgroups, place):
 OPTIONS = AttentionOptions(None, True, None, None, None, False)
 
 
-@pytest.fixture
-def hopper_gpu(ampere):
-    """A driver that tells of a GPU of compute capability 9."""
-    ampere.setattr(driver, "generation", lambda index: 9)
-    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: ("native", "it is there"))
-    return ampere
-
-
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("form", "why"),
@@ -436,11 +426,10 @@ def test_latents_fill_the_device_with_one_block_of_each_multiprocessor(arch, hop
 def test_where_there_are_none_the_report_says_why(arch, hopper_gpu):
     assert launch.why_no_warpgroups(CUDA) == ""
     assert "is cpu" in tikv.info()["warpgroups"]
-    hopper_gpu.setattr("tikv.launch.launcher.launcher_of", lambda live: ("direct", "asked for"))
+    hopper_gpu.launcher = "direct"
     assert "'direct' (asked for)" in launch.why_no_warpgroups(CUDA)
-    for generation in (8, 10):
-        hopper_gpu.setattr(driver, "generation", lambda index, found=generation: found)
-        assert f"compute capability {generation}" in launch.why_no_warpgroups(CUDA)
+    for hopper_gpu.generation in (8, 10):
+        assert f"compute capability {hopper_gpu.generation}" in launch.why_no_warpgroups(CUDA)
 
 
 @pytest.mark.archs("cpu")

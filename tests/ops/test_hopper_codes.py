@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from ops.test_attention_terms import Terms
-from ops.test_hopper import CUDA, OPTIONS, expected, hopper_gpu, on_cuda, place_of, trees  # noqa: F401
+from ops.test_hopper import CUDA, OPTIONS, expected, on_cuda, place_of, trees
 from ops.test_tensor_codes import Coded, codes_given
 from ops.test_tensor_cores import check, given
 
@@ -231,9 +231,8 @@ def test_infinities_and_nans_of_values_count_for_those_who_see_them(arch, rng, w
 
 @on_cuda
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "quant4_64"])
-def test_pages_that_do_not_exist_are_seen_by_nobody(arch, rng, warpgroups, monkeypatch, name):
+def test_pages_that_do_not_exist_are_seen_by_nobody(arch, rng, warpgroups, monkeypatch, device_knows, name):
     """Where the device alone knows the table."""
-    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
     prompt = Prompt(rng, arch, name, "NHD", lens=(41, 47))
     cache, case = prompt.cache, prompt.case
     cache.table = cache.table[:, :3].copy()
@@ -342,7 +341,7 @@ def test_trees_whose_branches_are_longer_than_a_window(arch, rng, warpgroups, mo
         ({"name": "int8", "width": 128, "width_v": 64}, "128 and 64 wide"),
     ],
 )
-def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):  # noqa: F811
+def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
     arrays, query, cache = codes_given(**options)
     form = Form(CUDA, arrays, query._replace(queries=40), cache, OPTIONS)
     found = WarpgroupPrompts.why_not(form)
@@ -356,7 +355,7 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
     ("form", "why"),
     [({}, ""), ({"ptr": 4}, "multiple of 8 bytes"), ({"terms": ["alibi_slopes", "mask", "sink_logits"]}, "")],
 )
-def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):  # noqa: F811
+def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):
     arrays, query, cache = given("float8_e4m3fn", "bfloat16", queries=40, **form)
     found = WarpgroupPrompts.why_not(Form(CUDA, arrays, query, cache, OPTIONS))
     assert why in found

@@ -32,10 +32,11 @@ from tikv.arrays import ArrayView
 from tikv.errors import TikvError
 from tikv.formats import GroupFormat, parse_format
 from tikv.ops.attention import by_channel
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_cache, contiguous_call
+from tikv.ops.attention.call import AttentionCall, Caches, attention_call
+from tikv.ops.attention.contiguous import ContiguousLayout, contiguous_cache
 from tikv.ops.attention.options import AttentionOptions
-from tikv.ops.attention.paged import PagedCaches, paged_call
-from tikv.ops.attention.plan import AttendedTokens, AttentionCall, AttentionPlan, Results
+from tikv.ops.attention.paged import PagedLayout
+from tikv.ops.attention.plan import AttendedTokens, AttentionPlan, Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.layouts import Rows
 from tikv.runtime.cache import BoundedCache
@@ -154,8 +155,7 @@ def on(machine: Machine, recorder: Recorder, needed: list[int]) -> Iterator[None
             "tikv.launch.launcher.launcher_of": lambda live: (machine.launcher, "it was asked for"),
             "tikv.launch.cuda.driver.generation": lambda index: machine.capability,
             "tikv.launch.cuda.driver.multiprocessors": lambda index: multiprocessors,
-            f"{attention}.contiguous.runtime_of": lambda *arrays: machine,
-            f"{attention}.paged.runtime_of": lambda *arrays: machine,
+            f"{attention}.call.runtime_of": lambda *arrays: machine,
             f"{attention}.launches.scratch_of": scratch_of,
             f"{attention}.plan.new_like": new,
             f"{attention}.measured.timings": lambda live: None,
@@ -317,16 +317,15 @@ def call_of(machine: Machine, form: dict[str, Any]) -> tuple[AttentionCall, Any]
     if inner is not None:
         v, v_scale, formats = None, None, None
     if paged:
-        pools = PagedCaches(k, v, table, lens, layout, k_scale, v_scale, inner, formats)
-        return paged_call(OPERATION, q, pools, request), q
-    caches = ContiguousCaches(
-        k, v, lens, k_scale, v_scale, form["kind"] == "ring", form.get("sinks", 0), inner, formats
-    )  # fmt: skip
-    call = contiguous_call(OPERATION, q, caches, request, form.get("mass", False))
+        pools = Caches(PagedLayout(layout), k, v, lens, table, k_scale, v_scale, inner, formats)
+        return attention_call(OPERATION, q, pools, request), q
+    slots = ContiguousLayout(form["kind"] == "ring", form.get("sinks", 0))
+    caches = Caches(slots, k, v, lens, None, k_scale, v_scale, inner, formats)
+    call = attention_call(OPERATION, q, caches, request, form.get("mass", False))
     if "sharded" in form:
         cache = contiguous_cache(call.arrays, sinks=0, ring=0, formats=formats or (None, None))
         options = AttentionOptions(form.get("scale"), sharded=tuple(form["sharded"]))
-        plan = AttentionPlan(machine, OPERATION, call.arrays, cache, batch, options)  # type: ignore[arg-type]
+        plan = AttentionPlan(machine, OPERATION, call.arrays, cache, options)  # type: ignore[arg-type]
         return call._replace(plan=plan), q
     return call, q
 
@@ -378,7 +377,7 @@ def attended(machine: Machine, form: dict[str, Any], call: AttentionCall, q: Arr
     if form["kind"] == "contiguous" and form["lse"] and "mass" not in form and "indices" not in form:
         with contextlib.suppress(TikvError):
             call.prepare_to_weigh(lse, machine.array("float32", *q.shape[:1], form["heads"], form["length"] + 1))
-    return f"{plan.most_queries} queries; torch: {', '.join(sorted(plan.faster_in_torch))}"
+    return f"{plan.family.most_queries} queries; torch: {', '.join(sorted(plan.by_torch.faster))}"
 
 
 def choice(form: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ from ops.test_tensor_cores import check, make
 
 import tikv
 from tikv import reference
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import ContiguousLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 
@@ -167,8 +168,8 @@ def test_padding(arch, rng, warpgroups, queries, group):
     want = [np.array(a) for a in zip(*want, strict=True)]
     both = np.stack((lens, starts), 1).astype(np.int32).ravel()
     q, k, both = (oracle.place(a, arch) for a in (case.q, case.k, both))
-    caches = ContiguousCaches(k, None, both, head_dim_v=512, starts=True)
-    got = contiguous_call("decode_attention", q, caches, AttendRequest()).attend(q, Results(return_lse=True))
+    caches = Caches(ContiguousLayout(starts=True), k, None, both, head_dim_v=512)
+    got = attention_call("decode_attention", q, caches, AttendRequest()).attend(q, Results(return_lse=True))
     got = [oracle.to_numpy(a).astype(np.float64) for a in got]
     check(case, got, [a.reshape(b.shape) for a, b in zip(want, got, strict=True)])
 

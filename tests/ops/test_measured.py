@@ -11,7 +11,6 @@ from tikv import dtypes, runtime
 from tikv.ops.attention import measured
 from tikv.ops.attention.measured import FULL, RECTANGULAR, SQUARE, Timing, Timings
 from tikv.ops.attention.torch_sdpa import MASKED, TorchAttention, report, torch_is_faster
-from tikv.runtime.cache import BoundedCache
 
 pytestmark = pytest.mark.archs("cpu")
 ROWS = (
@@ -105,12 +104,11 @@ def test_each_kind_has_its_own_times(live):
         (64, 65, {"first_valid": 2}, MASKED),  # the first query sees nothing
     ],
 )
-def test_a_call_is_of_a_kind(live, monkeypatch, queries, length, options, kind):
+def test_a_call_is_of_a_kind(live, no_plans, monkeypatch, queries, length, options, kind):
     pytest.importorskip("torch")
-    monkeypatch.setattr(live, "_plans", BoundedCache())  # those of other tests have chosen
     kinds, find = [], TorchAttention.kind
     monkeypatch.setattr(TorchAttention, "kind", lambda *given: kinds.append(find(*given)) or kinds[-1])
-    monkeypatch.setattr("tikv.ops.attention.plan.faster_in_torch", lambda *given: {kind})
+    monkeypatch.setattr(TorchAttention, "faster", {kind})
     q, cache = np.ones((1, 2, *([queries] if queries else []), 8), np.float32), np.ones((1, 1, 70, 8), np.float32)
     assert (tikv.decode_attention(q, cache, cache, length, **options) <= 1).all()
     assert kinds == [kind, kind], "asked by the choice, and by torch's attention, so it was chosen"

@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches, refuse_plans
 
 import tikv
 from tikv import arrays, reference, runtime
-from tikv.ops import paged
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -173,13 +173,11 @@ def test_a_width_of_zero_skips_that_tensor_only(arch, rng, monkeypatch, widths):
 
 
 def test_keys_and_values_take_one_launch(arch, rng, monkeypatch):
-    bound = []
-    bind = paged.bind_copy
-    monkeypatch.setattr(paged, "bind_copy", lambda *a, **k: bound.append(len(k["src"])) or bind(*a, **k))
+    launches = count_launches(monkeypatch)
     case = Case(rng, arch, page=7)
     case.write(np.array(SLOTS))
     case.check(SLOTS)
-    assert bound == [2]
+    assert len(launches) == 1
 
 
 def test_later_calls_only_launch(arch, rng, monkeypatch):
@@ -188,8 +186,7 @@ def test_later_calls_only_launch(arch, rng, monkeypatch):
     case.write(index)
     case.check(SLOTS)
     if arch in ("cpu", "cuda"):  # elsewhere these arrays are the host's, and each call brings them over
-        monkeypatch.setattr(paged, "bind_copy", None)
-        monkeypatch.setattr(paged, "check_write_slots", None)
+        refuse_plans(monkeypatch)
     case.before = [oracle.to_numpy(pool).copy() for pool in case.pools]
     other = [SLOTS[-1], *SLOTS[:-1]]
     index[:] = oracle.place(np.array(other), arch)
@@ -216,13 +213,13 @@ def test_a_slot_of_the_host_beyond_the_pool_raises(arch, rng, layout, slot):
 @pytest.mark.archs("vulkan", "cuda", "metal")
 @pytest.mark.parametrize("slot", [BLOCKS * PAGE, 2**31 - 1, 2**40 + 3, -(2**40)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_slot_of_the_device_beyond_the_pool_is_skipped(arch, rng, layout, slot, monkeypatch):
+def test_a_slot_of_the_device_beyond_the_pool_is_skipped(arch, rng, layout, slot, debug):
     case = Case(rng, arch, layout)
     slots = np.array([*SLOTS[:-1], slot])
     case.write(on_device(slots, arch))
     case.check([*SLOTS[:-1], -1])
     case.before = [oracle.to_numpy(pool).copy() for pool in case.pools]
-    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
+    debug()
     if slot > 0:
         with pytest.raises(tikv.PositionError, match=rf"slot_mapping\[10\]={slot}"):
             case.write(on_device(slots, arch))
@@ -232,15 +229,15 @@ def test_a_slot_of_the_device_beyond_the_pool_is_skipped(arch, rng, layout, slot
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_two_tokens_for_one_slot_are_an_error_in_debug_mode(arch, rng, where, monkeypatch):
+def test_two_tokens_for_one_slot_are_an_error_in_debug_mode(arch, rng, where, debug):
     case = Case(rng, arch, tokens=5)
     slots = np.array([3, -1, 7, -1, 3])
     given = slots if where == "host" else on_device(slots, arch)
-    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
+    debug()
     with pytest.raises(tikv.PositionError, match="slot_mapping names destination 3 more than once"):
         case.write(given)
     case.unchanged()
-    monkeypatch.undo()
+    debug(False)
     case.write(given)  # either row may stay, on CUDA of each word, nothing else may happen
     for before, rows, pool in zip(case.before, case.rows, case.pools, strict=True):
         written = oracle.to_numpy(pool)[0, 3]
@@ -365,7 +362,7 @@ def test_a_gather_that_is_refused(arch, rng, table, length, match):
 
 @pytest.mark.archs("vulkan", "cuda", "metal")
 @pytest.mark.parametrize("outside", [np.array([2**33, -1]), np.array([-(2**30), -(2**31)], np.int32)])
-def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng, monkeypatch, outside):
+def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng, debug, outside):
     case = Case(rng, arch)
     table = on_device(np.array([2, *outside, 1], outside.dtype), arch)
     length = 4 * PAGE
@@ -378,7 +375,7 @@ def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng,
     tikv.gather_paged(case.pools[0], table, length, out=out)
     before[:PAGE], before[3 * PAGE :] = want[:PAGE], want[3 * PAGE :]
     oracle.assert_same_bits(out, before)
-    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
+    debug()
     with pytest.raises(tikv.PositionError, match=r"block_table\[1\]"):
         tikv.gather_paged(case.pools[0], table, length)
 

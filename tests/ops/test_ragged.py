@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches, refuse_plans
 
 import tikv
 from tikv import reference, runtime
-from tikv.ops import ragged
 
 BF16 = ml_dtypes.bfloat16
 HUGE = 2**62
@@ -159,16 +159,7 @@ def test_a_width_of_zero_skips_that_tensor_only(arch, rng, widths):
 
 
 def test_keys_and_values_take_one_launch(arch, rng, monkeypatch):
-    launches = []
-    bind = ragged.bind_copy
-
-    def counted(*args, **choices):
-        assert len(choices["src"]) == 2
-        bound = bind(*args, **choices)
-        launches.append(bound)
-        return bound
-
-    monkeypatch.setattr(ragged, "bind_copy", counted)
+    launches = count_launches(monkeypatch)
     case = Case(rng, arch, shape=(3, 3, 5, 17))
     case.append()
     case.check()
@@ -242,8 +233,7 @@ def test_a_plan_binds_once(arch, rng, monkeypatch):
     first.check()
     # On Vulkan and Metal these arrays are the host's, and each run brings them over.
     if arch in ("cpu", "cuda"):
-        monkeypatch.setattr(ragged, "bind_copy", None)
-        monkeypatch.setattr(ragged, "check_arrays", None)
+        refuse_plans(monkeypatch)
     first.offsets[:] = [0, 1, 2]
     again = first.args(oracle.place(first.offsets, arch))
     first.before = [oracle.to_numpy(cache).copy() for cache in first.caches]

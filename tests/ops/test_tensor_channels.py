@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from inside import codes_of
 from ops.test_tensor_cores import CUDA, TOLERANCE
 
 import tikv
@@ -53,7 +54,7 @@ class Channels:
 
     @property
     def codes(self):
-        return self.store._storage.codes[0]
+        return codes_of(self.store)[0]
 
     def queries(self, group, tokens, dtype="float16"):
         q = self.rng.standard_normal((self.batch, self.heads * group, tokens, self.width)).astype(np.float32)
@@ -181,11 +182,11 @@ def test_what_is_not_served_takes_scores(arch, rng):
         ({"softcap": 30.0}, False),
     ],
 )
-def test_what_is_served(arch, ampere, change, serves):
+def test_what_is_served(arch, ampere, monkeypatch, change, serves):
     form = {"dtype": tikv.Quant(4, 64, "tokens", 64), "v_dtype": tikv.Quant(4, 64), "head_dim": 128} | change
     query, softcap = form.pop("query", dtypes.float16), form.pop("softcap", None)
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, batch_size=1, capacity=512, **form)
-    found = store._storage.codes[0]
+    found = codes_of(store)[0]
     coded = found._coded
     q = arrays.new_array((1, 8, 1, form["head_dim"]), query, store.runtime)
     given = {"q": q, "k": coded.k, "v": coded.v, "k_scale": coded.k_numbers}
@@ -193,7 +194,7 @@ def test_what_is_served(arch, ampere, change, serves):
         given["v_scale"] = coded.v_numbers
     keys = ChannelKeys(coded.k, coded.k_numbers, coded.form.keys)
     values = ScoredValues(coded.values(), coded.form.values.width, found.room, found.room if found.rings else 0)
-    ampere.setattr(by_channel, "AttentionPlan", lambda *given: "planned")
+    monkeypatch.setattr(by_channel, "AttentionPlan", lambda *given: "planned")
     live = types.SimpleNamespace(**vars(CUDA), plans=BoundedCache())
     plan = channel_plan(live, "attend", given, keys, values, AttentionScale(None, softcap))
     assert (plan is not None) == serves

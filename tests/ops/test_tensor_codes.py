@@ -13,7 +13,6 @@ from ops.test_tensor_cores import array_of, check, form_of, given, make, on_cuda
 import tikv
 from tikv import arrays, dtypes, launch
 from tikv.formats import FORMATS
-from tikv.launch.cuda import driver
 from tikv.ops.attention.families import family_for
 from tikv.ops.attention.families.tensor_cores import TensorCodes
 from tikv.ops.layouts import Scale
@@ -355,8 +354,7 @@ def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options,
 @pytest.mark.parametrize("launcher", ["native", "direct"])
 def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
     """It is of compute capability 9.0, and only the native launcher asks for it."""
-    ampere.setattr(driver, "generation", lambda index: 9)
-    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
+    ampere.generation, ampere.launcher = 9, launcher
     form = form_of(codes_given("float8_e4m3fn"))
     found = TensorCodes.why_not(form)
     assert ("they need the native launcher" in found) == (launcher == "direct")
@@ -381,8 +379,7 @@ def test_floats_of_8_bits_that_one_instruction_converts(arch, ampere, launcher):
 )
 def test_which_tiles_are_copied(arch, ampere, options, generation, launcher, copied):
     """If the GPU and the launcher can, scales begin where copies may, and it is faster."""
-    ampere.setattr(driver, "generation", lambda index: generation)
-    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: (launcher, "it is there"))
+    ampere.generation, ampere.launcher = generation, launcher
     assert (family_for(form_of(codes_given(**options))).tile.stages > 0) == copied
 
 

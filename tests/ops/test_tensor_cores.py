@@ -19,8 +19,7 @@ import tikv
 from tikv import arrays, dtypes, engines, launch
 from tikv.arrays import ArrayView
 from tikv.formats import FORMATS
-from tikv.launch import launcher
-from tikv.launch.cuda import compiler, driver
+from tikv.launch.cuda import compiler
 from tikv.ops.attention import options
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.families.tensor_cores import TensorCodes, TensorRows
@@ -196,8 +195,7 @@ def test_an_infinity_that_is_seen_stays_one(arch, rng, tiles):
 
 @on_cuda
 @pytest.mark.parametrize("place", ["linear", "NHD"])
-def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, tiles, place):
-    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, device_knows, tiles, place):
     case, cache = make(rng, place, **({"guard": 3} if place == "linear" else {}), lens=(40, 40, 40))
     lens, case.lens = (2**31 - 1, -5, 41), (40, 0, 40)
     if place == "NHD":
@@ -482,27 +480,27 @@ def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options,
 
 
 @pytest.mark.archs("cpu")
-def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch, ampere):
+def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch, ampere, monkeypatch):
     assert launch.why_no_tensor_cores(CUDA) == ""
     assert "is cpu" in tikv.info()["tensor_cores"]
     quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
     assert "Quadrants cannot link bitcode" in launch.why_no_tensor_cores(quadrants)
-    ampere.setattr(driver, "generation", lambda index: 7)
+    ampere.generation = 7
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert not family_for(form_of(given())).on_tensor_cores
-    ampere.setattr(driver, "generation", lambda index: 9)
+    ampere.generation = 9
     from tikv.kernels.attention.sm80 import instructions as kernels
 
-    ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
+    monkeypatch.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
     assert launch.why_no_tensor_cores(CUDA) == "/nowhere.bc is missing"
 
 
 @pytest.mark.archs("cpu")
 def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
     live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
-    ampere.setattr(launcher, "launcher_of", lambda live: ("direct", "asked for"))
+    ampere.launcher = "direct"
     assert "by 'direct' (asked for)" in TensorRows.why_not(form_of(given(), live))
-    ampere.setattr(launcher, "launcher_of", lambda live: ("native", "asked for"))
+    ampere.launcher = "native"
     tile_of = lambda softcap=None, **form: family_for(form_of(given(**form), live, softcap=softcap)).tile  # noqa: E731
     tiles = [tile_of(queries=n) for n in (1, 2, 4, 8, 9, 100)]
     assert [(tile.shared_out, tile.row_tiles) for tile in tiles] == [

@@ -8,10 +8,9 @@ import oracle
 import pytest
 
 import tikv
-from tikv import dtypes, reference, runtime
+from tikv import dtypes, reference
 from tikv.ops.attention import measured, plan
 from tikv.ops.attention.torch_sdpa import MASKED, torch_is_faster
-from tikv.runtime.cache import BoundedCache
 
 torch = pytest.importorskip("torch")
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # torch rounds the weights to float16 and bfloat16
@@ -74,9 +73,8 @@ class NotCpu:
 
 
 @pytest.fixture
-def as_on_cuda(arch, monkeypatch):
+def as_on_cuda(no_plans, monkeypatch):
     """Calls of torch are those that CUDA gets; the fixture has whether the result of each could be used."""
-    monkeypatch.setattr(runtime.current(), "_plans", BoundedCache())
     used, init, attend = [], plan.TorchAttention.__init__, plan.TorchAttention.attend
     monkeypatch.setattr(
         plan.TorchAttention,

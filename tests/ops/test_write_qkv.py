@@ -420,11 +420,11 @@ def test_rows_that_only_the_device_knows_to_be_outside_are_skipped(arch, rng, in
     )
 
 
-def test_in_debug_mode_the_device_is_asked(arch, rng, monkeypatch):
+def test_in_debug_mode_the_device_is_asked(arch, rng, debug):
     case = Case(rng, arch, "half", tokens=3)
     k, v = case.pools(np.float32, "NHD")
     options = {"num_q_heads": HQ, "norm_rope": case.how, "layout": "NHD"}
-    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
+    debug()
     for slots, positions, message in (
         ([1, 2, 1], [0, 1, 2], "more than once"),
         ([1, 2, 12], [0, 1, 2], "beyond the pool"),

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from inside import storage_of
 from launch_counter import count_launches
 
 import tikv
@@ -770,7 +771,7 @@ def test_keys_and_values_are_one_array_to_a_launch_or_two(arch, rng, monkeypatch
         kept, model = row.make(), Model(row)
         for together in (False, True, False):
             append_everywhere(rng, arch, kept, model, 2, together=together)
-        bound = [bound for plan in kept._storage.appends.plans.values() for bound in plan.launches]
+        bound = [bound for plan in storage_of(kept).appends.plans.values() for bound in plan.launches]
         assert [sum(map(bool, b.kernel.words)) - 1 for b in bound] == [arrays_given] * len(bound)
         expect(kept, model)
 
@@ -789,24 +790,23 @@ def test_a_length_that_int32_does_not_hold_is_refused_by_what_gives_int32(arch):
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 2, 2**40 + 1])
 @pytest.mark.parametrize("row", [ROWS[2], ROWS[4]], ids=lambda row: row.name)
 def test_a_sequence_without_end(arch, rng, row, start):
-    """Positions past 32 bits: the counts are set as if so many tokens had gone through."""
+    """Positions past 32 bits, as if so many tokens had been appended in graphs."""
     kept, model = (
         row.make(window=[6, 6, 6] if row.sinks else [3, 5, 8]),
         Model(row._replace(window=[6, 6, 6] if row.sinks else [3, 5, 8])),
     )
     append_everywhere(rng, arch, kept, model, 1, together=True)
-    for layer in kept._storage.counts:
-        layer.length = layer.valid_from = start
+    kept.advance(start - kept.length)
     newest = []
     for count in (2, 1, 1, 7, 1):
         k, v = model.tokens(rng, count)
         kept.append_all(*give(arch, k, v))
         newest += [(k[:, :, t], v[:, :, t]) for t in range(count)]
     assert kept.length == start + len(newest)
-    for x, layer in enumerate(kept._storage.counts):
+    for x, window in enumerate(kept.windows):
         for i, found in enumerate(kept.tokens(x)):
-            want = np.stack([token[i][x] for token in newest[-layer.ring :]], axis=2)
-            oracle.assert_same_bits(oracle.to_numpy(found)[:, :, layer.sinks :], want)
+            want = np.stack([token[i][x] for token in newest[kept.sinks - window :]], axis=2)
+            oracle.assert_same_bits(oracle.to_numpy(found)[:, :, kept.sinks :], want)
 
 
 STALE = """
@@ -867,7 +867,7 @@ def test_tokens_are_copied_into_some_of_the_columns(arch, rng):
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=6, dtype="float32", window=6, sinks=2)
     for rows in np.split(rng.standard_normal((9, 2, 8)).astype(np.float32), 3):
         store.append(0, rows, 2 * rows)
-    memory, live = store._storage.memory, store.runtime
+    memory, live = storage_of(store).memory, store.runtime
     k, v = (arrays.new_array((1, 2, 6, 20), dtypes.float32, live, zeroed=True) for _ in "kv")
     memory.copy_tokens("test", memory.layers[0], k.part(3, 8, 16), v.part(3, 4, 12))
     for a, first, held in zip((k, v), (8, 4), store.tokens(0), strict=True):

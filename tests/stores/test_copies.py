@@ -7,6 +7,7 @@ import types
 import numpy as np
 import oracle
 import pytest
+from inside import storage_of
 
 import tikv
 from tikv import arrays, dtypes, runtime
@@ -232,7 +233,7 @@ def test_what_is_not_copied_says_which_method_does(arch, how):
 def test_a_store_whose_runtime_is_gone_is_not_copied(arch, monkeypatch):
     store = tikv.KVCacheStore(capacity=8, dtype="float32", **FORM)
     monkeypatch.setattr(store.runtime, "front", types.SimpleNamespace(prog=None))
-    for thing in (store, store._storage.memory):
+    for thing in (store, storage_of(store).memory):
         with pytest.raises(
             tikv.StaleRuntimeError, match=oracle.said(r"copy\.deepcopy: this object was made in Taichi runtime epoch")
         ):

@@ -66,9 +66,7 @@ def test_a_ring_shows_what_the_memory_holds(arch, tokens, trimmed, sinks):
 
 def filled_slots(cache):
     """By the rule of the oracle, the slots of the positions that can be read: sinks, and the newest behind them."""
-    layer = cache._storage.counts[0]
-    positions = [p for p in range(layer.length) if p < layer.sinks or p >= layer.valid_from]
-    return {reference.slots(p, 1, 6, window=6, sinks=layer.sinks)[0] for p in positions}
+    return {reference.slots(int(p), 1, 6, window=6, sinks=cache.sinks)[0] for p in cache.positions(0)[0, 0]}
 
 
 def test_newest_next_and_sinks_are_marked(arch):

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from host_stores import host_store
+from inside import resident_storage_of, storage_of
 
 import tikv
 from tikv.stores.layers.host import HostLayers
@@ -84,7 +85,7 @@ class Both:
 
     def check(self):
         """Counts, every bit that is held on the host, and every bit of a copy that is there."""
-        plain, host = self.plain._storage, self.host._storage
+        plain, host = storage_of(self.plain), resident_storage_of(self.host)
         assert isinstance(host, HostLayers)
         for layer in range(self.layers):
             for name in ("layer_length", "held", "positions", "next_position"):
@@ -281,7 +282,7 @@ def test_a_store_is_saved_loaded_and_copied_between_places(arch, tmp_path):
     both.step(0)
     assert twin.layer_length(0) == both.host.layer_length(0) - 1
     assert twin.place == "host"
-    assert twin.lock is twin._storage.lock
+    assert twin.lock is resident_storage_of(twin).lock
     both.host, both.plain = twin, copy.deepcopy(before)
     both.plain.restore(snapshot)
     both.check()
@@ -379,7 +380,7 @@ def test_memory_goes_with_the_last_name_of_a_store(arch):
     both = Both(arch, FORMS["float32 linear"])
     both.call("append_all", *both.new(3, LAYERS)[1:])
     both.call("attend", 0, both.new(1)[0])
-    storage = both.host._storage
+    storage = resident_storage_of(both.host)
     frame = storage.residents[None].frames[0]
     memory = [weakref.ref(storage.memory.layers[0].k.owner), weakref.ref(frame.content.memory.layers[0].k.owner)]
     gc.disable()

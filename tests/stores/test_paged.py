@@ -17,11 +17,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from launch_counter import count_launches
+from launch_counter import count_launches, failing_launches
 
 import tikv
 from tikv import arrays, reference
-from tikv.ops.paged import WriteSlotsPlan
 from tikv.stores import limits
 from tikv.stores.pools import blocks as block_pool
 from tikv.stores.pools.memory import LayerPools
@@ -930,21 +929,19 @@ def test_a_store_that_cannot_be_is_refused(arch, wrong, error, words):
         tikv.PagedKVCacheStore(**{"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "num_blocks": 4, **wrong})
 
 
-def test_a_write_that_fails_gives_its_blocks_back(arch, rng, monkeypatch):
+@pytest.mark.parametrize("launched", [0, 1])
+def test_a_write_that_fails_gives_its_blocks_back(arch, rng, monkeypatch, launched):
+    """The copy of a block that two sequences share, or the write that comes after it."""
     store = make()
     a = store.add()
     extend(store, rng, [a], [6])
     b = store.fork(a)
     before = contents(store)
 
-    def broken(*_):
-        raise RuntimeError("device lost")
-
     k = oracle.place(rows(rng, 8), arch)
-    monkeypatch.setattr(WriteSlotsPlan, "run", broken)
-    with pytest.raises(RuntimeError, match="device lost"):
+    error = RuntimeError("device lost")
+    with failing_launches(monkeypatch, launched, error), pytest.raises(RuntimeError, match="device lost"):
         store.append(0, k, k, [a, b], [0, 4, 8])
-    monkeypatch.undo()
     assert contents(store) == before
     store.append(0, k, k, [a, b], [0, 4, 8])
     oracle.assert_same_bits(oracle.to_numpy(store.tokens(0, b)[0])[6:], oracle.to_numpy(k)[4:])

@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from campaign.token_groups import TokenGroups
+from inside import codes_of
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
@@ -217,7 +218,7 @@ def test_awkward_rows_have_the_bits_of_the_oracle(arch, rng):
     k[:, 0, :, :4] = np.float32([0, -0.0, 1e-30, 3e38])
     k[:, 0, :, 4] = rng.choice(np.float32([np.inf, -np.inf, np.nan, 1]), shape[::2])
     model.append(0, 96, (k, v))
-    for a, want in zip(model.store._storage.codes[0].arrays, model.bits[0], strict=True):
+    for a, want in zip(codes_of(model.store)[0].arrays, model.bits[0], strict=True):
         oracle.assert_same_bits(CacheArray(a, model.store.runtime), want)
     assert model.coded == [32]
 

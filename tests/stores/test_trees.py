@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from host_stores import host_store
+from inside import layers_of
 
 import tikv
 from tikv import arrays
@@ -80,9 +81,8 @@ class Cache:
             layers = self.of._pages.pools.layers
             states = [(s.blocks, s.lengths, s.newest, s.draft) for s in self.of._pages.sequences.states.values()]
         else:
-            storage = getattr(self.of._storage, "whole", self.of._storage)
-            layers = [layer.arrays for layer in storage.counts]
-            states = [(layer.length, layer.newest) for layer in storage.counts], self.of._draft
+            layers = [layer.arrays for layer in layers_of(self.of)]
+            states = [(layer.length, layer.newest) for layer in layers_of(self.of)], self.of._draft
         return [arrays.read_host(a, self.of.runtime).tobytes() for layer in layers for a in layer], repr(states)
 
     def refuses(self, paths, words, drafted=None):

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from host_stores import host_store
+from inside import storage_of
 
 import tikv
 from tikv import arrays
@@ -45,7 +46,7 @@ def new(rng, arch, tokens):
 
 def everything(store):
     """All bits of a store's memory, and all that it counts."""
-    storage = getattr(store._storage, "whole", store._storage)
+    storage = storage_of(store)
     memory = [arrays.read_host(a, store.runtime).tobytes() for i in range(LAYERS) for a, _ in storage.filled(i)]
     counts = [(c.length, c.valid_from, c.newest, c.history, c.end) for c in storage.counts]
     codes = [(c.tokens, c.dropped) for c in getattr(storage, "codes", [])]
@@ -71,10 +72,9 @@ def refused_calls(store, rng, arch):
         "trim": lambda: store.trim(1),
     }
     try:
-        store._storage.require_positions("a test", "")
-    except tikv.OptionError:
+        step, first = tikv.compile_step(store, attend=False), tikv.compile_step(store, layers=0)
+    except tikv.OptionError:  # its slots do not follow from positions
         return calls
-    step, first = tikv.compile_step(store, attend=False), tikv.compile_step(store, layers=0)
     at = oracle.place(np.array([store.length], np.int64), arch)
     return calls | {
         "append at a position": lambda: store.append(0, k, v, positions=at),
@@ -242,7 +242,7 @@ def all_of_pool(pool):
     """All bits of a pool's memory, and all that it counts."""
     pools = pool._pages.pools
     memory = [arrays.read_host(a, pool.runtime).tobytes() for layer in pools.layers for a in layer]
-    states = [(s.blocks, s.lengths, s.newest, s.left, s.draft) for s in pool._pages.sequences.states.values()]
+    states = [(s.blocks, s.lengths, s.newest, s.histories, s.draft) for s in pool._pages.sequences.states.values()]
     return memory, repr(states), repr(pool), pool.context_lens.tolist(), getattr(pool._pages, "coded", None).__repr__()
 
 

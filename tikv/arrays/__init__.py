@@ -4,6 +4,8 @@ An `ArrayView` says where the elements of an array lie; on Vulkan and Metal, whe
 Taichi's handle, or a tensor's storage on MPS. `view` and `view_all` make views of the arrays that a caller gives.
 """
 
+from tikv.arrays.annotations import Array as Array
+from tikv.arrays.annotations import Arrays as Arrays
 from tikv.arrays.array_view import ALIGNMENT as ALIGNMENT
 from tikv.arrays.array_view import ArrayView as ArrayView
 from tikv.arrays.array_view import Host as Host

@@ -13,6 +13,8 @@ from tikv.errors import ArchError, DTypeError
 
 
 class _DLTensor(ctypes.Structure):
+    """DLPack's description of an array: where it lies, on which device, its dtype, shape and strides."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -28,10 +30,14 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
+    """What a capsule "dltensor" points to: an array, and the function that its consumer calls to release it."""
+
     _fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
 class _DLManagedTensorVersioned(ctypes.Structure):
+    """The same since DLPack 1.0, with a version and with flags; one says that the array is read-only."""
+
     _fields_ = [
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),

@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Any
 
-from tikv import dtypes, engines, runtime
+from tikv import dtypes, runtime
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.memory import Memory
 from tikv.dtypes import DType
@@ -45,27 +45,6 @@ def view_of(tensor: Any, dtype: DType) -> ArrayView:
     first = tensor.storage_offset() * dtype.itemsize
     return ArrayView(
         0, tuple(tensor.shape), tensor.stride(), dtype, "mps", handle=storage, offset=first, owner=(storage, tensor)
-    )
-
-
-def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, operation: str) -> None:
-    """Check that kernels can be given a tensor on MPS.
-
-    Raises:
-        ArchError: the engine, or the arch that it runs on, does not share memory with PyTorch.
-    """
-    if live.engine.mps_arch == live.arch:
-        return
-    if live.engine.mps_arch is None:
-        other = engines.that_shares_mps()
-        why = f"{live.engine.title} cannot share memory with PyTorch, but {other.title} can"
-        way = f"tikv.init({other.mps_arch!r}, engine={other.name!r}) in another process ({other.remedy[:-1]})"
-    else:
-        why = f"{live.engine.title} runs on {live.arch}"
-        way = f"tikv.init({live.engine.mps_arch!r}) before the first operation"
-    raise ArchError(
-        f"{operation}: {name} is a torch tensor on mps, and {why}. Call {way}, or pass {name}.cpu(), which waits "
-        f"for the GPU and copies {array.nbytes:,} bytes each time; results have to be copied back the same way."
     )
 
 

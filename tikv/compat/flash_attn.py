@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from tikv.arrays import Array, Arrays
 from tikv.compat.indices import flag
 from tikv.compat.kvcache import Arguments, CacheCall
 
@@ -11,26 +10,26 @@ OPERATION = "flash_attn_with_kvcache"
 
 
 def flash_attn_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any = None,
-    v: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    block_table: Any = None,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: Array | int | None = None,
+    cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None,
+    block_table: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: Any = None,
+    alibi_slopes: Array | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Arrays:
     """Append new keys and values in place, then attend over the cache, as flash-attention's function does.
 
     Args:

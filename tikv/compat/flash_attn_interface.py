@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tikv.arrays import Array, Arrays
 from tikv.compat.indices import flag, refuse_option
 from tikv.compat.kvcache import Arguments, CacheCall
 from tikv.errors import OptionError
@@ -12,25 +13,25 @@ OPERATION = "flash_attn_interface.flash_attn_with_kvcache"
 
 
 def flash_attn_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any = None,
-    v: Any = None,
-    qv: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    page_table: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k_new: Any = None,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    qv: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: Array | int | None = None,
+    cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None,
+    page_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k_new: Array | None = None,
     max_seqlen_q: int | None = None,
-    rotary_seqlens: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
+    rotary_seqlens: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -42,32 +43,27 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Arrays:
     """Append new keys and values in place, then attend over the cache, as flash-attention 3's function does.
 
     Args:
         q: (B, Sq, Hq, D), or with ``cu_seqlens_q`` (total, Hq, D); 8-bit floats are taken too.
-        k_cache, v_cache: (B_cache, S, H, D) and (B_cache, S, H, D_v); with ``page_table``, (N, page, H, D) of any page
-            size.
+        k_cache, v_cache: (B_cache, S, H, D), (B_cache, S, H, D_v); with ``page_table``, (N, page, H, D), any page size.
         k, v: (B, S_new, H, D) and (B, S_new, H, D_v), or with ``cu_seqlens_k_new`` (total, H, D), appended at
             ``cache_seqlens``; None to read only.
-        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): the scores become ``q.k + qv.v``, for latent attention. Keys and
-            values that are adjacent columns of one array, ``cache[..., :D]`` and ``cache[..., D:]``, are read in place;
-            others are copied in each call.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), which rotate ``k`` and ``q``; they need a position for each
-            slot of a row.
-        cache_seqlens: an int or (B,) int32: the number of slots in use before the append, padding included; None for
-            all.
+        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): the scores become ``q.k + qv.v``, for latent attention. K and V that
+            are adjacent columns of one array are read in place; others are copied in each call.
+        rotary_cos, rotary_sin: as in `tikv.compat.flash_attn`, (positions, rotary_dim / 2).
+        cache_seqlens: int or (B,) int32: the slots in use before the append, padding included; None for all.
         cache_batch_idx: (B,) int32: the row of the cache, or of ``page_table``, that each sequence uses. If two
             sequences use one row, the new rows of either of them stay.
         cache_leftpad: (B,) int32: the slot of its row where each sequence starts.
         page_table: (B, pages) int32.
         cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32: where the queries, or the new tokens, of each sequence start.
         max_seqlen_q: the most queries that a sequence has; needed with ``cu_seqlens_q``.
-        rotary_seqlens: (B,) int32: the position by which the first new token and query of each sequence are rotated;
-            None for ``cache_seqlens``. It has no effect without rotation.
-        q_descale, k_descale, v_descale: (B, H) float32, for q and caches in 8-bit floats: values are multiplied by them
-            as they are read.
+        rotary_seqlens: (B,) int32: the position by which each sequence's first new token and query are rotated; None
+            for ``cache_seqlens``. It has no effect without rotation.
+        q_descale, k_descale, v_descale: (B, H) float32, by which 8-bit floats of q and the caches are multiplied.
         softmax_scale: None for ``1 / sqrt(D)``, or ``1 / sqrt(D + D_v)`` with ``qv``.
         causal, window_size, softcap, rotary_interleaved, num_splits: as in `tikv.compat.flash_attn`.
         attention_chunk: tokens per chunk: a query sees only the keys of its own chunk; 0 for all keys.
@@ -83,16 +79,11 @@ def flash_attn_with_kvcache(
     Raises:
         OptionError: an option that is not supported, which the message names: descales with ``qv``, or of a cache that
             is not in 8-bit floats, metadata, or margins.
-        ShapeError, DTypeError, PositionError, CapacityError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
-            Nothing is written. Lengths, rows, pages and padding are checked if all of them lie on the host. Otherwise
-            new rows without a slot are skipped, and lengths are clamped.
+        ShapeError, DTypeError, PositionError, CapacityError: as in `tikv.compat.flash_attn`. Nothing is written.
 
-    Exactness: an append keeps every bit; attention is as exact as `tikv.decode_attention`. Cost: one append and one
-        attention, with each row of the cache read as one page; the cache is not copied, except for ``qv`` with K and V
-        in separate arrays: then two launches copy the tokens of all sequences into one array, which has room for the
-        longest one, or for all slots of a row if the lengths lie on a device. Padding adds a table with an entry for
-        each token of a row. Chunks add one with an entry for each token that each query may see, and queries then share
-        no reads.
+    Exactness: an append keeps every bit; attention is as exact as `tikv.decode_attention`.
+    Cost: one append and one attention, with each row of the cache read as one page; the cache is not copied, except for
+        ``qv`` with K and V in separate arrays. docs/names.md has the cost of ``qv``, padding and chunks.
 
     Examples:
         >>> import numpy as np

@@ -13,6 +13,8 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import (
+    Array,
+    Arrays,
     ArrayView,
     CacheArray,
     describe,
@@ -26,9 +28,10 @@ from tikv.arrays import (
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks, paged
+from tikv.ops.attention.call import Caches, attention_call
 from tikv.ops.attention.merge import merge_into, merge_parts
 from tikv.ops.attention.options import QUERIES, real
-from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.indices import host_integers
@@ -41,14 +44,14 @@ SCALED = (*dtypes.FLOATS8, dtypes.int8)  # dtypes of pools whose scales attentio
 
 
 def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_key: Array,
+    append_value: Array,
+    batch_indices: Array,
+    positions: Array,
+    paged_kv_cache: Array | tuple[Array, Array],
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
     kv_layout: str = "NHD",
 ) -> None:
     """Write ragged new keys and values into a paged cache.
@@ -128,26 +131,26 @@ def append_paged_kv_cache(
 
 
 def batch_decode_with_paged_kv_cache(
-    q: Any,
-    paged_kv_cache: Any,
-    paged_kv_indptr: Any,
-    paged_kv_indices: Any,
-    paged_kv_last_page_len: Any,
+    q: Array,
+    paged_kv_cache: Array | tuple[Array, Array],
+    paged_kv_indptr: Array,
+    paged_kv_indices: Array,
+    paged_kv_last_page_len: Array,
     *,
     kv_layout: str = "NHD",
     causal: bool = False,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
+    custom_mask: Array | None = None,
+    packed_custom_mask: Array | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
-    sinks: Any = None,
-    out: Any = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Arrays:
     """Attention of the newest tokens of several requests over their pages, which are read in place.
 
     Args:
@@ -222,7 +225,7 @@ def batch_decode_with_paged_kv_cache(
     for factor in of_scores:
         if factor is not None:
             scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
-    pools = PagedCaches(k_pool, v_pool, for_operation(table, q), lens.astype(np.int32), kv_layout, **scales)
+    pools = Caches(PagedLayout(kv_layout), k_pool, v_pool, lens.astype(np.int32), for_operation(table, q), **scales)
     request = AttendRequest(
         scale=scale,
         softcap=real(logits_soft_cap, "logits_soft_cap", operation) or None,
@@ -231,7 +234,7 @@ def batch_decode_with_paged_kv_cache(
         **terms,
         **_seen(causal or masked, window_left, queries, int(table.shape[1]) * block_size),
     )
-    call = paged_call(operation, _heads_first(asked), pools, request)
+    call = attention_call(operation, _heads_first(asked), pools, request)
     if out is None:
         out = new_like(q, (*asked.shape[:-1], call.plan.cache.width_v), asked.dtype, call.plan.live)
     to = _heads_first(view(out, "out", operation))
@@ -292,7 +295,7 @@ def _check_layout(kv_layout: Any, operation: str) -> None:
         refuse_option(operation, kv_layout=(kv_layout, "'NHD' or 'HND'"))
 
 
-def _pools(paged_kv_cache: Any, layout: str, operation: str) -> tuple[Any, Any]:
+def _pools(paged_kv_cache: Array | tuple[Array, Array], layout: str, operation: str) -> tuple[Any, Any]:
     """The pools of K and V, from a pair or from one array, with an axis for the tokens of a page.
 
     Raises:
@@ -327,7 +330,7 @@ def _slots_of_page(pool: Any, layout: str) -> int:
 
 
 def _lengths_and_table(
-    operation: str, indptr: Any, indices: Any, last_page_len: Any, batch: int, block_size: int
+    operation: str, indptr: Any, indices: Array, last_page_len: Any, batch: int, block_size: int
 ) -> tuple[np.ndarray[Any, Any], Any]:
     """(the tokens of each request, on the host; a table with a row of pages for each, where the pages lie).
 
@@ -365,7 +368,7 @@ def _lengths_and_table(
     return lens, pages[index.as_int64(np.minimum(entries, len(pages) - 1))]
 
 
-def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.ndarray[Any, Any], queries: int) -> Any:
+def _mask_of_new_tokens(operation: str, mask: Array, packed_mask: Any, lens: np.ndarray[Any, Any], queries: int) -> Any:
     """(B, T, T) bool: the new tokens that each query sees, from concatenated, flattened masks (T, length).
 
     Raises:
@@ -412,7 +415,7 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     return visible
 
 
-def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
+def get_seq_lens(kv_indptr: Array, kv_last_page_len: Array, page_size: int) -> Array:
     """(B,) int32: the tokens of each request, from its number of pages and the filled slots of its last page.
 
     Raises:
@@ -429,8 +432,12 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
 
 
 def get_batch_indices_positions(
-    append_indptr: Any, seq_lens: Any, nnz: int, batch_indices: Any = None, positions: Any = None
-) -> tuple[Any, Any]:
+    append_indptr: Array,
+    seq_lens: Array | int,
+    nnz: int,
+    batch_indices: Array | None = None,
+    positions: Array | None = None,
+) -> tuple[Array, Array]:
     """(batch_indices, positions), each (nnz,) int32: the request and the position of each appended token.
 
     Args:
@@ -486,7 +493,7 @@ def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
         raise ShapeError(f"{operation}: {name} is {describe(indices)}, shorter than nnz={entries}.")
 
 
-def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
+def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, Array]:
     """(v, s): attention over two parts of a context, as if they were one; ``s`` is the log-sum-exp of base 2.
 
     Args:
@@ -505,7 +512,7 @@ def _merged(operation: str, *states: Any) -> tuple[Any, Any]:
     return merged
 
 
-def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
+def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array, mask: Array | None = None) -> None:
     """Merge another state into ``(v, s)`` in place, as `merge_state` does; named as in FlashInfer.
 
     Args:
@@ -551,7 +558,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
             detached.copy_(result if selected is None else library.where(selected, result, detached))
 
 
-def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
+def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
     """(v, s): attention over any number of parts of a context, as if they were one; ``s`` is the log-sum-exp of base 2.
 
     Args:

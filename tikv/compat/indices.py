@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import as_numpy, describe, read_host, view
+from tikv.arrays import Array, as_numpy, describe, read_host, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops.indices import index_array
 from tikv.runtime import current
@@ -27,7 +27,7 @@ def library_of(*arrays: Any) -> Any:
     return np
 
 
-def on_host(array: Any) -> bool:
+def on_host(array: Array) -> bool:
     """Whether the values of an index argument, if there is one, are known without waiting for a device."""
     return library_of(array) is np or getattr(getattr(array, "device", None), "type", "cpu") == "cpu"
 
@@ -96,29 +96,29 @@ class Indices:
             )
         return self.as_int64(array)
 
-    def as_int64(self, array: Any) -> Any:
+    def as_int64(self, array: Array) -> Array:
         """Integers of NumPy or torch as int64, placed where the arithmetic runs."""
         if self.library is np:
             return np.asarray(array, np.int64)
         return self.library.as_tensor(array, device=self.device).to(self.library.int64)
 
-    def arange(self, n: int) -> Any:
+    def arange(self, n: int) -> Array:
         """0 to n - 1."""
         return np.arange(n) if self.library is np else self.library.arange(n, device=self.device)
 
-    def take(self, array: Any, index: Any) -> Any:
+    def take(self, array: Array, index: Array) -> Array:
         """From each row of (R, n), the entries whose numbers are in the same row of `index` (R, m)."""
         if self.library is np:
             return np.take_along_axis(array, index, 1)
         return self.library.take_along_dim(array, index, 1)
 
-    def repeat(self, array: Any, times: int) -> Any:
+    def repeat(self, array: Array, times: int) -> Array:
         """Each row `times` times."""
         if self.library is np:
             return np.repeat(array, times, 0)
         return self.library.repeat_interleave(array, times, 0)
 
-    def refuse_where(self, wrong: Any, reason: Callable[[tuple[int, ...]], str]) -> None:
+    def refuse_where(self, wrong: Array, reason: Callable[[tuple[int, ...]], str]) -> None:
         """Raise for the first place where `wrong` is true, if its values are known.
 
         Raises:
@@ -128,7 +128,7 @@ class Indices:
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise PeerPositionError(f"{self.operation}: {reason(at)}")
 
-    def check_starts(self, name: str, starts: Any, end: int, what: str) -> None:
+    def check_starts(self, name: str, starts: Array, end: int, what: str) -> None:
         """Check, if the starts are known, that they ascend from 0 and that the last is not beyond the end.
 
         Raises:
@@ -139,14 +139,14 @@ class Indices:
                 f"{self.operation}: {name} is {starts.tolist()}; it must ascend from 0 to at most the {end} {what}."
             )
 
-    def like_given(self, array: Any) -> Any:
+    def like_given(self, array: Array) -> Array:
         """An array in int32, a torch tensor if any argument was one."""
         library = library_of(*self._arguments.values())
         result = array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
         return library.from_numpy(result) if library is not self.library else result
 
 
-def for_operation(array: Any, like: Any) -> Any:
+def for_operation(array: Array, like: Any) -> Array:
     """Indices in int32, where an operation over `like` can read them without waiting: on its device if it is a GPU."""
     if isinstance(array, np.ndarray):
         narrow = np.ascontiguousarray(array, np.int32)

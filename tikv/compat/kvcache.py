@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_array, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_array, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
 from tikv.compat.ragged_rows import RaggedRows, on_device_of
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks, paged
+from tikv.ops.attention.call import Caches, attention_call
 from tikv.ops.attention.options import real
-from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.plan import PlannedCall
@@ -34,38 +35,41 @@ class Arguments(NamedTuple):
     """The arguments of either version, named as in the newer one except for the table."""
 
     operation: str
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    k: Any = None
-    v: Any = None
-    qv: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
-    cache_seqlens: Any = None
-    cache_batch_idx: Any = None
-    cache_leftpad: Any = None
-    table: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k_new: Any = None
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    k: Array | None = None
+    v: Array | None = None
+    qv: Array | None = None
+    rotary_cos: Array | None = None
+    rotary_sin: Array | None = None
+    cache_seqlens: Array | int | None = None
+    cache_batch_idx: Array | None = None
+    cache_leftpad: Array | None = None
+    table: Array | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k_new: Array | None = None
     max_seqlen_q: Any = None
-    rotary_seqlens: Any = None
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
+    rotary_seqlens: Array | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
     softmax_scale: Any = None
     causal: Any = False
     window_size: Any = (-1, -1)
     attention_chunk: Any = 0
     softcap: Any = 0.0
     rotary_interleaved: Any = True
-    alibi_slopes: Any = None
+    alibi_slopes: Array | None = None
     num_splits: Any = 0
     table_name: str = "page_table"
 
 
 class Sight(NamedTuple):
-    """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks)."""
+    """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks).
+
+    With ``Sight(left=2, right=0, chunk=0)`` a query sees its own key and the two before.
+    """
 
     left: int
     right: int
@@ -73,7 +77,7 @@ class Sight(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the tokens of each sequence lie."""
+    """Where the tokens of each sequence lie: on pages of a table, even if each row of the cache is one page."""
 
     table: Any  # (B, pages)
     page: int  # tokens per page
@@ -433,7 +437,7 @@ class CacheCall:
         there = layout._replace(table=index.arange(self.batch)[:, None], page=most, rows=None)
         return Joint(keys, values, True, there, tuple(copies))
 
-    def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
+    def _attention(self, queries: Array) -> tuple[Any, Any, Any]:
         """(out, lse, what computes them) for (B, T, Hq, D) queries; every step that can fail is done."""
         args, views, layout, sight = self.args, self.views, self.layout, self.sight
         k, v = self.joint[:2] if self.joint else (views["k_cache"], views["v_cache"])
@@ -464,12 +468,12 @@ class CacheCall:
         if softcap is not None and softcap < 0:
             refuse_option(self.operation, softcap=(args.softcap, "0 for none, or a positive number"))
         splits = checks.integer(args.num_splits, "num_splits", self.operation)
-        pools = PagedCaches(k, v, for_operation(table, args.q), for_operation(lengths, args.q), **scales)
+        pools = Caches(PagedLayout(), k, v, for_operation(lengths, args.q), for_operation(table, args.q), **scales)
         request = AttendRequest(
             scale=scale, softcap=softcap or None, alibi_slopes=args.alibi_slopes, num_splits=splits or None,
             short=True, **seen,
         )  # fmt: skip
-        ready = paged_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
+        ready = attention_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
         return out, lse, ready._replace(owners=(*ready.owners, queries, scales))
 
     def _descales(self) -> dict[str, Any]:
@@ -502,7 +506,7 @@ class CacheCall:
         return (pads[:, None] + low).reshape(-1), count.reshape(-1), min(sight.chunk, layout.capacity)
 
     def _token_table(
-        self, table: Any, starts: Any, most: int, caches: tuple[ArrayView, ArrayView]
+        self, table: Array, starts: Array, most: int, caches: tuple[ArrayView, ArrayView]
     ) -> tuple[Any, tuple[ArrayView, ArrayView]]:
         """A table (R, most) of single tokens from (R,) slots on, made from a table (R, pages); and such caches.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import Array, ArrayView, describe, view
 from tikv.compat.indices import Indices, library_of
 from tikv.errors import DTypeError, ShapeError
 
@@ -15,7 +15,10 @@ TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
 
 
 class RaggedRows(NamedTuple):
-    """Concatenated rows of all sequences, each with its sequence and its number in it."""
+    """Concatenated rows of all sequences, each with its sequence and its number in it.
+
+    Two sequences with 2 rows and 1 row have the sequences 0, 0, 1 and the numbers 0, 1, 0.
+    """
 
     sequence: Any
     number: Any
@@ -47,7 +50,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
     return RaggedRows(sequence, row - starts[sequence], starts[1:] - starts[:-1], inside)
 
 
-def flat(array: Any, name: str, operation: str) -> Any:
+def flat(array: Array, name: str, operation: str) -> Array:
     """(B, S, ...) as (B * S, ...): a copy only if the sequences do not follow one another in memory."""
     seen = view(array, name, operation)
     batch, each = seen.shape[:2]
@@ -57,24 +60,24 @@ def flat(array: Any, name: str, operation: str) -> Any:
     return seen.restrided((batch * each, *seen.shape[2:]), (step, *seen.strides[2:]))
 
 
-def on_device_of(indices: Any, like: Any) -> Any:
+def on_device_of(indices: Array, like: Any) -> Array:
     """Integers of NumPy or torch, placed where they can index rows of `like`."""
     library = library_of(like)
     return np.asarray(indices) if library is np else library.as_tensor(indices, device=like.device)
 
 
-def selected(condition: Any, x: Any, number: float) -> Any:
+def selected(condition: Array, x: Array, number: float) -> Array:
     """The entries of `x` where the condition is true, and elsewhere the number, in the dtype of `x`."""
     library = library_of(x)
     return library.where(condition, x, x.dtype.type(number) if library is np else number)
 
 
-def wide(x: Any) -> Any:
+def wide(x: Array) -> Array:
     """The values in float32."""
     return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Array:
     """Arrays side by side along the last axis."""
     library = library_of(*parts)
     return np.concatenate(parts, -1) if library is np else library.cat(parts, -1)
@@ -117,7 +120,7 @@ def check_rotation(cos: ArrayView, sin: ArrayView, capacity: int, width: int, op
         )
 
 
-def rotated(x: Any, positions: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def rotated(x: Array, positions: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     """Rows x (n, H, D) rotated at (n,) positions in float32, rounded once to x's dtype."""
     library, half = library_of(x), cos.shape[-1]
     c, s = (wide(table)[positions][:, None] for table in (cos, sin))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import ArrayView, describe, view, view_bits
+from tikv.arrays import Array, ArrayView, describe, view, view_bits
 from tikv.compat.indices import Indices, flag, refuse_option
 from tikv.dtypes import DType, float8_e4m3fn, float8_e5m2, to_torch
 from tikv.errors import DTypeError, ShapeError
@@ -65,14 +65,14 @@ def _first_rows(array: Any, tokens: int, name: str, operation: str) -> ArrayView
 
 
 def reshape_and_cache_flash(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
     kv_cache_dtype: str = "auto",
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
 ) -> None:
     """Write keys and values into the slots of paged caches, as vLLM's function does.
 
@@ -105,14 +105,14 @@ def reshape_and_cache_flash(
 
 
 def reshape_and_cache(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
     kv_cache_dtype: str = "auto",
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
     interleaved_v: bool = False,
 ) -> None:
     """Write as `reshape_and_cache_flash` does, but into vLLM's older layout.
@@ -130,12 +130,12 @@ def reshape_and_cache(
 
 
 def concat_and_cache_mla(
-    kv_c: Any,
-    k_pe: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache: Array,
+    slot_mapping: Array,
     kv_cache_dtype: str = "auto",
-    scale: Any = None,
+    scale: Array | float | None = None,
     skip_scale: bool = False,
 ) -> None:
     """Write latent rows, each followed by the rotated part of its key, into one paged cache, as vLLM's function does.
@@ -193,15 +193,15 @@ def _with_one_head(a: ArrayView, axis: int) -> ArrayView:
 
 
 def gather_and_maybe_dequant_cache(
-    src_cache: Any,
-    dst: Any,
-    block_table: Any,
-    cu_seq_lens: Any,
-    token_to_seq: Any,
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
+    token_to_seq: Array,
     num_tokens: int,
     kv_cache_dtype: str = "auto",
-    scale: Any = None,
-    seq_starts: Any = None,
+    scale: Array | float | None = None,
+    seq_starts: Array | None = None,
 ) -> None:
     """Copy tokens of many sequences from their pages, one sequence after the other, as vLLM's function does.
 
@@ -264,7 +264,12 @@ def gather_and_maybe_dequant_cache(
 
 
 def cp_gather_cache(
-    src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, batch_size: int, seq_starts: Any = None
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
+    batch_size: int,
+    seq_starts: Array | None = None,
 ) -> None:
     """Copy sequences from their pages, one after the other, bit for bit, as vLLM's function does.
 
@@ -312,7 +317,7 @@ def _gather(
     index: Indices,
     source: ArrayView,
     rows: ArrayView,
-    table: Any,
+    table: Array,
     sequence: Any,
     factor: Any,
     batch: int | None = None,
@@ -374,7 +379,7 @@ def _gather(
     paged.gather(operation, source, slots, tokens, layout="NHD", scale=factor, out=to, by_slot=True)
 
 
-def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
+def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array) -> None:
     """Copy blocks within the caches of every layer.
 
     Args:
@@ -409,7 +414,7 @@ def _pools_of_layers(pools: Any, name: str, operation: str) -> list[ArrayView]:
     return [view_bits(pool, f"{name}_caches[{i}]", operation) for i, pool in enumerate(pools)]
 
 
-def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mapping: Any = None) -> None:
+def swap_blocks(src: Array, dst: Array, block_size_in_bytes: Any = None, block_mapping: Array | None = None) -> None:
     """Copy blocks from one pool to another, on the same device or between device and host.
 
     Args:

@@ -14,7 +14,7 @@ MOST_FORMS = 8  # combinations of query shape and stream
 
 
 class Partials(NamedTuple):
-    """Float32 tensors for partial results, and views of them.
+    """Float32 tensors for the results of attention over each rank's tokens, which are merged; and views of them.
 
     Attributes:
         local: (batch, Hq, T, D_v + 1): each row's result, followed by its log-sum-exp.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tikv import extras
+from tikv.arrays import Array
 from tikv.errors import GroupError
 
 
@@ -44,7 +45,7 @@ class Ranks:
                 f"only in the processes of the group."
             )
 
-    def gather(self, mine: Any, operation: str, out: Any = None) -> Any:
+    def gather(self, mine: Any, operation: str, out: Array | None = None) -> Any:
         """The tensors of all ranks, stacked in `out` or in new memory by one collective; or GroupError."""
         import torch
 

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, is_followed, new_like, refuse_backward, runtime_of, view, write_host
+from tikv.arrays import (
+    Array,
+    Arrays,
+    ArrayView,
+    describe,
+    is_followed,
+    new_like,
+    refuse_backward,
+    runtime_of,
+    view,
+    write_host,
+)
 from tikv.distributed import saved
 from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
@@ -58,8 +69,7 @@ class ShardedKVCacheStore:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
         shard: "heads" or "tokens"; for a two-dimensional mesh, a pair of both, in the order of the mesh's dimensions.
         interleave: tokens per block; of the ranks that share tokens, rank ``p // interleave % world`` holds position
-            p. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries, at most
-            256.
+            p. Small blocks spread short caches evenly; prompts are processed in pieces of as many queries, at most 256.
         **form: the arguments of `KVCacheStore`, for the whole model: ``num_kv_heads`` counts the heads of all ranks,
             and ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 
@@ -71,24 +81,19 @@ class ShardedKVCacheStore:
     Raises:
         GroupError: torch.distributed was not started, the group does not exist, or this process is not in it.
         MissingPackageError: torch is not installed.
-        OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh's dimensions, or the number of KV heads
-            is not a multiple of the number of ranks.
+        OptionError, ShapeError: ``shard`` is unknown or does not fit the mesh, or the ranks do not divide the KV heads.
         TikvError: as `KVCacheStore` raises it.
 
     If it is sharded by heads, it has all methods of `KVCacheStore`. If it is sharded by tokens, it has these: `append`,
     `append_all`, `attend`, `extend`, `trim`, `align`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`,
-    `repeat`, `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`. It refuses the others, since
-    a rank has only some of the tokens; ``local`` has those methods.
+    `repeat`, `snapshot`, `restore`, `save`, `load` and counts such as `length` and `held`; ``local`` has the others.
 
     Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in a different
         order, in float32, with one rounding at the end.
     Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
-    * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
-    collective waits until the group's timeout, or mixes results. The same happens if Ctrl-C or an error ends a call on
-    one rank only, whose cache then lacks an append: let that end the process, or `align` all ranks. With
-    ``tikv.init(debug=True)``, calls and lengths are compared first, and if they differ, all ranks raise `GroupError`.
-    If a rank dies, the next collective of the others raises `GroupError` at once with gloo; with NCCL, torch by default
-    ends these processes after that timeout.
+    * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank.
+    Processes: if one ends, or makes different calls, others wait or raise, as [When processes
+    disagree][when-processes-disagree] (docs/tutorials/processes.md) says.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
@@ -141,7 +146,9 @@ class ShardedKVCacheStore:
         self._partials = StorePartials(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
+    def append(
+        self, layer: int, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None
+    ) -> None:
         """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
         Where tokens are sharded, a call with ``positions`` must have one token per sequence.
@@ -153,7 +160,7 @@ class ShardedKVCacheStore:
         with self._of_rank():
             self.local.append(layer, k, v, layout=layout, positions=positions)
 
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
+    def append_all(self, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None) -> None:
         """Append new tokens to all layers: all tokens, with this rank's heads. See `KVCacheStore.append_all`.
 
         Raises:
@@ -166,21 +173,21 @@ class ShardedKVCacheStore:
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         softcap: float | None = None,
-        out: Any = None,
+        out: Array | None = None,
         missing: str = "raise",
-        seq_lens: Any = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        seq_lens: Array | int | None = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Arrays:
         """Attention of the newest tokens' queries over the tokens of all ranks. See `KVCacheStore.attend`.
 
         Args:
@@ -242,20 +249,20 @@ class ShardedKVCacheStore:
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Arrays:
         """Append new tokens, and attend with their queries over the tokens of all ranks and the new ones.
 
         Args:
@@ -520,7 +527,7 @@ class ShardedKVCacheStore:
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *values, f"length={self.local.length}"))
 
-    def _device_of(self, q: Any) -> Any:
+    def _device_of(self, q: Array) -> Any:
         """The device on which torch makes tensors to use with q."""
         import torch
 

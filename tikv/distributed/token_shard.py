@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
-from tikv.distributed.token_sharding import Stretch, TokenSharding
+from tikv.arrays import Array, Arrays, ArrayView, CacheArray, Views, new_array, view, view_all
+from tikv.distributed.token_sharding import QueryRun, TokenSharding
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
@@ -36,7 +36,7 @@ MAX_COUNTED = 2**30  # the most positions that attention with slopes can count
 
 
 class _Form(NamedTuple):
-    """What was found about new rows of one form: the number of tokens, and the axis that counts them."""
+    """What is known about new rows of one form: the number of tokens, and the axis that counts them."""
 
     tokens: int
     axis: int  # the axis of tokens in the given arrays
@@ -58,7 +58,6 @@ class TokenShardLayers(LayerStorage):
 
     title = "a store whose tokens are sharded over several processes"
     remedy = "Shard by heads instead."
-    file_kind = ""
 
     def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
         self.check_summaries("ShardedKVCacheStore", form)
@@ -186,11 +185,11 @@ class TokenShardLayers(LayerStorage):
 
     # --- reads
 
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Arrays:
         """Attention over this rank's tokens only, as if there were no others."""
         return self.local.attend(operation, layer, q, request)
 
-    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Arrays:
         """Raise OptionError, since the keys that a query sees are spread over several ranks."""
         self._refuse(operation, "Call ShardedKVCacheStore.extend, or shard by heads.")
 
@@ -206,7 +205,7 @@ class TokenShardLayers(LayerStorage):
         partials: ArrayView,
         scores: AttentionScale,
         missing: str,
-        seq_lens: Any = None,
+        seq_lens: Array | int | None = None,
         slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """The attention of the newest tokens' queries over this rank's keys.
@@ -238,10 +237,10 @@ class TokenShardLayers(LayerStorage):
         if missing == "raise" and queries > 1:
             refuse_missing(operation, counts, queries, False)
         first = counts.length - queries
-        stretches: Iterable[Stretch] = self.sharding.stretches(counts, counts.valid_from, first, counts.length)
+        runs: Iterable[QueryRun] = self.sharding.query_runs(counts, counts.valid_from, first, counts.length)
         if not counts.length:
-            stretches = [Stretch(first, 0, 0, 0, 0, 0)]
-        self._attend(operation, layer, q, partials, scores, stretches, first, slopes)
+            runs = [QueryRun(first, 0, 0, 0, 0, 0)]
+        self._attend(operation, layer, q, partials, scores, runs, first, slopes)
 
     def _require_countable(self, operation: str, slopes: Mapping[str, ArrayView], length: int) -> None:
         """Raise PositionError if slopes would have to count more positions than kernels can."""
@@ -321,8 +320,8 @@ class TokenShardLayers(LayerStorage):
             block = Views([a.part(form.axis, first - start, after - start) for a in rows])
             oldest = counts.valid_from  # before the block's tokens overwrite it
             self._append_own(operation, [to], block, layout, form._replace(tokens=after - first), False)
-            stretches = self.sharding.stretches(counts, oldest, first, after)
-            self._attend(operation, layer, q, partials, scores, stretches, start, slopes)
+            runs = self.sharding.query_runs(counts, oldest, first, after)
+            self._attend(operation, layer, q, partials, scores, runs, start, slopes)
 
     def _attend(
         self,
@@ -331,23 +330,23 @@ class TokenShardLayers(LayerStorage):
         q: ArrayView,
         partials: ArrayView,
         scores: AttentionScale,
-        stretches: Iterable[Stretch],
+        runs: Iterable[QueryRun],
         start: int,
         slopes: Mapping[str, ArrayView],
     ) -> None:
-        """Attend with each stretch of queries; the first query of `q` has the position `start`."""
+        """Attend with each run of queries; the first query of `q` has the position `start`."""
         local, live = self.local.counts[layer], self.runtime
         stage = Staging(live, [q, partials], [False, True])
         q, partials = stage.arrays
         out, lse = self._out_and_lse(partials)
         block = self.sharding.interleave
         sharded = (block, (self.sharding.world - 1) * block) if slopes else (0, 0)
-        for at in stretches:
-            queries, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
+        for run in runs:
+            queries, to, to_lse = (a.part(2, run.first - start, run.end - start) for a in (q, out, lse))
             arrays = layer_arrays(local, queries, slopes)
             slots = local.sinks, local.ring, local.formats
-            plan = cache_plan(live, operation, arrays, scores, at.span, *slots, sharded)
-            tokens = AttendedTokens(at.length, at.first_valid, at.ahead, at.first - self.sharding.rank * block)
+            plan = cache_plan(live, operation, arrays, scores, run.span, *slots, sharded)
+            tokens = AttendedTokens(run.length, run.first_valid, run.ahead, run.first - self.sharding.rank * block)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
         stage.finish()
 
@@ -369,16 +368,16 @@ class TokenShardLayers(LayerStorage):
         start = counts.length - q.shape[2]
         fixed = self.sharding.count(min(counts.sinks, counts.length))
         first_held = self.sharding.count(max(counts.valid_from, counts.sinks))  # after the sinks
-        for at in self.sharding.stretches(counts, counts.valid_from, start, counts.length):
-            oldest = max(local.sinks, at.first_valid, at.length - local.ring if local.ring else 0)
-            own_fixed, recent = min(local.sinks, at.length), max(0, at.length - oldest)
+        for run in self.sharding.query_runs(counts, counts.valid_from, start, counts.length):
+            oldest = max(local.sinks, run.first_valid, run.length - local.ring if local.ring else 0)
+            own_fixed, recent = min(local.sinks, run.length), max(0, run.length - oldest)
             mass = to.new_zeros((*to.shape[:2], own_fixed + recent))
-            queries, queries_lse = (a.part(2, at.first - start, at.end - start) for a in (q, lse))
+            queries, queries_lse = (a.part(2, run.first - start, run.end - start) for a in (q, lse))
             stage = Staging(live, [queries, queries_lse, view(mass, "mass", operation)], [False, False, True])
             queries, queries_lse, mass_view = stage.arrays
             arrays = layer_arrays(local, queries)
-            plan = cache_plan(live, operation, arrays, scores, at.span, local.sinks, local.ring, local.formats)
-            plan.weigh(arrays, queries_lse, mass_view, AttendedTokens(at.length, at.first_valid, at.ahead))
+            plan = cache_plan(live, operation, arrays, scores, run.span, local.sinks, local.ring, local.formats)
+            plan.weigh(arrays, queries_lse, mass_view, AttendedTokens(run.length, run.first_valid, run.ahead))
             stage.finish()
             to[..., :own_fixed] += mass[..., :own_fixed]
             if recent:
@@ -408,14 +407,14 @@ class TokenShardLayers(LayerStorage):
             local.length = min(local.length, self.sharding.count(counts.length))
             local.valid_from = min(local.valid_from, local.length)
 
-    def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
+    def commit(self, operation: str, path: Array, drafted: int | None, draft: Draft) -> None:
         """Raise OptionError, since the newest tokens are spread over several ranks."""
         self._refuse(operation)
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         self.local.reorder(operation, index)
 
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         self.local.select(operation, index)
 
     def capture(self) -> CapturedShard:
@@ -443,8 +442,3 @@ class TokenShardLayers(LayerStorage):
     def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
         """Raise OptionError, since `ShardedKVCacheStore.save` writes one file per rank."""
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any) -> NoReturn:
-        """Raise OptionError, since `ShardedKVCacheStore.load` reads the files of all ranks."""
-        raise OptionError(f"{operation}: {cls.title} is loaded by ShardedKVCacheStore.load.")

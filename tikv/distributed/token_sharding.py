@@ -11,7 +11,7 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.stores.layers.counts import Layer
 
 
-class Stretch(NamedTuple):
+class QueryRun(NamedTuple):
     """Consecutive queries that one launch of attention can serve over a rank's keys."""
 
     first: int  # the position of the first query
@@ -23,7 +23,16 @@ class Stretch(NamedTuple):
 
 
 class TokenSharding(NamedTuple):
-    """Position p is on rank ``p // interleave % world``; a rank numbers its own tokens 0, 1, 2, ... in order."""
+    """Position p is on rank ``p // interleave % world``; a rank numbers its own tokens 0, 1, 2, ... in order.
+
+    Examples:
+        >>> from tikv.distributed.token_sharding import TokenSharding
+        >>> first, second = TokenSharding(0, 2, 4), TokenSharding(1, 2, 4)  # 2 ranks, blocks of 4 tokens
+        >>> list(first.runs(0, 10)), list(second.runs(0, 10))
+        ([(0, 4), (8, 10)], [(4, 8)])
+        >>> first.count(10), second.count(10), first.position(4)  # its token number 4 is at position 8
+        (6, 4, 8)
+    """
 
     rank: int
     world: int
@@ -76,7 +85,7 @@ class TokenSharding(NamedTuple):
             places[ranks == rank] = np.arange(count)
         return np.stack([ranks, places]), counts
 
-    def stretches(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[Stretch]:
+    def query_runs(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[QueryRun]:
         """Queries at consecutive positions, split so that each part is a plain causal attention over this rank's keys.
 
         From one query to the next, the newest key on this rank that it sees moves on by one or stays the same, and so
@@ -111,7 +120,7 @@ class TokenSharding(NamedTuple):
                     ahead = queries
             elif queries > 1 and not newest_moves:
                 ahead = queries
-            yield Stretch(first, after, length, ahead, oldest, span)
+            yield QueryRun(first, after, length, ahead, oldest, span)
             first = after
 
     def _moves(self, layer: Layer, fixed: int, position: int) -> tuple[bool, bool]:

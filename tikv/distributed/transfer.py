@@ -74,7 +74,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
-                "left": state.left,
+                "left": state.histories,
             }
             for state, table, one in zip(states, blocks_of, more, strict=True)
         ]
@@ -178,7 +178,7 @@ def _known_states(pool: PagedKVCacheStore, entries: list[dict[str, Any]]) -> tup
         for i, block in zip(sent["blocks"][: len(prefix)].tolist(), prefix, strict=True):
             known.setdefault(i, block)
         states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(prefix)))
-        states[-1].left = list(sent["left"])
+        states[-1].histories = list(sent["left"])
     return states, known
 
 
@@ -199,7 +199,7 @@ def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, ope
 
 
 class _Peer:
-    """The other process of an exchange."""
+    """The other process of an exchange: its rank, and messages to it and from it, each a dict."""
 
     def __init__(self, number: int, name: str, group: Any, operation: str, live: runtime.Runtime) -> None:
         self.ranks = Ranks(group, operation)
@@ -280,7 +280,7 @@ class _Peer:
 
 
 class _Exchange:
-    """The blocks of a pool that are sent or received, for all layers, as tensors of bytes."""
+    """Sends or receives blocks of a pool, for all layers, as tensors of bytes."""
 
     def __init__(self, pool: PagedKVCacheStore, peer: _Peer) -> None:
         self.pools = pool._pages.pools

@@ -9,7 +9,10 @@ LENGTHS = ("seq_lens", "context_lens")  # parameters that may be an array or a n
 
 
 class GraphCall(NamedTuple):
-    """One operation of a graph: its parameters' names for arrays and numbers, its options, and names of its results."""
+    """One operation of a graph: the names of the arrays and numbers that it is called with, and of its results.
+
+    `arrays` and `numbers` map a parameter to a name of the graph, or to a number that never changes.
+    """
 
     operation: str
     function: Callable[..., Any]
@@ -30,7 +33,10 @@ class GraphCall(NamedTuple):
 
 
 class Roles:
-    """What the names in some calls stand for: given arrays, given numbers, either of these, or outputs."""
+    """What the names in some calls stand for: a caller's arrays, a caller's numbers, either of these, or outputs.
+
+    For `copy` of "k" to "cache" at "position" they are two arrays and a number.
+    """
 
     def __init__(self, calls: Sequence[GraphCall]) -> None:
         self.arrays: set[str] = set()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, handed_over, new_like, view, write_host
+from tikv.arrays import Array, ArrayView, CacheArray, Memory, handed_over, new_like, view, write_host
 from tikv.errors import ArchError, OptionError
 from tikv.graphs.calls import LENGTHS, GraphCall, Roles
 from tikv.launch.cuda import driver
@@ -90,7 +90,7 @@ class Graph(runtime.NotCopied):
         self._plans: BoundedCache[Any, GraphPlan] = BoundedCache()
         self._lock = threading.RLock()
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Array | int]) -> dict[str, Array]:
         """Run all calls, in the order they were added.
 
         Args:
@@ -114,7 +114,7 @@ class Graph(runtime.NotCopied):
         """
         return self._run("Graph.run", values)
 
-    def prepare(self, values: Mapping[str, Any]) -> None:
+    def prepare(self, values: Mapping[str, Array | int]) -> None:
         """Do all that `run` does except launch: check, compile and bind for arrays of this kind; change none of them.
 
         Raises:
@@ -360,7 +360,7 @@ class _CallLaunch(NamedTuple):
 
 
 class _CheckedCall(NamedTuple):
-    """A call whose values are checked at each run."""
+    """A call of a graph whose positions, lengths or indices differ from run to run and are checked in each."""
 
     plan: Plan
     indices: list[tuple[str, str]]  # (parameter, name) of the index arrays that a run brings

@@ -88,7 +88,7 @@ def _decode_attention(
     softcap: Optional[float],  # noqa: UP045
     indices: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
-    found = attention.decode_attention(
+    results = attention.decode_attention(
         q,
         k_cache,
         v_cache,
@@ -104,7 +104,7 @@ def _decode_attention(
         return_lse=True,
         indices=indices,
     )
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 @torch.library.custom_op("tikv::paged_decode_attention", mutates_args=())  # type: ignore[untyped-decorator]
@@ -123,7 +123,7 @@ def _paged_decode_attention(
     softcap: Optional[float],  # noqa: UP045
     indices: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
-    found = attention.paged_decode_attention(
+    results = attention.paged_decode_attention(
         q,
         k_pool,
         v_pool,
@@ -139,7 +139,7 @@ def _paged_decode_attention(
         return_lse=True,
         indices=indices,
     )
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 @_decode_attention.register_fake

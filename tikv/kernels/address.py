@@ -233,9 +233,9 @@ def make_word_offset(chunk, chunk_stride):
 
     @ti.func
     def word_offset(word):
-        found = word
+        offset = word
         if ti.static(chunk > 0):
-            found = (word // chunk) * chunk_stride + word % chunk
-        return found
+            offset = (word // chunk) * chunk_stride + word % chunk
+        return offset
 
     return word_offset

@@ -181,12 +181,12 @@ def f32_to_f16_integer(value):
     elif a > ti.u32(0x33000000):  # subnormal; 2**-25 itself ties to zero
         shift = ti.u32(126) - (a >> ti.u32(23))
         m = (a & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
-        kept = m >> shift
+        rounded = m >> shift
         rest = m & ((ti.u32(1) << shift) - ti.u32(1))
         tie = ti.u32(1) << (shift - ti.u32(1))
-        if rest > tie or (rest == tie and (kept & ti.u32(1)) == ti.u32(1)):
-            kept = kept + ti.u32(1)
-        half = kept
+        if rest > tie or (rest == tie and (rounded & ti.u32(1)) == ti.u32(1)):
+            rounded = rounded + ti.u32(1)
+        half = rounded
     return ti.cast(half | sign, ti.u16)
 
 
@@ -294,18 +294,18 @@ def make_element_to_f32(code):
 
     @ti.func
     def element_to_f32(x):
-        found = ti.f32(0.0)
+        value = ti.f32(0.0)
         if ti.static(code == "bf16"):
-            found = bf16_to_f32(x)
+            value = bf16_to_f32(x)
         elif ti.static(code == "e4m3"):
-            found = e4m3_to_f32(ti.cast(x, ti.u32))
+            value = e4m3_to_f32(ti.cast(x, ti.u32))
         elif ti.static(code == "e5m2"):
-            found = e5m2_to_f32(ti.cast(x, ti.u32))
+            value = e5m2_to_f32(ti.cast(x, ti.u32))
         elif ti.static(code == "e8m0"):
-            found = e8m0_to_f32(ti.cast(x, ti.u32))
+            value = e8m0_to_f32(ti.cast(x, ti.u32))
         else:
-            found = ti.cast(x, ti.f32)
-        return found
+            value = ti.cast(x, ti.f32)
+        return value
 
     return element_to_f32
 
@@ -415,12 +415,12 @@ def make_reciprocal(style):
 
     @ti.func
     def reciprocal(value):
-        found = ti.f32(0.0)
+        inverse = ti.f32(0.0)
         if ti.static(style == "cpu"):
-            found = ti.f32(1.0) / value
+            inverse = ti.f32(1.0) / value
         else:
-            found = ti.bit_cast(quotient(ti.u32(ONE), ti.bit_cast(value, ti.u32)), ti.f32)
-        return found
+            inverse = ti.bit_cast(quotient(ti.u32(ONE), ti.bit_cast(value, ti.u32)), ti.f32)
+        return inverse
 
     return reciprocal
 

@@ -56,7 +56,7 @@ class Words(NamedTuple):
     units: int
 
 
-class Shape(NamedTuple):
+class RowShape(NamedTuple):
     """How threads share the rows of a head: parts of a row, threads of a part, words of each, rows side by side."""
 
     parts: int
@@ -68,10 +68,10 @@ class Shape(NamedTuple):
 def shape_of(units, barrier):
     """Threads for rows of so many words: a block for a part of a head's rows, or a thread for a word of them."""
     if not barrier:
-        return Shape(units, 1, 1, 1)
+        return RowShape(units, 1, 1, 1)
     columns = min(units, COLUMNS)
     words = min(EACH, -(-units // columns))
-    return Shape(-(-units // (columns * words)), columns, words, BLOCK // columns)
+    return RowShape(-(-units // (columns * words)), columns, words, BLOCK // columns)
 
 
 def threads_of(units, barrier):
@@ -100,7 +100,7 @@ def make_compact(style, serial, barrier, streams, index_bits, placed=False):
         every = 1 if serial else LEAST_ITERATIONS
 
         @ti.func
-        def body(i, given: ti.template(), index: ti.template(), units, strides, params):
+        def body(i, arrays: ti.template(), index: ti.template(), units, strides, params):
             """Moves a worker's heads, one array after the other."""
             lanes = params[C.groups] * params[C.heads]
             if i % every == 0:
@@ -109,23 +109,23 @@ def make_compact(style, serial, barrier, streams, index_bits, placed=False):
                     for n in ti.static(range(count)):
                         row, at = find_head(lane, n * ENTRIES, strides, params)
                         token = strides[n * ENTRIES + S.token]
-                        move[n](given[n], index, row, token, units[n], at, params[C.index_step], params[C.tokens],
+                        move[n](arrays[n], index, row, token, units[n], at, params[C.index_step], params[C.tokens],
                                 params[C.limit], params[C.write_read], uid + n)  # fmt: skip
     else:
         moves = [make_move_words(shape_of(words.units, barrier), words, barrier, placed) for words in streams]
         threads = [threads_of(words.units, barrier) for words in streams]
 
         @ti.func
-        def body(i, given: ti.template(), index: ti.template(), units, strides, params):
+        def body(i, arrays: ti.template(), index: ti.template(), units, strides, params):
             """Moves a thread's words of an array."""
             lanes = params[C.groups] * params[C.heads]
-            left = i
+            rest = i
             for n in ti.static(range(count)):
-                own = lanes * threads[n]
-                if left >= 0 and left < own:
-                    row, at = find_head(left // threads[n], n * ENTRIES, strides, params)
-                    moves[n](given[n], index, row, strides[n * ENTRIES + S.token], left % threads[n], at, params)
-                left = left - own
+                array_threads = lanes * threads[n]
+                if rest >= 0 and rest < array_threads:
+                    row, at = find_head(rest // threads[n], n * ENTRIES, strides, params)
+                    moves[n](arrays[n], index, row, strides[n * ENTRIES + S.token], rest % threads[n], at, params)
+                rest = rest - array_threads
 
     loop = make_loop(style, serial, body, C.iterations)
 
@@ -164,11 +164,11 @@ def make_wants_gaps(bits, IX, uid):
                     skipped += s - last - 1
                     gaps += ti.min(s - last - 1, 1)
                     last = s
-        found = 0
+        wants = 0
         if skipped > 0 and 2 * ti.cast(skipped, ti.i64) <= 3 * ti.cast(rows, ti.i64):
             if ti.cast(skipped, ti.i64) * units * ti.static(bits // 8) <= ti.cast(gaps, ti.i64) * GAP:
-                found = 1
-        return found
+                wants = 1
+        return wants
 
     return wants_gaps
 
@@ -218,35 +218,35 @@ def make_move_words(shape, words, barrier, placed):
 
     @ti.func
     def moves(source, target):
-        found = source > target
+        moved = source > target
         if ti.static(placed):
-            found = source != target
-        return found
+            moved = source != target
+        return moved
 
     @ti.func
     def is_of_row(column, i: ti.template()):
         """Whether a row has the i-th of a thread's words."""
-        found = True
+        inside = True
         if ti.static(not whole):
-            found = column + i * columns < words.units
-        return found
+            inside = column + i * columns < words.units
+        return inside
 
     @ti.func
     def move_words(a: ti.template(), index: ti.template(), row, token, thread, at, params):
-        part, own = thread, 0
+        part, side_row = thread, 0
         column = part
         if ti.static(barrier):
             part = thread // BLOCK
-            own = (thread % BLOCK) // columns
+            side_row = (thread % BLOCK) // columns
             column = part * (columns * each) + thread % BLOCK % columns
         # Threads without work take no row, but stop at the barrier with the others.
-        taking = own < side and column < words.units
+        taking = side_row < side and column < words.units
         tokens = params[C.tokens]
         for turn in range((tokens + side * rows - 1) // (side * rows)):
             held = ti.Vector.zero(word, HELD)
             source, target = ti.Vector.zero(ti.i32, rows), ti.Vector.zero(ti.i32, rows)
             for n in ti.static(range(rows)):
-                j = (turn * rows + n) * side + own
+                j = (turn * rows + n) * side + side_row
                 if ti.static(not placed):
                     target[n] = j
                 if taking and j < tokens:

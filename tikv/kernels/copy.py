@@ -45,7 +45,7 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.exact import make_code_product, make_ratio
-from tikv.kernels.group_lanes import make_shared_groups, make_turn_back
+from tikv.kernels.group_lanes import make_rotate_back, make_shared_groups
 from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_unit
 from tikv.kernels.lanes import make_loop, make_row_max
@@ -392,7 +392,7 @@ def make_move_groups(style, streams, src, dst, lanes, scale):
 def make_move_turned(style, streams, src, dst, scale):
     """GPU: `make_move_row` that dequantises rotated rows of K or of V."""
     (stream,) = streams
-    turn_back = make_turn_back(style, stream.codec, stream.units, scale)
+    rotate_back = make_rotate_back(style, stream.codec, stream.units, scale)
     row_at, row_to = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
 
     @ti.func
@@ -401,8 +401,8 @@ def make_move_turned(style, streams, src, dst, scale):
         ok, s, src_sequence, d, scale_offset, _, _, _ = rows
         s = ti.select(ok, s, 0)
         scale_at = ti.select(ok, scale_offset, 0) + params[P.k_scale]
-        turn_back(ks, kd, k_scale, i, lane, ok, row_at(src_sequence, s, h, strides), row_to(b, d, h, strides), scale_at,
-                  ti.bit_cast(params[P.k_tensor], ti.f32))  # fmt: skip
+        rotate_back(ks, kd, k_scale, i, lane, ok, row_at(src_sequence, s, h, strides), row_to(b, d, h, strides),
+                    scale_at, ti.bit_cast(params[P.k_tensor], ti.f32))  # fmt: skip
 
     return move_row
 

@@ -34,10 +34,10 @@ def make_product(style):
 
     @ti.func
     def product(x, y, row):
-        found = x * y
+        value = x * y
         if ti.static(style != "cpu"):
-            found = apart(found, row)
-        return found
+            value = apart(value, row)
+        return value
 
     return product
 
@@ -52,11 +52,11 @@ def small_product(x, y):
     more = ti.cast(whole >> ti.u32(31), ti.i32)
     field = ti.cast((u >> ti.u32(23)) & ti.u32(0xFF), ti.i32) + power_y - 127 + more
     # What is shifted out first leaves a bit below the one that rounds; 28 more shift everything out.
-    kept = (whole >> ti.u32(5)) | ti.select((whole & ti.u32(31)) > ti.u32(0), ti.u32(1), ti.u32(0))
+    fraction = (whole >> ti.u32(5)) | ti.select((whole & ti.u32(31)) > ti.u32(0), ti.u32(1), ti.u32(0))
     shift = ti.cast(ti.min(2 + more + ti.max(1 - field, 0), 28), ti.u32)
-    rounded = (kept + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((kept >> shift) & ti.u32(1))) >> shift
-    found = rounded + (ti.cast(ti.max(field, 1) - 1, ti.u32) << ti.u32(23))
-    return ti.bit_cast(found | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
+    rounded = (fraction + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((fraction >> shift) & ti.u32(1))) >> shift
+    encoded = rounded + (ti.cast(ti.max(field, 1) - 1, ti.u32) << ti.u32(23))
+    return ti.bit_cast(encoded | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
 
 
 @functools.cache
@@ -68,12 +68,12 @@ def make_code_product(style):
 
     @ti.func
     def code_product(x, y):
-        found = x * y
+        value = x * y
         if ti.static(style != "cpu"):
-            if ti.bit_cast(found, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(2 * HIDDEN):
+            if ti.bit_cast(value, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(2 * HIDDEN):
                 if x != ti.f32(0.0) and ti.bit_cast(y, ti.u32) << ti.u32(1) > ti.u32(0):
-                    found = small_product(x, y)
-        return found
+                    value = small_product(x, y)
+        return value
 
     return code_product
 
@@ -97,10 +97,10 @@ def make_in_order(style):
 
     @ti.func
     def in_order(x, row):
-        found = x
+        value = x
         if ti.static(style == "spirv"):
-            found = apart(x, row)
-        return found
+            value = apart(x, row)
+        return value
 
     return in_order
 
@@ -158,9 +158,9 @@ def quotient(x, y):
 
     y is positive and normal; x and the quotient are positive and finite.
     """
-    found, less = whole_quotient(x, y)
+    whole, less = whole_quotient(x, y)
     exponent = ti.cast(x >> ti.u32(23), ti.i32) - ti.cast(y >> ti.u32(23), ti.i32) + 127 - ti.cast(less, ti.i32)
-    return ti.select(exponent > 0, (ti.cast(exponent, ti.u32) << ti.u32(23)) + (found - ti.u32(HIDDEN)), ti.u32(0))
+    return ti.select(exponent > 0, (ti.cast(exponent, ti.u32) << ti.u32(23)) + (whole - ti.u32(HIDDEN)), ti.u32(0))
 
 
 @ti.func
@@ -181,9 +181,9 @@ def make_ratio(style):
 
     @ti.func
     def ratio(x, y):
-        found = x
+        value = x
         if ti.static(style == "cpu"):
-            found = x / y
+            value = x / y
         else:
             u, v = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
             a, b = u & ti.u32(0x7FFFFFFF), v & ti.u32(0x7FFFFFFF)
@@ -198,8 +198,8 @@ def make_ratio(style):
             exact = ti.select(b == ti.u32(0), ti.select(a == ti.u32(0), alike, ti.u32(INFINITE)), exact)
             exact = ti.select(b == ti.u32(INFINITE), ti.select(a == ti.u32(INFINITE), alike, ti.u32(0)), exact)
             exact = ti.select(ti.max(a, b) > ti.u32(INFINITE), ti.u32(NAN), exact)
-            found = ti.bit_cast(exact | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
-        return found
+            value = ti.bit_cast(exact | ((u ^ v) & ti.u32(0x80000000)), ti.f32)
+        return value
 
     return ratio
 
@@ -232,18 +232,18 @@ def make_small_ratio(style):
 
     @ti.func
     def small_ratio(x, n):
-        found = x
+        value = x
         if ti.static(style == "cuda"):
             inverse = near_reciprocal(n)
             first = without_last_bit(x * inverse)
             high = upper_half(first)
             rest = (x - high * n) - (first - high) * n
-            found = ti.select(n > ti.f32(1.0), first + rest * inverse, x)
+            value = ti.select(n > ti.f32(1.0), first + rest * inverse, x)
             if n >= ti.f32(SMALL):
-                found = ratio(x, n)
+                value = ratio(x, n)
         else:
-            found = ratio(x, n)
-        return found
+            value = ratio(x, n)
+        return value
 
     return small_ratio
 
@@ -258,17 +258,17 @@ def make_divide_by(style, divisor):
 
     @ti.func
     def divide(x):
-        found = x
+        value = x
         if ti.static(power):
-            found = x * ti.f32(1.0 / divisor)
+            value = x * ti.f32(1.0 / divisor)
         else:
-            found = x / ti.f32(divisor)
+            value = x / ti.f32(divisor)
             if ti.static(style != "cpu"):
                 bits = ti.bit_cast(x, ti.u32)
                 exact = quotient(bits, ti.bit_cast(ti.f32(divisor), ti.u32))
                 if bits - ti.u32(HIDDEN) < ti.u32(INFINITE - HIDDEN):  # normal
-                    found = ti.select(exact > ti.u32(0), ti.bit_cast(exact, ti.f32), found)
-        return found
+                    value = ti.select(exact > ti.u32(0), ti.bit_cast(exact, ti.f32), value)
+        return value
 
     return divide
 
@@ -283,15 +283,15 @@ def make_reciprocal_root(style, least):
 
     @ti.func
     def reciprocal_root(x):
-        found = x
+        value = x
         if ti.static(style == "cpu"):
-            found = ti.f32(1.0) / ti.sqrt(x)
+            value = ti.f32(1.0) / ti.sqrt(x)
         else:
-            given = ti.bit_cast(x, ti.u32)
-            bits, exponent = given, ti.cast(given >> ti.u32(23), ti.i32)
+            x_bits = ti.bit_cast(x, ti.u32)
+            bits, exponent = x_bits, ti.cast(x_bits >> ti.u32(23), ti.i32)
             if ti.static(below_normal):
-                if given < ti.u32(HIDDEN):  # given * 2**-149
-                    bits = ti.bit_cast(ti.cast(ti.cast(given, ti.i32), ti.f32), ti.u32)
+                if x_bits < ti.u32(HIDDEN):  # x_bits * 2**-149
+                    bits = ti.bit_cast(ti.cast(ti.cast(x_bits, ti.i32), ti.f32), ti.u32)
                     exponent = ti.cast(bits >> ti.u32(23), ti.i32) - 149
             odd = ti.cast(exponent & 1, ti.u32)
             # x is `square`, of 47 or 48 bits, times an even power of 2: its root has 24. Known modulo 2**32.
@@ -310,9 +310,9 @@ def make_reciprocal_root(style, least):
             field = ti.cast(190 - (exponent >> 1), ti.u32) - odd
             bits = (field << ti.u32(23)) + (q - ti.u32(HIDDEN))
             if ti.static(below_normal):
-                bits = ti.select(given == ti.u32(0), ti.u32(INFINITE), bits)
-            bits = ti.select(given < ti.u32(INFINITE), bits, ti.u32(INFINITE) - given)
-            found = ti.bit_cast(bits, ti.f32)
-        return found
+                bits = ti.select(x_bits == ti.u32(0), ti.u32(INFINITE), bits)
+            bits = ti.select(x_bits < ti.u32(INFINITE), bits, ti.u32(INFINITE) - x_bits)
+            value = ti.bit_cast(bits, ti.f32)
+        return value
 
     return reciprocal_root

@@ -25,7 +25,7 @@ from tikv.kernels.groups import (
     make_rule,
     unit_of,
 )
-from tikv.kernels.hadamard import HELD, Place, make_turn_lanes, place_in_order
+from tikv.kernels.hadamard import HELD, LaneColumns, columns_in_order, make_turn_lanes
 from tikv.kernels.lanes import make_row_max
 from tikv.runtime import ti
 
@@ -75,7 +75,7 @@ def make_edges(name, style, held_numbers, column_of):
     @ti.func
     def edges(thread, member, held):
         finite = 1
-        found = ti.Vector([ti.f32(0.0), ti.f32(0.0)])
+        bounds = ti.Vector([ti.f32(0.0), ti.f32(0.0)])
         if ti.static(affine):
             low, high = ti.f32(LARGEST), ti.f32(-LARGEST)
             if ti.static(style == "cuda"):
@@ -86,7 +86,7 @@ def make_edges(name, style, held_numbers, column_of):
                     low, high, finite = finite_range(held)
             else:
                 low, high, finite = finite_range(held)
-            found = ti.Vector([of_key(~row_max(thread, ~key_of(low))), of_key(row_max(thread, key_of(high)))])
+            bounds = ti.Vector([of_key(~row_max(thread, ~key_of(low))), of_key(row_max(thread, key_of(high)))])
         else:
             largest = ti.u32(0)
             for i in ti.static(range(held_numbers)):
@@ -103,8 +103,8 @@ def make_edges(name, style, held_numbers, column_of):
                     after = ti.cast(row.group - 1 - column_of(member, i), ti.u32)
                     first = ti.max(first, ti.select(m == largest, (after << ti.u32(1)) | sign, ti.u32(0)))
                 largest = largest | ((row_max(thread, first) & ti.u32(1)) << ti.u32(31))
-            found = ti.Vector([ti.bit_cast(largest, ti.f32), ti.f32(0.0)])
-        return found, finite
+            bounds = ti.Vector([ti.bit_cast(largest, ti.f32), ti.f32(0.0)])
+        return bounds, finite
 
     return edges
 
@@ -216,15 +216,16 @@ def make_pack(name, held_numbers):
     return pack, pack_any
 
 
-def place_of(block, group, rounds, unit, share, stride, columns, places):
-    """The `Place` of the numbers that threads hold, for the groups in a block of a rotated row."""
+def columns_of_lanes(block, group, rounds, unit, share, stride, columns, places):
+    """The `LaneColumns` of the numbers that threads hold, for the groups in a block of a rotated row."""
 
     def column(lane, i):
         place = places[i % unit]
         within = (lane % share + i // unit * share) * stride + columns[place // PART] + place % PART
         return lane // share * group + within
 
-    return Place(tuple(tuple(column(lane, i) for i in range(rounds * unit)) for lane in range(block // group * share)))
+    lanes = range(block // group * share)
+    return LaneColumns(tuple(tuple(column(lane, i) for i in range(rounds * unit)) for lane in lanes))
 
 
 def make_shared_groups(style, stream, scale):
@@ -266,10 +267,10 @@ def make_shared_groups(style, stream, scale):
     edges, (prepare, quick) = make_edges(name, style, held_numbers, column_of), make_quick(name, style)
     pack, pack_any = make_pack(name, held_numbers)
     divided, has_tensor_scale = make_divided(name, style), row.has_tensor_scale
-    turned, turn = codec.turn is not None, None
+    rotated, turn = codec.turn is not None, None
     if codec.turn is not None:
-        place = place_of(codec.turn[0], row.group, rounds, unit, share, stride, columns, places)
-        turn = make_turn_lanes(style, place, codec.turn[1])
+        of_lanes = columns_of_lanes(codec.turn[0], row.group, rounds, unit, share, stride, columns, places)
+        turn = make_turn_lanes(style, of_lanes, codec.turn[1])
 
     @ti.func
     def read(a: ti.template(), lane, src_row):
@@ -288,22 +289,22 @@ def make_shared_groups(style, stream, scale):
               tensor):  # fmt: skip
         group, member = lane // share, lane % share
         values = numbers_of(held)
-        if ti.static(turned):
+        if ti.static(rotated):
             values = turn(thread, lane, values, dst_row)
-        found_edges, finite = edges(thread, member, values)
+        group_edges, finite = edges(thread, member, values)
         if ti.static(has_tensor_scale):  # later than the edges: a quotient beyond float32 is still a large number
-            found_edges[0] = divided(found_edges[0], tensor)
+            group_edges[0] = divided(group_edges[0], tensor)
             for i in ti.static(range(held_numbers)):
                 values[i] = divided(values[i], tensor)
-        found = rule.finish(found_edges)
-        factor, tame = prepare(found, found_edges)
-        origin, doubt = found[ORIGIN], ti.f32(0.0)
+        group_numbers = rule.finish(group_edges)
+        factor, tame = prepare(group_numbers, group_edges)
+        origin, doubt = group_numbers[ORIGIN], ti.f32(0.0)
         packed = ti.Vector.zero(ti.u32, rounds * words)
         for i in ti.static(range(held_numbers)):
             code, doubt_of = quick(values[i], origin, factor, dst_row)
             if ti.static(settled):
                 if doubt_of >= ti.f32(0.5):
-                    code = settle(values[i], origin, found[FACTOR], factor)
+                    code = settle(values[i], origin, group_numbers[FACTOR], factor)
             else:
                 doubt = ti.max(doubt, doubt_of)
             packed = pack(packed, i, code)
@@ -316,13 +317,13 @@ def make_shared_groups(style, stream, scale):
                     value = ti.select(n == i, values[i], value)
                 code, doubt_of = quick(value, origin, factor, dst_row)
                 if doubt_of >= ti.f32(0.5) or finite * tame == 0:
-                    code = rule.code(value, found, dst_row)
+                    code = rule.code(value, group_numbers, dst_row)
                 packed = pack_any(packed, n, code)
         if ok and group < groups:
             if member == 0:
-                scales[scale_at + group * numbers] = ti.cast(encode(found[SCALE]), scale_word)
+                scales[scale_at + group * numbers] = ti.cast(encode(group_numbers[SCALE]), scale_word)
                 if ti.static(numbers == 2):
-                    scales[scale_at + group * numbers + 1] = ti.cast(encode(found[BIAS]), scale_word)
+                    scales[scale_at + group * numbers + 1] = ti.cast(encode(group_numbers[BIAS]), scale_word)
             for n in ti.static(range(rounds)):
                 to = dst_row + (group * ti.static(size // unit) + member + n * share) * words
                 for w in ti.static(range(words)):
@@ -331,8 +332,8 @@ def make_shared_groups(style, stream, scale):
     return read, write
 
 
-def make_turn_back(style, codec, units, scale):
-    """turn_back(a, b, scales, thread, lane, ok, ...): dequantises a thread's `HELD` columns and rotates them back.
+def make_rotate_back(style, codec, units, scale):
+    """rotate_back(a, b, scales, thread, lane, ok, ...): dequantises a thread's `HELD` columns and rotates them back.
 
     A row has `units` threads. All threads of a block call it together.
     """
@@ -342,21 +343,21 @@ def make_turn_back(style, codec, units, scale):
     block, seed = codec.turn
     parts = HELD // UNIT
     # A thread's codes follow one another; their columns may not.
-    place = place_in_order(block)
+    of_lanes = columns_in_order(block)
     if kind.rule == "q4_0":
-        place = Place(tuple(tuple(_column_of_halves(c) for c in of) for of in place.columns))
-    turn = make_turn_lanes(style, place, seed, True)
+        of_lanes = LaneColumns(tuple(tuple(_column_of_halves(c) for c in of) for of in of_lanes.columns))
+    turn = make_turn_lanes(style, of_lanes, seed, True)
 
     @ti.func
-    def turn_back(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
+    def rotate_back(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
                   scale_at, tensor):  # fmt: skip
         inside = ok and lane < units
         at = ti.min(lane, units - 1) * parts
         values = ti.Vector.zero(ti.f32, HELD)
         for n in ti.static(range(parts)):
-            found = load_unit(a, scales, src_row, scale_at, at + n)
+            unit_values = load_unit(a, scales, src_row, scale_at, at + n)
             for e in ti.static(range(UNIT)):
-                x = found[e]
+                x = unit_values[e]
                 if ti.static(kind.has_tensor_scale):
                     x = product(x, tensor)
                 values[n * UNIT + e] = x
@@ -365,7 +366,7 @@ def make_turn_back(style, codec, units, scale):
             for e in ti.static(range(HELD)):
                 store(b, dst_row + column(at * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))
 
-    return turn_back
+    return rotate_back
 
 
 def _column_of_halves(place):

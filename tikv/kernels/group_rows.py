@@ -55,22 +55,22 @@ def make_code_of(name):
 
     @ti.func
     def code_of(value, origin, factor):
-        found = 0
+        code = 0
         if ti.static(row.rule == "affine"):
             steps = below(above((value - origin) / factor, ti.f32(0.0)), ti.f32(last))
-            found = round_half_even_by_addition(steps)
+            code = round_half_even_by_addition(steps)
         elif ti.static(row.rule == "q8_0"):
             scaled = value * factor  # also a NaN for an infinity if the factor is 0
             a = below(above(ti.abs(scaled), ti.f32(0.0)), ti.f32(127.0))
             whole = ti.cast(a + ti.f32(BELOW_HALF), ti.i32)
-            found = ti.select(scaled < ti.f32(0.0), -whole, whole)
+            code = ti.select(scaled < ti.f32(0.0), -whole, whole)
         elif ti.static(row.is_float):
-            found = ti.cast(float_code(value, factor), ti.i32)
+            code = ti.cast(float_code(value, factor), ti.i32)
         else:
             scaled = value * factor
             scaled = ti.select(scaled == scaled, scaled, ti.f32(0.0))
-            found = ti.cast(below(above(scaled + ti.f32(8.5), ti.f32(0.0)), ti.f32(15.5)), ti.i32)
-        return found
+            code = ti.cast(below(above(scaled + ti.f32(8.5), ti.f32(0.0)), ti.f32(15.5)), ti.i32)
+        return code
 
     return code_of
 
@@ -82,9 +82,9 @@ def make_quantise_rows(heads, codec, scale, types):
     """
     name, source, word_bits = codec.dst, codec.src if codec.turn is None else "f32", codec.dst_bits
     row, finish = GROUP_FORMATS[name], make_rule(name, "cpu").finish
-    turned, load = codec.turn is not None, make_bits_to_f32(codec.src)
+    rotated, load = codec.turn is not None, make_bits_to_f32(codec.src)
     block, seed = codec.turn or (GROUP_FORMATS[name].group, 0)
-    steps, sign_of, ROW = steps_of(block), make_sign_of(seed), local_row(block if turned else 1)
+    steps, sign_of, ROW = steps_of(block), make_sign_of(seed), local_row(block if rotated else 1)
     decode, encode, code_of = make_bits_to_f32(source), make_f32_to_bits(scale, "cpu"), make_code_of(name)
     divided = make_divided(name, "cpu")
     kind, unsigned, infinite, mask, sign_at = WORDS[source]
@@ -102,7 +102,7 @@ def make_quantise_rows(heads, codec, scale, types):
     SRC, DST, SCALES = types
 
     @ti.func
-    def turned_over(i):
+    def ordered(i):
         """An integer with the order of the float that has the bits `i`; a second call restores `i`."""
         return i ^ ti.cast(ti.cast(i >> kind(sign_at), unsigned) >> unsigned(1), kind)
 
@@ -114,12 +114,12 @@ def make_quantise_rows(heads, codec, scale, types):
     @ti.func
     def word_at(a: ti.template(), row: ti.template(), first, begin, e):
         """The bits of a number in the source, or in a rotated row."""
-        found = WORD_OF[source](0)
-        if ti.static(turned):
-            found = ti.bit_cast(row[begin + e], ti.u32)
+        word = WORD_OF[source](0)
+        if ti.static(rotated):
+            word = ti.bit_cast(row[begin + e], ti.u32)
         else:
-            found = a[first + begin + e]
-        return found
+            word = a[first + begin + e]
+        return word
 
     # The loops are in the real function itself: loops in a function that it calls would crash the process.
     @ti.real_func
@@ -131,7 +131,7 @@ def make_quantise_rows(heads, codec, scale, types):
         for h in range(heads + sign):
             for n in range(units // per_block):
                 first = src_row + h * src_head + n * block
-                if ti.static(turned):
+                if ti.static(rotated):
                     for i in range(block):
                         x = with_sign(without_small(load(a[first + i])), sign_of(n * block + i))
                         if ti.static(steps % 2 == 1):
@@ -155,36 +155,36 @@ def make_quantise_rows(heads, codec, scale, types):
                         for e in range(size):
                             i = ti.cast(word_at(a, row, first, of_group, e), kind)
                             finite = (i & kind(mask)) < kind(infinite)
-                            order = turned_over(i)
+                            order = ordered(i)
                             low = ti.min(low, ti.select(finite, order, kind(mask)))
                             high = ti.max(high, ti.select(finite, order, kind(-mask)))
-                        low, high = turned_over(low), turned_over(high)
+                        low, high = ordered(low), ordered(high)
                     else:
                         low = kind(0)
                         for e in range(size):
                             low = ti.max(low, magnitude_of(word_at(a, row, first, of_group, e)))
                         if ti.static(by_sign):
-                            place = kind(size)
+                            edge_at = kind(size)
                             for e in range(size):
                                 here = magnitude_of(word_at(a, row, first, of_group, e)) == low
-                                place = ti.min(place, ti.select(here, ti.cast(e, kind), kind(size)))
-                            edge = ti.cast(word_at(a, row, first, of_group, ti.cast(place, ti.i32)), kind)
+                                edge_at = ti.min(edge_at, ti.select(here, ti.cast(e, kind), kind(size)))
+                            edge = ti.cast(word_at(a, row, first, of_group, ti.cast(edge_at, ti.i32)), kind)
                             low = ti.select((edge & kind(mask)) < kind(infinite), edge, kind(0))
-                    found = finish(ti.Vector([divided(decode(low), tensor), decode(high)]))
-                    scales[at] = ti.cast(encode(found[SCALE]), scale_word)
+                    group_numbers = finish(ti.Vector([divided(decode(low), tensor), decode(high)]))
+                    scales[at] = ti.cast(encode(group_numbers[SCALE]), scale_word)
                     if ti.static(numbers == 2):
-                        scales[at + 1] = ti.cast(encode(found[BIAS]), scale_word)
-                    origin, factor = found[ORIGIN], found[FACTOR]
+                        scales[at + 1] = ti.cast(encode(group_numbers[BIAS]), scale_word)
+                    origin, factor = group_numbers[ORIGIN], group_numbers[FACTOR]
                     if ti.static(affine):
                         factor = ti.select(factor == ti.f32(0.0), ti.bit_cast(ti.u32(INFINITE), ti.f32), factor)
                     for k in range(iterations):
                         begin = of_group + k * step
                         values = [divided(decode(word_at(a, row, first, begin, e)), tensor) for e in columns]
-                        found_codes = ti.Vector([code_of(value, origin, factor) for value in values])
+                        quantised = ti.Vector([code_of(value, origin, factor) for value in values])
                         for word in ti.static(range(filled)):
                             packed = ti.u32(0)
                             for e in ti.static(parts[word]):
-                                code = ti.cast(found_codes[e], ti.u32) & ti.u32((1 << bits) - 1)
+                                code = ti.cast(quantised[e], ti.u32) & ti.u32((1 << bits) - 1)
                                 shift = ti.static(e * bits - word * word_bits)
                                 if ti.static(shift >= 0):
                                     packed = packed | (code << ti.u32(shift))
@@ -197,10 +197,10 @@ def make_quantise_rows(heads, codec, scale, types):
 
 def make_dequantise_rows(heads, codec, scale, types, uid):
     """dequantise_rows(...): dequantises a token's rows, with the arguments of `make_quantise_rows`."""
-    turned, row = codec.turn is not None, GROUP_FORMATS[codec.src]
-    block = codec.turn[0] if turned else row.group
-    dequantise_group = None if turned else make_dequantise_group(codec.src, codec.dst, scale)
-    dequantise_block = make_dequantise_block(codec, scale, types) if turned else None
+    rotated, row = codec.turn is not None, GROUP_FORMATS[codec.src]
+    block = codec.turn[0] if rotated else row.group
+    dequantise_group = None if rotated else make_dequantise_group(codec.src, codec.dst, scale)
+    dequantise_block = make_dequantise_block(codec, scale, types) if rotated else None
     words, per_block = block * row.bits // 32, block // row.group
 
     @ti.func
@@ -208,7 +208,7 @@ def make_dequantise_rows(heads, codec, scale, types, uid):
                         src_head, dst_head, scale_head, tensor, number):  # fmt: skip
         for h in range(heads):
             src, dst, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
-            if ti.static(turned):
+            if ti.static(rotated):
                 for n in range(units // per_block):
                     dequantise_block(a, b, scales, src + n * words, dst + n * block, at + n * per_block * row.numbers,
                                      n * block, tensor, uid)  # fmt: skip
@@ -231,7 +231,7 @@ def make_dequantise_block(codec, scale, types):
     @ti.real_func
     def dequantise_block(a: SRC, b: DST, scales: SCALES, src: ti.i32, dst: ti.i32, at: ti.i32, first: ti.i32,
                          tensor: ti.f32, number: ti.i32):  # fmt: skip
-        turned, other = ROW(0.0), ROW(0.0)
+        rotated, other = ROW(0.0), ROW(0.0)
         for e in range(block):
             group = at + e // size * row.numbers
             step, bias = decode_scale(scales[group]), ti.f32(0.0)
@@ -249,15 +249,15 @@ def make_dequantise_block(codec, scale, types):
             if ti.static(steps % 2 == 1):
                 other[column(e)] = x
             else:
-                turned[column(e)] = x
+                rotated[column(e)] = x
         for z in ti.static(range(steps)):
             for i in range(block // 2):
                 if ti.static((steps - z) % 2 == 1):
-                    add_pair(other, turned, i)
+                    add_pair(other, rotated, i)
                 else:
-                    add_pair(turned, other, i)
+                    add_pair(rotated, other, i)
         for i in range(block):
-            x = with_sign(turned[i] * ti.f32(ti.static(block**-0.5)), sign_of(first + i))
+            x = with_sign(rotated[i] * ti.f32(ti.static(block**-0.5)), sign_of(first + i))
             b[dst + i] = ti.cast(encode(x), word_type)
 
     return dequantise_block

@@ -89,16 +89,16 @@ def make_whole_ratio(style):
 
     @ti.func
     def whole_ratio(x, y):
-        found = ti.f32(0.0)
+        rounded = ti.f32(0.0)
         if ti.static(style == "cpu"):
-            found = round_to_even(ratio(x, y))
+            rounded = round_to_even(ratio(x, y))
         else:
             quick = x * near_reciprocal(y)
-            found = ti.floor(quick + ti.f32(0.5))
-            doubt = ti.abs(quick - found) + quick * ti.f32(OFF)
+            rounded = ti.floor(quick + ti.f32(0.5))
+            doubt = ti.abs(quick - rounded) + quick * ti.f32(OFF)
             if doubt >= ti.f32(0.5) or magnitude(quick) > ti.u32(LARGE_BITS) or magnitude(y) > ti.u32(TAME_BITS):
-                found = round_to_even(ratio(x, y))
-        return found
+                rounded = round_to_even(ratio(x, y))
+        return rounded
 
     return whole_ratio
 
@@ -110,8 +110,8 @@ def make_affine(bits, style):
 
     @ti.func
     def finish(state):
-        some = state[0] <= state[1]
-        low, high = ti.select(some, state[0], ti.f32(0.0)), ti.select(some, state[1], ti.f32(0.0))
+        any_finite = state[0] <= state[1]
+        low, high = ti.select(any_finite, state[0], ti.f32(0.0)), ti.select(any_finite, state[1], ti.f32(0.0))
         # A subnormal edge decides only the sign of the scale, and a GPU may have found another one, or 0.
         low = ti.select(magnitude(low) < ti.u32(HIDDEN), ti.f32(0.0), low)
         high = ti.select(magnitude(high) < ti.u32(HIDDEN), ti.f32(0.0), high)
@@ -131,14 +131,14 @@ def make_affine(bits, style):
     def code(value, numbers, row):
         distance = value - numbers[ORIGIN]
         factor = numbers[FACTOR]
-        found = ti.f32(0.0)
+        level = ti.f32(0.0)
         if (distance < ti.f32(0.0)) == (factor < ti.f32(0.0)) and magnitude(factor) > ti.u32(0):
-            found = ti.f32(last)
+            level = ti.f32(last)
             if magnitude(distance) < ti.u32(INFINITE):
-                found = ti.min(round_to_even(ratio(ti.abs(distance), ti.abs(factor))), ti.f32(last))
+                level = ti.min(round_to_even(ratio(ti.abs(distance), ti.abs(factor))), ti.f32(last))
         if magnitude(value) > ti.u32(INFINITE):
-            found = ti.f32(0.0)
-        return ti.cast(ti.cast(found, ti.i32), ti.u32)
+            level = ti.f32(0.0)
+        return ti.cast(ti.cast(level, ti.i32), ti.u32)
 
     return Rule(finish, code)
 
@@ -161,7 +161,7 @@ def make_gguf(bits, style):
 
     @ti.func
     def code(value, numbers, row):
-        found = 0
+        level = 0
         x = value
         if magnitude(x) > ti.u32(INFINITE) or magnitude(numbers[FACTOR]) == ti.u32(0):
             x = ti.f32(0.0)
@@ -174,18 +174,18 @@ def make_gguf(bits, style):
             whole = ti.cast(ti.floor(ti.bit_cast(a, ti.f32)), ti.i32)
             # By its bits, so that the compiler does not compute the rounded number again inside a sum.
             rest = ti.bit_cast(a, ti.f32) - ti.cast(whole, ti.f32)
-            found = whole + ti.select(rest >= ti.f32(0.5), 1, 0)
-            found = ti.min(found, 127)
+            level = whole + ti.select(rest >= ti.f32(0.5), 1, 0)
+            level = ti.min(level, 127)
             if endless:
-                found = 127
+                level = 127
             if (scaled < ti.f32(0.0)) or (endless and value < ti.f32(0.0)):
-                found = -found
-            found = found & 0xFF
+                level = -level
+            level = level & 0xFF
         else:
-            found = ti.min(ti.max(ti.cast(scaled + ti.f32(8.5), ti.i32), 0), 15)
+            level = ti.min(ti.max(ti.cast(scaled + ti.f32(8.5), ti.i32), 0), 15)
             if endless:
-                found = ti.select((value < ti.f32(0.0)) == (numbers[FACTOR] < ti.f32(0.0)), 15, 0)
-        return ti.cast(found, ti.u32)
+                level = ti.select((value < ti.f32(0.0)) == (numbers[FACTOR] < ti.f32(0.0)), 15, 0)
+        return ti.cast(level, ti.u32)
 
     return Rule(finish, code)
 
@@ -197,13 +197,13 @@ def make_divided(name, style):
 
     @ti.func
     def divided(x, tensor):
-        found = x
+        value = x
         if ti.static(has_scale and style == "cpu"):
-            found = x / tensor
+            value = x / tensor
         elif ti.static(has_scale):
             if tensor != ti.f32(1.0):
-                found = ratio(x, tensor)
-        return found
+                value = ratio(x, tensor)
+        return value
 
     return divided
 
@@ -296,10 +296,10 @@ def make_column(name):
 
     @ti.func
     def column(place):
-        found = place
+        moved = place
         if ti.static(halves):
-            found = (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16
-        return found
+            moved = (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16
+        return moved
 
     return column
 
@@ -311,10 +311,10 @@ def make_place(name):
 
     @ti.func
     def place(column):
-        found = column
+        moved = column
         if ti.static(halves):
-            found = (column & ~31) + (column & 15) * 2 + ((column >> 4) & 1)
-        return found
+            moved = (column & ~31) + (column & 15) * 2 + ((column >> 4) & 1)
+        return moved
 
     return place
 
@@ -335,14 +335,14 @@ def make_value_of_code(name, style):
             q = e4m3_to_f32(ti.cast(code, ti.u32))
         elif ti.static(rule in FLOAT_RULES):
             q = e2m1_to_f32(ti.cast(code, ti.u32))
-        found = q
+        value = q
         if ti.static(rule in FLOAT_RULES):
-            found = code_product(q, scale)
+            value = code_product(q, scale)
         else:
-            found = product(q, scale, row)
+            value = product(q, scale, row)
         if ti.static(rule == "affine"):
-            found = found + bias
-        return found
+            value = value + bias
+        return value
 
     return value_of_code
 

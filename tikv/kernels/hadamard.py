@@ -63,7 +63,7 @@ def add_pair(a: ti.template(), b: ti.template(), i):
     b[i + ti.static(b.n // 2)] = x - y
 
 
-class Place(NamedTuple):
+class LaneColumns(NamedTuple):
     """The columns that the threads of a block hold: `columns[lane][i]` is the column of a thread's number i."""
 
     columns: tuple[tuple[int, ...], ...]
@@ -82,12 +82,12 @@ class Place(NamedTuple):
         """(lane distance, the partner of each own number) for columns at a distance; one of the two is trivial.
 
         Examples:
-            >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)
+            >>> LaneColumns(((0, 1), (2, 3))).partner(1), LaneColumns(((0, 1), (2, 3))).partner(2)
             ((0, (1, 0)), (1, (0, 1)))
         """
-        found = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
+        holders = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
         pairs = {
-            (lane ^ found[column ^ distance][0], tuple(found[c ^ distance][1] for c in of))
+            (lane ^ holders[column ^ distance][0], tuple(holders[c ^ distance][1] for c in of))
             for lane, of in enumerate(self.columns)
             for column in of
         }
@@ -95,91 +95,91 @@ class Place(NamedTuple):
         return pair
 
 
-def place_in_order(n):
+def columns_in_order(n):
     """Threads that hold `HELD` neighbouring columns each."""
-    return Place(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
+    return LaneColumns(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
 
 
 @functools.cache
-def make_turn_lanes(style, place, seed, back=False):
+def make_turn_lanes(style, of_lanes, seed, back=False):
     """GPU: turn(thread, lane, values, row) -> a thread's rotated numbers; all threads of a block call it together.
 
     `lane` is its place among the threads of the row, whose blocks lie one after another; `row` is as in `exact`.
     """
-    lanes, held = place.lanes, place.held
+    lanes, held = of_lanes.lanes, of_lanes.held
     n = lanes * held
     norm, product, sign_of = n**-0.5, make_product(style), make_sign_of(seed)
-    partners = [place.partner(1 << z) for z in range(steps_of(n))]
-    columns = [place.columns[0][i] for i in range(held)]
-    bits = [place.columns[1 << b][0] ^ place.columns[0][0] for b in range(steps_of(lanes))]
+    partners = [of_lanes.partner(1 << z) for z in range(steps_of(n))]
+    columns = [of_lanes.columns[0][i] for i in range(held)]
+    bits = [of_lanes.columns[1 << b][0] ^ of_lanes.columns[0][0] for b in range(steps_of(lanes))]
 
     @ti.func
     def column_of_lane(lane):
         """The column of a lane's number 0, minus that of lane 0."""
-        found = 0
+        column = 0
         for b in ti.static(range(len(bits))):
-            found = found + ((lane >> b) & 1) * bits[b]
-        return found
+            column = column + ((lane >> b) & 1) * bits[b]
+        return column
 
     @ti.func
     def summed(x, row):
         """A sum that is rounded before it is used."""
-        found = x
+        rounded = x
         if ti.static(style == "spirv"):
-            found = apart(x, row)
-        return found
+            rounded = apart(x, row)
+        return rounded
 
     @ti.func
     def change_signs(lane, values):
-        found = values
+        signed = values
         first = lane // lanes * n + column_of_lane(lane % lanes)
         for i in ti.static(range(held)):
-            found[i] = with_sign(values[i], sign_of(first ^ columns[i]))
-        return found
+            signed[i] = with_sign(values[i], sign_of(first ^ columns[i]))
+        return signed
 
     @ti.func
     def exchanged(thread, values, distance: ti.template()):
         """The numbers of the thread at a distance."""
-        found = values
+        others = values
         if ti.static(style == "cuda"):
             for i in ti.static(range(held)):
                 other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(values[i], ti.i32), distance)
-                found[i] = ti.bit_cast(other, ti.f32)
+                others[i] = ti.bit_cast(other, ti.f32)
         else:
             shared = ti.simt.block.SharedArray((BLOCK * held,), ti.f32)
-            own = thread % BLOCK
+            in_block = thread % BLOCK
             ti.simt.block.sync()
             for i in ti.static(range(held)):
-                shared[i * BLOCK + own] = values[i]
+                shared[i * BLOCK + in_block] = values[i]
             ti.simt.block.sync()
             for i in ti.static(range(held)):
-                found[i] = shared[i * BLOCK + (own ^ distance)]
-        return found
+                others[i] = shared[i * BLOCK + (in_block ^ distance)]
+        return others
 
     @ti.func
     def turn(thread, lane, values, row):
-        found = values
+        rotated = values
         for i in ti.static(range(held)):
-            found[i] = without_small(values[i])
+            rotated[i] = without_small(values[i])
         if ti.static(not back):
-            found = change_signs(lane, found)
+            rotated = change_signs(lane, rotated)
         # Both kinds of steps have one form: with two forms, Taichi loses the steps after a shuffle on CUDA.
-        for distance, own in ti.static(partners):
-            before, others = found, found
+        for distance, partner in ti.static(partners):
+            before, others = rotated, rotated
             if ti.static(distance > 0):
                 others = exchanged(thread, before, distance)
             else:
-                others = ti.Vector([before[own[i]] for i in range(held)])
+                others = ti.Vector([before[partner[i]] for i in range(held)])
             for i in ti.static(range(held)):
                 upper = (lane & distance) > 0
                 if ti.static(distance == 0):
-                    upper = i > own[i]
-                found[i] = summed(ti.select(upper, others[i] - before[i], before[i] + others[i]), row)
+                    upper = i > partner[i]
+                rotated[i] = summed(ti.select(upper, others[i] - before[i], before[i] + others[i]), row)
         for i in ti.static(range(held)):
-            found[i] = product(found[i], ti.f32(norm), row)
+            rotated[i] = product(rotated[i], ti.f32(norm), row)
         if ti.static(back):
-            found = change_signs(lane, found)
-        return found
+            rotated = change_signs(lane, rotated)
+        return rotated
 
     return turn
 
@@ -215,7 +215,7 @@ def make_turn_rows(style, serial, code, width, n, seed):
     A = element_array(code)
     load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)
     steps, sign_of, ROW = steps_of(n), make_sign_of(seed), local_row(n)
-    turn = None if style == "cpu" else make_turn_lanes(style, place_in_order(n), seed)
+    turn = None if style == "cpu" else make_turn_lanes(style, columns_in_order(n), seed)
     uid = zlib.crc32(repr((code, width, n, seed)).encode()) >> 1
     lanes = width // HELD
 

@@ -71,19 +71,19 @@ def shuffle(x, lane):
 @ti.func
 def butterfly_sum(x, distances: ti.template()):
     """The float32 sum over the lanes of a CUDA warp that these distances join, the same bits for each."""
-    found = x
+    total = x
     for distance in ti.static(distances):
-        found = found + shuffle_xor(found, distance)
-    return found
+        total = total + shuffle_xor(total, distance)
+    return total
 
 
 @ti.func
 def butterfly_max(x, distances: ti.template()):
     """The largest float32 among the lanes of a CUDA warp that these distances join; no value may be NaN."""
-    found = x
+    largest = x
     for distance in ti.static(distances):
-        found = ti.max(found, shuffle_xor(found, distance))
-    return found
+        largest = ti.max(largest, shuffle_xor(largest, distance))
+    return largest
 
 
 @functools.cache
@@ -92,20 +92,20 @@ def make_row_max(style, lanes):
 
     @ti.func
     def row_max(thread, value):
-        found = value
+        largest = value
         if ti.static(lanes > 1 and style == "cuda"):
             for distance in ti.static(butterfly_distances(lanes)):
-                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(found, ti.i32), distance)
-                found = ti.max(found, ti.bit_cast(other, ti.u32))
+                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(largest, ti.i32), distance)
+                largest = ti.max(largest, ti.bit_cast(other, ti.u32))
         elif ti.static(lanes > 1):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.u32)
-            own = thread % BLOCK
+            in_block = thread % BLOCK
             for distance in ti.static(butterfly_distances(lanes)):
                 ti.simt.block.sync()
-                shared[own] = found
+                shared[in_block] = largest
                 ti.simt.block.sync()
-                found = ti.max(found, shared[own ^ distance])
-        return found
+                largest = ti.max(largest, shared[in_block ^ distance])
+        return largest
 
     return row_max
 
@@ -116,18 +116,18 @@ def make_row_sum(style, distances):
 
     @ti.func
     def row_sum(thread, value):
-        found = value
+        total = value
         if ti.static(style == "cuda"):
-            found = butterfly_sum(value, distances)
+            total = butterfly_sum(value, distances)
         elif ti.static(len(distances) > 0):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.f32)
-            own = thread % BLOCK
+            in_block = thread % BLOCK
             for distance in ti.static(distances):
                 ti.simt.block.sync()
-                shared[own] = found
+                shared[in_block] = total
                 ti.simt.block.sync()
-                found = found + shared[own ^ distance]
-        return found
+                total = total + shared[in_block ^ distance]
+        return total
 
     return row_sum
 
@@ -165,9 +165,9 @@ def make_group_operations(kind):
 
     @ti.func
     def group_position(thread):
-        found = ti.Vector([0, 1, thread, thread, BLOCK])
+        position = ti.Vector([0, 1, thread, thread, BLOCK])
         if ti.static(kind == WARP):
-            found = ti.Vector([thread % 32, 32, thread - thread % 32, thread // 32, BLOCK // 32])
+            position = ti.Vector([thread % 32, 32, thread - thread % 32, thread // 32, BLOCK // 32])
         elif ti.static(kind == SUBGROUP):
             sizes = ti.simt.block.SharedArray((BLOCK,), ti.i32)  # of each group, at its first thread
             size = subgroup_add(1)
@@ -183,26 +183,26 @@ def make_group_operations(kind):
                 offset = offset + earlier
                 index = index + ti.min(earlier, 1)
                 groups = groups + ti.min(counts, 1)
-            found = ti.Vector([rank, size, subgroup_add(offset), subgroup_add(index), subgroup_add(groups)])
-        return found
+            position = ti.Vector([rank, size, subgroup_add(offset), subgroup_add(index), subgroup_add(groups)])
+        return position
 
     @ti.func
     def group_sum(x):
-        found = x
+        total = x
         if ti.static(kind == WARP):
-            found = butterfly_sum(x, WARP_DISTANCES)
+            total = butterfly_sum(x, WARP_DISTANCES)
         elif ti.static(kind == SUBGROUP):
-            found = subgroup_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
-        return found
+            total = subgroup_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
+        return total
 
     @ti.func
     def group_max(x):
-        found = x
+        largest = x
         if ti.static(kind == WARP):
-            found = butterfly_max(x, WARP_DISTANCES)
+            largest = butterfly_max(x, WARP_DISTANCES)
         elif ti.static(kind == SUBGROUP):
-            found = subgroup_max(x)
-        return found
+            largest = subgroup_max(x)
+        return largest
 
     return GroupOperations(group_position, group_sum, group_max)
 
@@ -229,11 +229,11 @@ def make_self_test(kind):
 SELF_TEST_ROWS = len(GroupPosition._fields) + 2  # numbers of a thread that a self-test leaves
 
 
-def self_test_passed(found):
+def self_test_passed(numbers):
     """Whether the result of a self-test is right: the groups partition the block, in order, and each agrees."""
-    if not abs(found).max() <= BLOCK * BLOCK:  # or a NaN
+    if not abs(numbers).max() <= BLOCK * BLOCK:  # or a NaN
         return False
-    rank, size, offset, index, groups, sums, maxima = found.astype(int).reshape(SELF_TEST_ROWS, BLOCK).tolist()
+    rank, size, offset, index, groups, sums, maxima = numbers.astype(int).reshape(SELF_TEST_ROWS, BLOCK).tolist()
     threads = range(BLOCK)
     members = [[j for j in threads if index[j] == index[i]] for i in threads]
     return (

@@ -35,17 +35,17 @@ def make_local_positions(style, bits, counts):
         positions, out = ti.static(arrays)
         position = ti.max(ti.cast(positions[params[P.first] + i * params[P.step]], ti.i64), ti.i64(-1))
         size = ti.cast(params[P.interleave], ti.i64)
-        found = ti.i64(-1)
+        local = ti.i64(-1)
         if position >= 0:
             rounds, rest = position // (size * params[P.world]), position % (size * params[P.world])
             inside = rest - size * params[P.rank]
             if ti.static(counts):
-                found = rounds * size + ti.min(ti.max(inside, ti.i64(0)), size)
+                local = rounds * size + ti.min(ti.max(inside, ti.i64(0)), size)
             elif inside >= 0 and inside < size:
-                found = rounds * size + inside
+                local = rounds * size + inside
         elif ti.static(counts):
-            found = ti.i64(0)
-        out[params[P.out_first] + i] = ti.cast(found, ti.i32)
+            local = ti.i64(0)
+        out[params[P.out_first] + i] = ti.cast(local, ti.i32)
 
     loop = make_loop(style, True, local_position, P.items)
 

@@ -58,11 +58,11 @@ def make_page_scores(style, serial, query, code, width, lens_bits):
     length_of = make_length_of(lens_bits, P)
 
     def products(q: Q, least: K, greatest: K, at: ti.i32, low: ti.i32, high: ti.i32, number: ti.i32) -> ti.f32:
-        found = ti.f32(0.0)
+        total = ti.f32(0.0)
         for d in range(width):
             x, y, z = load_q(q, at + d)[0], load_k(least, low + d)[0], load_k(greatest, high + d)[0]
-            found += x * ti.select(x > ti.f32(0.0), z, y)
-        return found
+            total += x * ti.select(x > ti.f32(0.0), z, y)
+        return total
 
     products = ti.real_func(products) if style == "cpu" else ti.func(products)
 
@@ -76,14 +76,14 @@ def make_page_scores(style, serial, query, code, width, lens_bits):
         low += page * params[P.least_page]
         high = params[P.greatest_first] + b * params[P.greatest_sequence] + h * params[P.greatest_head]
         high += page * params[P.greatest_page]
-        found = ti.bit_cast(ti.u32(MINUS_INFINITY), ti.f32)
+        score = ti.bit_cast(ti.u32(MINUS_INFINITY), ti.f32)
         if page * params[P.page] < length_of(b, lens, params) - (params[P.queries] - 1 - t):
-            found = ti.f32(0.0)
+            score = ti.f32(0.0)
             for g in range(params[P.group]):
                 at = params[P.k_first] + b * params[P.k_sequence] + (h * params[P.group] + g) * params[P.k_head]
                 at += t * params[P.k_token]
-                found += products(q, least, greatest, at, low, high, uid)
-        out[params[P.out_first] + i] = found
+                score += products(q, least, greatest, at, low, high, uid)
+        out[params[P.out_first] + i] = score
 
     loop = make_loop(style, serial, score_page, P.items)
 

@@ -41,8 +41,8 @@ class SummaryRows(NamedTuple):
     @property
     def lanes(self) -> int:
         """The neighbouring lanes that share a row, a power of two."""
-        wanted = min(-(-self.width // CHANNELS), self.words, 32)
-        return 1 << (wanted - 1).bit_length()
+        count = min(-(-self.width // CHANNELS), self.words, 32)
+        return 1 << (count - 1).bit_length()
 
     @property
     def rounds(self) -> int:
@@ -88,15 +88,15 @@ def make_page_scores_cuda(rows):
                 sums[n] = score(least, greatest, low + page * params[P.least_page],
                                 high + page * params[P.greatest_page], lane, weights)  # fmt: skip
         for base in ti.static(range(0, together, lanes)):  # each lane writes the score of one page
-            found = ti.f32(0.0)
+            page_score = ti.f32(0.0)
             for n in ti.static(range(base, min(base + lanes, together))):
                 total = butterfly_sum(sums[n], distances)
-                found = ti.select(lane == n - base, total, found)
+                page_score = ti.select(lane == n - base, total, page_score)
             page = first + base + lane
             if lane < together and page < params[P.pages]:
                 if page >= seen:
-                    found = ti.bit_cast(ti.u32(MINUS_INFINITY), ti.f32)
-                out[params[P.out_first] + row * params[P.pages] + page] = found
+                    page_score = ti.bit_cast(ti.u32(MINUS_INFINITY), ti.f32)
+                out[params[P.out_first] + row * params[P.pages] + page] = page_score
 
     @ti.kernel
     def scores(q: Q, least: K, greatest: K, lens: LENS, out: FLOATS, params: PARAMS):
@@ -138,9 +138,9 @@ def make_weigh(rows):
                         positive = ti.select(bits > 0, bits, 0)
                         of_greatest[n * elements + e] += ti.bit_cast(positive, ti.f32)
                         of_least[n * elements + e] += ti.bit_cast(bits - positive, ti.f32)
-                        kept = ti.select(bits > 0, word_type(ones[e]), word_type(0))
-                        keep_greatest[n] = keep_greatest[n] | kept
-                        keep_least[n] = keep_least[n] | (kept ^ word_type(ones[e]))
+                        mask = ti.select(bits > 0, word_type(ones[e]), word_type(0))
+                        keep_greatest[n] = keep_greatest[n] | mask
+                        keep_least[n] = keep_least[n] | (mask ^ word_type(ones[e]))
         return of_least, of_greatest, keep_least, keep_greatest
 
     return weigh
@@ -154,7 +154,7 @@ def make_score(rows):
     @ti.func
     def score(least: ti.template(), greatest: ti.template(), low, high, lane, weights: ti.template()):
         of_least, of_greatest, keep_least, keep_greatest = ti.static(weights)
-        found = ti.f32(0.0)
+        total = ti.f32(0.0)
         for n in ti.static(range(rounds)):
             word = lane + n * lanes
             if ti.static(not whole):
@@ -162,7 +162,7 @@ def make_score(rows):
             y, z = decode(least[low + word] & keep_least[n]), decode(greatest[high + word] & keep_greatest[n])
             for e in ti.static(range(elements)):
                 m = ti.static(n * elements + e)
-                found += of_least[m] * y[e] + of_greatest[m] * z[e]
-        return found
+                total += of_least[m] * y[e] + of_greatest[m] * z[e]
+        return total
 
     return score

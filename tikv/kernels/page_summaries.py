@@ -53,7 +53,7 @@ class Order(NamedTuple):
     """How numbers of a dtype are compared as integers."""
 
     key: object  # key(bits) -> the integer
-    kept: object  # kept(bits) -> the integer that has these as its lower bits
+    integer: object  # integer(bits) -> the signed integer of these lower bits
     least_bits: object  # least_bits(low, high) -> the bits of the least number, or of NaN
     greatest_bits: object
 
@@ -66,30 +66,30 @@ def make_order(code, style):
     shift, mask, largest, nan = 32 - bits, (1 << (bits - 1)) - 1, LARGEST[code], NAN[code]
 
     @ti.func
-    def turned(x):
+    def ordered(x):
         return ti.select(x < number(0), x ^ number(mask), x)
 
     @ti.func
-    def kept(a):
-        found = number(0)
+    def integer(a):
+        value = number(0)
         if ti.static(style != "cpu"):
-            found = ti.cast(ti.cast(a, ti.u32) << ti.u32(shift), ti.i32) >> shift
+            value = ti.cast(ti.cast(a, ti.u32) << ti.u32(shift), ti.i32) >> shift
         elif ti.static(bits == 8):
             x = ti.cast(a, number)
-            found = ti.select(x > number(127), x - number(256), x)
+            value = ti.select(x > number(127), x - number(256), x)
         else:
-            found = ti.cast(a, number)
-        return found
+            value = ti.cast(a, number)
+        return value
 
     @ti.func
     def key(a):
-        return turned(kept(a))
+        return ordered(integer(a))
 
     @ti.func
     def bits_of(x, low, high):
         # Two selects: an `or` of comparisons is not a vector instruction, and SPIR-V does not have it.
-        found = ti.select(high > number(largest), word(nan), ti.cast(turned(x), word))
-        return ti.select(low < number(~largest), word(nan), found)
+        of_high = ti.select(high > number(largest), word(nan), ti.cast(ordered(x), word))
+        return ti.select(low < number(~largest), word(nan), of_high)
 
     @ti.func
     def least_bits(low, high):
@@ -99,7 +99,7 @@ def make_order(code, style):
     def greatest_bits(low, high):
         return bits_of(high, low, high)
 
-    return Order(key, kept, least_bits, greatest_bits)
+    return Order(key, integer, least_bits, greatest_bits)
 
 
 def make_key_of(source, code, style):
@@ -135,10 +135,10 @@ def make_summarize_rows(code, width):
             row = at + n * step
             for c in range(width):
                 x = order.key(k[row + c])
-                least[low_to + c] = ti.cast(ti.min(order.kept(least[low_to + c]), x), word)
-                greatest[high_to + c] = ti.cast(ti.max(order.kept(greatest[high_to + c]), x), word)
+                least[low_to + c] = ti.cast(ti.min(order.integer(least[low_to + c]), x), word)
+                greatest[high_to + c] = ti.cast(ti.max(order.integer(greatest[high_to + c]), x), word)
         for c in range(width):
-            low, high = order.kept(least[low_to + c]), order.kept(greatest[high_to + c])
+            low, high = order.integer(least[low_to + c]), order.integer(greatest[high_to + c])
             least[low_to + c] = order.least_bits(low, high)
             greatest[high_to + c] = order.greatest_bits(low, high)
 
@@ -168,16 +168,16 @@ def make_summarize_written_rows(source, code, width):
                 row = at + h * head + n * step
                 for c in range(width):
                     x = order.key(k[row + c])
-                    to[low + c] = ti.cast(ti.min(order.kept(to[low + c]), x), word)
-                    to[high + c] = ti.cast(ti.max(order.kept(to[high + c]), x), word)
+                    to[low + c] = ti.cast(ti.min(order.integer(to[low + c]), x), word)
+                    to[high + c] = ti.cast(ti.max(order.integer(to[high + c]), x), word)
             for n in range(fresh):
                 row = new_at + h * new_head + n * new_step
                 for c in range(width):
                     x = key_of(new[row + c])
-                    to[low + c] = ti.cast(ti.min(order.kept(to[low + c]), x), word)
-                    to[high + c] = ti.cast(ti.max(order.kept(to[high + c]), x), word)
+                    to[low + c] = ti.cast(ti.min(order.integer(to[low + c]), x), word)
+                    to[high + c] = ti.cast(ti.max(order.integer(to[high + c]), x), word)
             for c in range(width):
-                lowest, highest = order.kept(to[low + c]), order.kept(to[high + c])
+                lowest, highest = order.integer(to[low + c]), order.integer(to[high + c])
                 to[low + c] = order.least_bits(lowest, highest)
                 to[high + c] = order.greatest_bits(lowest, highest)
 
@@ -223,11 +223,11 @@ def make_length_of(lens_bits, params_type):
 
     @ti.func
     def length_of(b, lens: ti.template(), params):
-        found = params[Q.length]
+        tokens = params[Q.length]
         if ti.static(lens_bits > 0):
             length = ti.cast(lens[params[Q.lens_first] + b * params[Q.lens_sequence]], ti.i64)
-            found = ti.cast(ti.min(ti.max(length, ti.i64(0)), ti.cast(params[Q.capacity], ti.i64)), ti.i32)
-        return found
+            tokens = ti.cast(ti.min(ti.max(length, ti.i64(0)), ti.cast(params[Q.capacity], ti.i64)), ti.i32)
+        return tokens
 
     return length_of
 

@@ -121,8 +121,8 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
             m = ti.u32(0)
             if angle >= 0:
                 for n in range((pairs - lane + lanes - 1) // lanes):
-                    _, _, found = pair(x, row, lane + n * lanes, norm, cos, cos_row, sin, sin_row, cos, 0)
-                    m = ti.max(m, largest(found, 2 * elements))
+                    _, _, both = pair(x, row, lane + n * lanes, norm, cos, cos_row, sin, sin_row, cos, 0)
+                    m = ti.max(m, largest(both, 2 * elements))
                 for n in range((rest_units - lane + lanes - 1) // lanes):
                     m = ti.max(m, largest(rest(x, row, rotated + lane + n * lanes, norm, cos, 0), elements))
             bits = scale_bits(row_max(i, m))
@@ -131,9 +131,9 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
                 scales[at] = ti.cast(bits, scale_word)
         if angle >= 0:
             for n in range((pairs - lane + lanes - 1) // lanes):
-                first, second, found = pair(x, row, lane + n * lanes, norm, cos, cos_row, sin, sin_row, cos, 0)
-                store(x, row + first * words, ti.Vector([found[e] for e in range(elements)]), inverse)
-                store(x, row + second * words, ti.Vector([found[elements + e] for e in range(elements)]), inverse)
+                first, second, both = pair(x, row, lane + n * lanes, norm, cos, cos_row, sin, sin_row, cos, 0)
+                store(x, row + first * words, ti.Vector([both[e] for e in range(elements)]), inverse)
+                store(x, row + second * words, ti.Vector([both[elements + e] for e in range(elements)]), inverse)
             for n in range((rest_units - lane + lanes - 1) // lanes):
                 u = rotated + lane + n * lanes
                 store(x, row + u * words, rest(x, row, u, norm, cos, 0), inverse)
@@ -173,13 +173,13 @@ def make_body_together(style, codec, transform, lanes, together, scale):
     @ti.func
     def rounds(lane):
         """The number of pairs of units that a lane has."""
-        found = pairs // lanes
+        count = pairs // lanes
         if ti.static(pairs % lanes > 0):
-            found = (pairs - lane + lanes - 1) // lanes
-        return found
+            count = (pairs - lane + lanes - 1) // lanes
+        return count
 
     @ti.func
-    def places(b, h, s, first, sequence, head, token, params):
+    def row_offsets(b, h, s, first, sequence, head, token, params):
         """The addresses of the rows at a position for neighbouring heads, from head h of sequence b."""
         at = ti.Vector([0 for _ in range(together)])
         sequence_of, head_of = b, h
@@ -202,29 +202,29 @@ def make_body_together(style, codec, transform, lanes, together, scale):
 
     @ti.func
     def read_angles(table: ti.template(), first):
-        found = ti.Vector([ti.f32(0.0) for _ in range(elements)])
+        angles = ti.Vector([ti.f32(0.0) for _ in range(elements)])
         for e in ti.static(range(elements)):
             if ti.static(elements % 2 == 0):
                 two = table[(first >> 1) + e // 2]
-                found[e] = ti.bit_cast(ti.cast(two >> ti.u64(32 * (e % 2)), ti.u32), ti.f32)
+                angles[e] = ti.bit_cast(ti.cast(two >> ti.u64(32 * (e % 2)), ti.u32), ti.f32)
             else:
-                found[e] = table[first + e]
-        return found
+                angles[e] = table[first + e]
+        return angles
 
     @ti.func
     def values(held, g: ti.template()):
         both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
         for w in ti.static(range(2 * words)):
-            some = decode(held[2 * g * words + w])
+            decoded = decode(held[2 * g * words + w])
             for e in ti.static(range(per_word)):
-                both[w * per_word + e] = some[e]
+                both[w * per_word + e] = decoded[e]
         return both
 
     @ti.func
-    def write(x: ti.template(), row, p, found, inverse):
+    def write(x: ti.template(), row, p, both, inverse):
         first = row + step * p * words
-        store(x, first, ti.Vector([found[e] for e in range(elements)]), inverse)
-        store(x, first + apart * words, ti.Vector([found[elements + e] for e in range(elements)]), inverse)
+        store(x, first, ti.Vector([both[e] for e in range(elements)]), inverse)
+        store(x, first + apart * words, ti.Vector([both[elements + e] for e in range(elements)]), inverse)
 
     @ti.func
     def body(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
@@ -238,7 +238,7 @@ def make_body_together(style, codec, transform, lanes, together, scale):
         if r < params[R.count]:
             at_angle = params[R.angle_first] + b * params[R.angle_sequence] + s
             angle = ti.cast(angles[at_angle], ti.i32)
-        at = places(b, h, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
+        at = row_offsets(b, h, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
         cos_row, sin_row = params[R.cos_first] + angle * half, params[R.sin_first] + angle * half
         if ti.static(scale == ""):
             if angle >= 0:
@@ -249,12 +249,12 @@ def make_body_together(style, codec, transform, lanes, together, scale):
                     for g in ti.static(range(together)):
                         write(x, at[g], p, turn(values(held, g), c, s_, at[g]), ti.f32(1.0))
         else:
-            of_scales = places(b, h, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
-                               params[R.scale_row], params)  # fmt: skip
-            own = ti.select(angle >= 0, ti.select(lane < pairs, 1, 0), 0)
+            of_scales = row_offsets(b, h, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
+                                    params[R.scale_row], params)  # fmt: skip
+            has_pair = ti.select(angle >= 0, ti.select(lane < pairs, 1, 0), 0)
             held = ti.Vector([word(0) for _ in range(held_words)])
             c, s_ = ti.Vector([ti.f32(0.0) for _ in range(elements)]), ti.Vector([ti.f32(0.0) for _ in range(elements)])
-            if own == 1:
+            if has_pair == 1:
                 held = read(x, at, lane)
                 c, s_ = read_angles(cos, cos_row + lane * elements), read_angles(sin, sin_row + lane * elements)
             for g in ti.static(range(together)):
@@ -265,10 +265,10 @@ def make_body_together(style, codec, transform, lanes, together, scale):
                 both = values(held, g)
                 for e in ti.static(range(2 * elements)):
                     both[e] = in_order(both[e] * norm, at[g])
-                found = turn(both, c, s_, at[g])
-                bits = scale_bits(row_max(i, largest(found, 2 * elements)))
-                if own == 1:
-                    write(x, at[g], lane, found, reciprocal(scale_value(bits)))
+                rotated = turn(both, c, s_, at[g])
+                bits = scale_bits(row_max(i, largest(rotated, 2 * elements)))
+                if has_pair == 1:
+                    write(x, at[g], lane, rotated, reciprocal(scale_value(bits)))
                 if angle >= 0 and lane == 0:
                     scales[of_scales[g]] = ti.cast(bits, scale_word)
 

@@ -57,8 +57,8 @@ def key_of(score, entry, valid, page, sinks, recent):
     key = ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
     first = entry * page
     newest = ti.select(recent > 0, valid - recent, valid + page)
-    kept = ti.select(first < sinks, 1, 0) | ti.select(first + page > newest, 1, 0)
-    key = ti.select(kept != 0, ti.u32(KEPT), key)
+    always = ti.select(first < sinks, 1, 0) | ti.select(first + page > newest, 1, 0)
+    key = ti.select(always != 0, ti.u32(KEPT), key)
     return ti.select(first < valid, key, ti.u32(0))
 
 
@@ -114,12 +114,12 @@ def make_select_row(row_of):
         entries = ti.min((tokens + page - 1) // page, params[P.entries])
         lowest = ti.u32(0)
         for step in range(32):
-            wanted = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
+            threshold = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
             count = 0
             for n in range((entries - thread + BLOCK - 1) // BLOCK):
                 entry = n * BLOCK + thread
                 key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
-                count += ti.select(key >= wanted, 1, 0)
+                count += ti.select(key >= threshold, 1, 0)
             ti.simt.block.sync()
             above[thread] = count
             ti.simt.block.sync()
@@ -128,7 +128,7 @@ def make_select_row(row_of):
                     count += above[thread + ti.static(BLOCK >> (halving + 1))]
                     above[thread] = count
                 ti.simt.block.sync()
-            lowest = ti.select(above[0] >= k, wanted, lowest)
+            lowest = ti.select(above[0] >= k, threshold, lowest)
         # Each thread has neighbouring entries, so its output follows the output of the threads before it.
         each = (entries + BLOCK - 1) // BLOCK
         begin, end = thread * each, ti.min((thread + 1) * each, entries)
@@ -147,20 +147,20 @@ def make_select_row(row_of):
             equal_before += ti.select(j < thread, equal[j], 0)
         room = ti.select(lowest == ti.u32(0), 0, k - all_above)  # for entries that equal the lowest
         to = params[P.out_first] + row * k * page
-        place = above_before + ti.min(equal_before, room)
+        rank = above_before + ti.min(equal_before, room)
         for entry in range(begin, end):
             key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
-            chosen = 0
+            selected = 0
             if key > lowest:
-                chosen = 1
+                selected = 1
             elif key == lowest:
-                chosen = ti.select(equal_before < room, 1, 0)
+                selected = ti.select(equal_before < room, 1, 0)
                 equal_before += 1
-            if chosen != 0:
+            if selected != 0:
                 for j in range(page):
                     token = entry * page + j
-                    out[to + place * page + j] = ti.select(token < tokens, token, -1)
-                place += 1
+                    out[to + rank * page + j] = ti.select(token < tokens, token, -1)
+                rank += 1
         all_equal = 0
         for j in range(BLOCK):
             all_equal += equal[j]
@@ -178,27 +178,27 @@ def make_select_cpu(serial, valid_bits, VALID):
 
     @ti.real_func
     def count(scores: FLOATS, first: ti.i32, entries: ti.i32, tokens: ti.i32, page: ti.i32, sinks: ti.i32,
-              recent: ti.i32, wanted: ti.u32, number: ti.i32) -> ti.i32:  # fmt: skip
-        found = 0
+              recent: ti.i32, threshold: ti.u32, number: ti.i32) -> ti.i32:  # fmt: skip
+        matching = 0
         for entry in range(entries):
             key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
-            found += ti.select(key >= wanted, 1, 0)
-        return found
+            matching += ti.select(key >= threshold, 1, 0)
+        return matching
 
     @ti.real_func
     def write(scores: FLOATS, out: OUT, first: ti.i32, entries: ti.i32, tokens: ti.i32, page: ti.i32, sinks: ti.i32,
               recent: ti.i32, lowest: ti.u32, room: ti.i32, to: ti.i32, end: ti.i32, number: ti.i32):  # fmt: skip
-        place, left = to, room
+        target, remaining = to, room
         for entry in range(entries):
             key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
-            equal = ti.select(key == lowest, ti.select(left > 0, 1, 0), 0)
-            left -= equal
+            equal = ti.select(key == lowest, ti.select(remaining > 0, 1, 0), 0)
+            remaining -= equal
             if ti.select(key > lowest, 1, equal) != 0:
                 for j in range(page):
                     token = entry * page + j
-                    out[place + j] = ti.select(token < tokens, token, -1)
-                place += page
-        for at in range(place, end):
+                    out[target + j] = ti.select(token < tokens, token, -1)
+                target += page
+        for at in range(target, end):
             out[at] = -1
 
     @ti.func
@@ -208,9 +208,9 @@ def make_select_cpu(serial, valid_bits, VALID):
         entries = ti.min((tokens + page - 1) // page, params[P.entries])
         lowest = ti.u32(0)
         for step in range(32):
-            wanted = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
-            found = count(scores, first, entries, tokens, page, sinks, recent, wanted, uid)
-            lowest = ti.select(found >= k, wanted, lowest)
+            threshold = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
+            matching = count(scores, first, entries, tokens, page, sinks, recent, threshold, uid)
+            lowest = ti.select(matching >= k, threshold, lowest)
         room = 0
         if lowest == ti.u32(KEPT):
             room = k

@@ -69,19 +69,19 @@ def make_select_row(threads, row_of):
                 above_until[thread], equal_until[thread] = more_until, same_until
                 ti.simt.block.sync()
             equals = all_equal + same_until - same
-            place = all_above + more_until - more + ti.min(equals, room)
+            rank = all_above + more_until - more + ti.min(equals, room)
             if (above_bits | equal_bits) != ti.u32(0):
                 for j in range(32):
                     bit = ti.u32(1) << ti.cast(j, ti.u32)
-                    chosen = (above_bits & bit) != ti.u32(0)
+                    selected = (above_bits & bit) != ti.u32(0)
                     if (equal_bits & bit) != ti.u32(0):
-                        chosen = equals < room
+                        selected = equals < room
                         equals += 1
-                    if chosen:
+                    if selected:
                         token = (begin + thread * 32 + j) * page
                         for offset in range(page):
-                            out[to + place * page + offset] = ti.select(token + offset < tokens, token + offset, -1)
-                        place += 1
+                            out[to + rank * page + offset] = ti.select(token + offset < tokens, token + offset, -1)
+                        rank += 1
             all_above += above_until[threads - 1]
             all_equal += equal_until[threads - 1]
             ti.simt.block.sync()
@@ -102,7 +102,7 @@ def make_find_lowest(threads):
     @ti.func
     def find_lowest(thread, scores: ti.template(), first, entries, tokens, page, sinks, recent, k):
         counts = ti.simt.block.SharedArray((BINS,), ti.i32)
-        found = ti.simt.block.SharedArray((2,), ti.i32)  # the digit, and how many entries of it are among the k
+        boundary = ti.simt.block.SharedArray((2,), ti.i32)  # the digit, and how many entries of it are among the k
         lowest, room = ti.u32(0), k
         for digit in range(32 // DIGIT_BITS):
             shift = ti.cast(32 - DIGIT_BITS - digit * DIGIT_BITS, ti.u32)
@@ -144,11 +144,11 @@ def make_find_lowest(threads):
                 if thread + 1 < BINS:
                     higher = counts[thread + 1]
                 if counts[thread] >= room and higher < room:
-                    found[0], found[1] = thread, room - higher
+                    boundary[0], boundary[1] = thread, room - higher
             ti.simt.block.sync()
             if counts[0] >= room and room > 0:
-                lowest = lowest | (ti.cast(found[0], ti.u32) << shift)
-                room = found[1]
+                lowest = lowest | (ti.cast(boundary[0], ti.u32) << shift)
+                room = boundary[1]
             else:
                 room = 0
         return lowest, room

@@ -155,10 +155,10 @@ def make_rope_position(rotated, rope_bits):
         if ti.static(rotated):
             p = params[P.src_position] + t
             if ti.static(rope_bits > 0):
-                wanted = ti.cast(positions[rope[R.positions_first] + t * rope[R.positions_stride]], ti.i64)
+                position = ti.cast(positions[rope[R.positions_first] + t * rope[R.positions_stride]], ti.i64)
                 p = -1
-                if wanted >= 0 and wanted < rope[R.table_rows]:
-                    p = ti.cast(wanted, ti.i32)
+                if position >= 0 and position < rope[R.table_rows]:
+                    p = ti.cast(position, ti.i32)
         return p
 
     return rope_position
@@ -345,8 +345,8 @@ def make_row_parts(lanes, part):
              sin: ti.template(), sin_row, weight: ti.template(), weight_at):  # fmt: skip
         for m in ti.static(range(rounds)):
             if lane + m * lanes < part.count:
-                found = part.peak(a, row, lane + m * lanes, norm, cos, cos_row, sin, sin_row, weight, weight_at)
-                highest = ti.max(highest, found)
+                largest = part.peak(a, row, lane + m * lanes, norm, cos, cos_row, sin, sin_row, weight, weight_at)
+                highest = ti.max(highest, largest)
 
     @ti.func
     def move(a: ti.template(), b: ti.template(), src_row, dst_row, lane, factor, norm, cos: ti.template(), cos_row,
@@ -425,19 +425,19 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
     lanes = lanes_of(width)
     running = SUM_CHUNK * lanes
     far, near = (len(distances) for distances in far_and_near(lanes))
-    terms, left = largest_divisor(width // running, CPU_TERMS), width % running
+    terms, rest = largest_divisor(width // running, CPU_TERMS), width % running
     together, held = largest_divisor(heads, CPU_HEADS), largest_divisor(half, CPU_PAIRS)
     norm_of = make_norm("cpu", width, transform.eps) if normed else None
 
     @ti.func
     def scaled(value, norm, weight: ti.template(), at):
-        found = value
+        normalised = value
         if ti.static(normed):
             if ti.static(weighted):
-                found = value * (norm * weight[at])
+                normalised = value * (norm * weight[at])
             else:
-                found = value * norm
-        return found
+                normalised = value * norm
+        return normalised
 
     @ti.func
     def put(b: ti.template(), row, first, n, value, factor):
@@ -459,11 +459,11 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
         norms = ti.Vector([ti.f32(1.0) for _ in range(together)])
         x = ti.Vector([ti.f32(0.0) for _ in range(held)])
         y = ti.Vector([ti.f32(0.0) for _ in range(held)])
-        for some in range(heads // together):
+        for group in range(heads // together):
             if ti.static(normed):
                 # Norms of several heads come first: the root of one is computed while the next is summed.
                 for h in range(together):
-                    s = src_row + (some * together + h) * src_head
+                    s = src_row + (group * together + h) * src_head
                     for e in range(running):
                         sums[e] = 0.0
                     for n in range(width // (running * terms)):
@@ -474,9 +474,9 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
                                 value = decode(a[first + m * running + e])
                                 total = total + value * value
                             sums[e] = total
-                    if ti.static(left > 0):
-                        for e in range(left):
-                            value = decode(a[s + (width - left) + e])
+                    if ti.static(rest > 0):
+                        for e in range(rest):
+                            value = decode(a[s + (width - rest) + e])
                             sums[e] = sums[e] + value * value
                     for n in ti.static(range(1, far + 1)):
                         for e in range(ti.static(running >> n)):
@@ -488,7 +488,7 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
                             fours[e] = fours[e] + fours[e + (1 << (near - 1 - n))]
                     norms[h] = norm_of(fours[0])
             for h in range(together):
-                head = some * together + h
+                head = group * together + h
                 s, d, at = src_row + head * src_head, dst_row + head * dst_head, scale_at + head * scale_head
                 norm, factor = norms[h], ti.f32(1.0)
                 m = ti.u32(0)
@@ -560,12 +560,12 @@ def make_turn(style, elements, interleaved):
 
     @ti.func
     def turn(both, c, s, row):
-        found = both
+        rotated = both
         for j in ti.static(range(elements)):
             i, k = ti.static((2 * j, 2 * j + 1) if interleaved else (j, j + elements))
-            found[i] = product(both[i], c[j], row) - product(both[k], s[j], row)
-            found[k] = product(both[k], c[j], row) + product(both[i], s[j], row)
-        return found
+            rotated[i] = product(both[i], c[j], row) - product(both[k], s[j], row)
+            rotated[k] = product(both[k], c[j], row) + product(both[i], s[j], row)
+        return rotated
 
     return turn
 
@@ -581,14 +581,14 @@ def make_rotation(style, codec, transform):
 
     @ti.func
     def scaled(x, row, element, norm, weight: ti.template(), weight_at):
-        found = x
+        normalised = x
         if ti.static(normed):
             for e in ti.static(range(elements)):
                 factor = norm
                 if ti.static(weighted):
                     factor = in_order(norm * weight[weight_at + element + e], row)
-                found[e] = in_order(x[e] * factor, row)
-        return found
+                normalised[e] = in_order(x[e] * factor, row)
+        return normalised
 
     @ti.func
     def pair(a: ti.template(), row, p, norm, cos: ti.template(), cos_row, sin: ti.template(), sin_row,

@@ -135,7 +135,7 @@ class FreshBound(Bound):
 
 
 class PublicBound(Bound):
-    """Any arch: the engine's public call."""
+    """Any arch: a launch by the engine's public call, if ``TIKV_LAUNCHER`` is "public"."""
 
     def launch(self) -> None:
         kernel = self.kernel

@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
 
 class _Recording(threading.local):
-    """Where the launches of a recording thread go."""
+    """Where the launches of a recording thread go: to this list, or to the device if it is None."""
 
     launches: list[Recorded] | None = None
 

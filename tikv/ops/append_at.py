@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, describe, runtime_of, view_all
+from tikv.arrays import Array, ArrayView, describe, runtime_of, view_all
 from tikv.errors import CapacityError
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
@@ -23,7 +23,7 @@ def append_at(
     rows: tuple[Any, Any],
     caches: tuple[Any, Any],
     scales: tuple[Any, Any],
-    positions: Any,
+    positions: Array,
     *,
     formats: Formats = (None, None),
     ring: int = 0,

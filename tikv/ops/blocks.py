@@ -9,6 +9,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import (
+    Array,
     ArrayView,
     StagedNdarray,
     as_numpy,
@@ -27,7 +28,7 @@ from tikv.ops.plan import Launch, Plan, PlannedCall
 from tikv.ops.row_copy import bind_copy
 
 
-def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
+def copy_blocks(k_pool: Array, v_pool: Array, pairs: Array) -> None:
     """Copy whole blocks within the pools of K and V, in place, in one launch: for copy-on-write and beam search.
 
     Args:
@@ -57,7 +58,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
     blocks_call("copy_blocks", k_pool, v_pool, pairs).run()
 
 
-def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> PlannedCall:
+def blocks_call(operation: str, k_pool: Array, v_pool: Array, pairs: Array) -> PlannedCall:
     """A checked call of `copy_blocks`, under the operation name that errors give."""
     live = runtime_of(k_pool, v_pool)
     pairs = index_array(pairs, "pairs", operation)
@@ -85,7 +86,7 @@ def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Planned
     return PlannedCall(plan, arrays, (k_pool, v_pool, pairs))
 
 
-def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
+def swap_blocks(src_pool: Array, dst_pool: Array, pairs: Array) -> None:
     """Copy whole blocks from one pool to another; one of them may be on the host and the other on the device.
 
     Args:
@@ -239,7 +240,7 @@ def _bind_blocks(
     )
 
 
-def _pairs(pairs: Any, operation: str) -> ArrayView:
+def _pairs(pairs: Array, operation: str) -> ArrayView:
     index = view(pairs, "pairs", operation)
     if index.shape == (0,):
         index = index.restrided((0, 2), (2, 1))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes, launch, runtime
+from tikv import dtypes, engines, launch, runtime
 from tikv.arrays import (
     ALIGNMENT,
     TRACED,
@@ -18,7 +18,6 @@ from tikv.arrays import (
     host_bytes,
     is_protected,
     is_traced,
-    mps,
 )
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import Format
@@ -188,7 +187,7 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
     for name, array in arrays:
         device = array.device
         if device == "mps":
-            mps.refuse_unless_shared(array, live, name, operation)
+            _refuse_unless_shared(array, live, name, operation)
         elif device != "cpu" and device.partition(":")[0] != live.arch:
             raise ArchError(
                 f"{operation}: {name} is on {device}, but {live.engine.title} runs on {live.arch}. Call "
@@ -204,6 +203,27 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
             raise DTypeError(
                 f"{operation}: {name} is float64, which {live.arch} does not have. Use float32, CPU or CUDA."
             )
+
+
+def _refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, operation: str) -> None:
+    """Check that kernels can be given a tensor on MPS.
+
+    Raises:
+        ArchError: the engine, or the arch that it runs on, does not share memory with PyTorch.
+    """
+    if live.engine.mps_arch == live.arch:
+        return
+    if live.engine.mps_arch is None:
+        other = engines.that_shares_mps()
+        why = f"{live.engine.title} cannot share memory with PyTorch, but {other.title} can"
+        way = f"tikv.init({other.mps_arch!r}, engine={other.name!r}) in another process ({other.remedy[:-1]})"
+    else:
+        why = f"{live.engine.title} runs on {live.arch}"
+        way = f"tikv.init({live.engine.mps_arch!r}) before the first operation"
+    raise ArchError(
+        f"{operation}: {name} is a torch tensor on mps, and {why}. Call {way}, or pass {name}.cpu(), which waits "
+        f"for the GPU and copies {array.nbytes:,} bytes each time; results have to be copied back the same way."
+    )
 
 
 def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, operation: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, Views, describe, runtime_of, view
+from tikv.arrays import Array, ArrayView, Views, describe, runtime_of, view
 from tikv.errors import DTypeError
 from tikv.ops import checks
 from tikv.ops.keep import HeadRows, held_lengths, kept_indices
@@ -19,7 +19,7 @@ from tikv.ops.row_copy import SERIAL_BYTES, alignment, bind_copy, strides_in_wor
 _PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # the names of the arrays of rows, and of a `Quantized`
 
 
-def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> Any:
+def compact(cache: Array, keep: Array, *, lengths: Array | int | None = None, out: Array | None = None) -> Array:
     """Keep some rows of each head, packed in their order, and drop the others, in one launch.
 
     Row ``j`` of head ``h`` of sequence ``b`` gets the content of row ``keep[b, h, j]``. If this happens in place, the
@@ -82,7 +82,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     return cache if out is None else out
 
 
-def _arrays_of(live: runtime.Runtime, operation: str, rows: Any, name: str, written: bool) -> list[ArrayView]:
+def _arrays_of(live: runtime.Runtime, operation: str, rows: Array, name: str, written: bool) -> list[ArrayView]:
     """The given array of rows, or the codes and the scales and biases of a `Quantized`, as (B, H, S, .)."""
     if isinstance(rows, Quantized):
         views = list(codes_and_numbers(live, operation, rows, f"{name}'s ", written))

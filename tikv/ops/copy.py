@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tikv import runtime
-from tikv.arrays import ArrayView, Views, describe, runtime_of, view, view_all
+from tikv.arrays import Array, ArrayView, Views, describe, runtime_of, view, view_all
 from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
@@ -19,8 +19,8 @@ from tikv.ops.row_copy import bind_copy
 
 
 def copy(
-    src: Any,
-    cache: Any,
+    src: Array,
+    cache: Array,
     *,
     position: int,
     window: int | None = None,
@@ -77,10 +77,10 @@ def copy(
 
 
 def copy_kv(
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
     *,
     position: int,
     window: int | None = None,
@@ -332,7 +332,7 @@ def check_copy(
     return CopyPlan(live, operation, array_names, launches, tokens, capacity, window, names, len(views) - pairs)
 
 
-def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:
+def linearize(cache: Array, out: Array, *, length: int, cache_layout: str = "head_major") -> None:
     """Copy the tokens of a ring in temporal order, oldest token first, in one launch.
 
     Token ``i`` of ``out`` is the token at absolute position ``length - n + i``, with ``n = min(length, capacity)``.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.errors import CapacityError, DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import INTEGERS, QUERIES
@@ -17,7 +17,7 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized
 
 
-def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any, Any]:
+def summarize_pages(k_cache: Array, seq_lens: Array | int, *, page: int = 16) -> tuple[Array, Array]:
     """The least and the greatest number in each channel of the keys, for each page of neighbouring tokens.
 
     Args:
@@ -65,7 +65,7 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
     return handed_over(summaries[0]), handed_over(summaries[1])
 
 
-def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int = 16) -> Any:
+def page_scores(q: Array, least: Array, greatest: Array, seq_lens: Array | int, *, page: int = 16) -> Array:
     """An upper bound on ``q.k`` over the keys of each page, summed over the query heads of a KV head.
 
     Each channel counts with its least or its greatest, whichever gives more: no key of the page scores higher.
@@ -116,7 +116,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
     return refuse_backward(handed_over(out), q, least, greatest)
 
 
-def _lengths(seq_lens: Any, operation: str) -> tuple[list[ArrayView], int, Any]:
+def _lengths(seq_lens: Array | int, operation: str) -> tuple[list[ArrayView], int, Any]:
     """(the view, if lengths are an array; the number, if they are one; the owner, which the view does not keep)."""
     if isinstance(seq_lens, INTEGERS):
         return [], checks.integer(seq_lens, "seq_lens", operation), None

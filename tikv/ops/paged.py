@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, runtime_of, view, view_all
+from tikv.arrays import Array, ArrayView, CacheArray, describe, new_array, runtime_of, view, view_all
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat, format_of
 from tikv.ops import checks
@@ -34,15 +34,15 @@ from tikv.ops.row_copy import bind_copy
 
 
 def write_slots(
-    k: Any,
-    v: Any,
-    k_pool: Any,
-    v_pool: Any,
-    slot_mapping: Any,
+    k: Array,
+    v: Array,
+    k_pool: Array,
+    v_pool: Array,
+    slot_mapping: Array,
     *,
     layout: str = "NHD",
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> None:
     """Write new keys and values into page pools, token ``t`` into slot ``slot_mapping[t]``, in place, in one launch.
 
@@ -83,15 +83,15 @@ def write_slots(
 
 def slots_call(
     operation: str,
-    k: Any,
-    v: Any,
-    k_pool: Any,
-    v_pool: Any,
-    slot_mapping: Any,
+    k: Array,
+    v: Array,
+    k_pool: Array,
+    v_pool: Array,
+    slot_mapping: Array,
     *,
     layout: str = "NHD",
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
 ) -> PlannedCall:
     """A checked call of `write_slots`, under the operation name that errors give."""
     live = runtime_of(k_pool, k)
@@ -128,7 +128,7 @@ class WriteSlotsPlan(Plan):
 _SLOT_NAMES = ("k", "k_pool", "v", "v_pool", "slot_mapping", "k_scale", "v_scale")
 
 
-def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
+def _both_scales(k_scale: Array | float, v_scale: Array | float, operation: str) -> None:
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             raise _missing(name, operation)
@@ -355,8 +355,14 @@ def rows_shape(k: ArrayView, v: ArrayView, operation: str) -> tuple[int, int]:
 
 
 def gather_paged(
-    pool: Any, block_table: Any, length: int, *, layout: str = "NHD", scale: Any = None, out: Any = None
-) -> Any:
+    pool: Array,
+    block_table: Array,
+    length: int,
+    *,
+    layout: str = "NHD",
+    scale: Array | None = None,
+    out: Array | None = None,
+) -> Array:
     """Copy a sequence out of a page pool into consecutive rows, in one launch.
 
     Token ``t`` is slot ``t % bs`` of block ``block_table[t // bs]``.
@@ -403,16 +409,16 @@ def gather_paged(
 
 def gather(
     operation: str,
-    pool: Any,
-    block_table: Any,
+    pool: Array,
+    block_table: Array,
     length: int,
     *,
     layout: str,
-    scale: Any = None,
-    out: Any = None,
+    scale: Array | None = None,
+    out: Array | None = None,
     format: GroupFormat | None = None,
     by_slot: bool = False,
-) -> Any:
+) -> Array:
     """`gather_call`, run at once: its destination."""
     call, out = gather_call(
         operation, pool, block_table, length, layout=layout, scale=scale, out=out, format=format, by_slot=by_slot
@@ -423,13 +429,13 @@ def gather(
 
 def gather_call(
     operation: str,
-    pool: Any,
-    block_table: Any,
+    pool: Array,
+    block_table: Array,
     length: int,
     *,
     layout: str,
-    scale: Any = None,
-    out: Any = None,
+    scale: Array | None = None,
+    out: Array | None = None,
     format: GroupFormat | None = None,
     by_slot: bool = False,
 ) -> tuple[PlannedCall, Any]:

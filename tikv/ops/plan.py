@@ -75,7 +75,7 @@ def _both(put: Callable[[int], None], start: Callable[[], None]) -> Callable[[in
 
 
 class Plan:
-    """A checked operation over arrays of one form; see the module.
+    """A checked operation over arrays of one form, which can run over others of that form; see the module.
 
     It keeps none of the caller's arrays alive. If a device cannot see the host's arrays, they are staged, and each run
     binds again, as does a run that a graph records.

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, runtime_of, to_device, view
+from tikv.arrays import (
+    Array,
+    Arrays,
+    ArrayView,
+    CacheArray,
+    describe,
+    new_array,
+    read_host,
+    runtime_of,
+    to_device,
+    view,
+)
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.formats import FORMATS, GROUP_FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
@@ -34,9 +45,9 @@ class Quantized(NamedTuple):
         shape: the shape of the rows, (..., D).
     """
 
-    codes: Any
-    scales: Any
-    biases: Any
+    codes: Array
+    scales: Array
+    biases: Array
     format: GroupFormat
     shape: tuple[int, ...]
 
@@ -46,37 +57,14 @@ class Quantized(NamedTuple):
         return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
 
 
-def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Any:
+def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Arrays:
     """Quantise the rows of the last axis, in one launch: to int8 with a scale for each row, or to groups of codes.
 
     Formats of groups give the same bits as the libraries that they come from: `tikv.Quant` gives mlx's words, scales
-    and biases, and "q8_0" and "q4_0" give GGUF's codes and float16 scales (GGUF's blocks put each scale before its
-    codes). Ranges and largest magnitudes are those of the group's finite numbers. A NaN gets code 0, or in GGUF's
-    formats the code of the number 0. An infinity gets the last code on its side. A range greater than the largest
-    float32 is limited to it.
-
-    Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, 8-bit e4m3 or 4-bit e2m1, rounded to nearest even.
-    They saturate: numbers beyond the largest, 448 or 6, and infinities become the largest. A NaN stays a NaN in mxfp8,
-    and becomes 0 in a format without NaN. Zeros keep their sign.
-
-    - OCP's blocks of 32 have a power of two as their scale, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` in
-      mxfp8, the same with ``- 2`` in mxfp4, at least ``2**-126``. A block whose finite numbers all have magnitudes
-      below ``2**-100`` counts as 0, and so does an infinity in it.
-    - NVIDIA's blocks of 16 have a float8_e4m3fn scale: ``max|x| / 6``, rounded to nearest, at most 448; if it is 0, all
-      codes are 0. All numbers are first divided by ``tensor_scale``.
-
-    int8 is symmetric. Every int8 cache here follows this rule, in float32:
-
-    - ``scale = max|x| / 127`` over the finite elements of the row, not below ``2**-14`` in float16 and ``2**-125`` in
-      float32, nor above the dtype's largest finite number, rounded to that dtype (nearest even) before it is used;
-    - ``q = round(clamp(x * (1 / scale), -127, 127))``, ties to even; -128 is never used.
-
-    So a row of zeros gives 0; a row too small for its scale's dtype is resolved in steps of the smallest scale
-    (float16: steps of 6.1e-5; use float32 scales for such rows); an infinity gives 127 or -127, and a NaN gives 0,
-    without effect on the other elements.
-
-    Codes and scales are the same on every back end, whether or not it computes with subnormal float32 numbers: each
-    rule above makes these 0. Only the sign of the scale of a `tikv.Quant` could depend on them; it is then positive.
+    and biases, and "q8_0" and "q4_0" give GGUF's codes and float16 scales. int8 is symmetric, with one scale per row:
+    ``scale = max|x| / 127`` in ``scale_dtype`` and ``q = round(clamp(x * (1 / scale), -127, 127))``, ties to even.
+    [The rules of quantisation][the-rules-of-quantisation] (docs/tutorials/formats.md) have the limits of scales, the
+    scales of "mxfp8", "mxfp4" and "nvfp4", and what becomes of a NaN, an infinity, zeros and subnormal numbers.
 
     Args:
         x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis, if the other axes can be
@@ -149,7 +137,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
     return Quantized(CacheArray(codes, live), scale, bias[0] if bias else None, row, rows.shape)
 
 
-def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
+def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | None = None) -> Array:
     """The numbers that codes stand for, in one launch: int8 rows with a scale each, or what `quantize` made.
 
     Args:
@@ -198,7 +186,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
     return out
 
 
-def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
+def _target(live: runtime.Runtime, operation: str, out: Array, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
     """(the view that numbers are written to, what is returned): `out`, checked, or a new float32 array."""
     if out is None:
         target = new_array(shape, dtypes.float32, live)
@@ -347,7 +335,7 @@ def require_slots_first(operation: str, layout: str) -> None:
         )
 
 
-def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Any) -> Any:
+def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Array) -> Any:
     """`dequantize` for codes of groups."""
     codes, numbers = codes_and_numbers(live, operation, quantized)
     target, out = _target(live, operation, out, tuple(quantized.shape))

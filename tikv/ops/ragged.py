@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, describe, runtime_of, view_all
+from tikv.arrays import Array, ArrayView, describe, runtime_of, view_all
 from tikv.ops import checks
 from tikv.ops.layouts import Formats, Placement, Rows, Scale
 from tikv.ops.plan import Launch, Plan
@@ -18,7 +18,7 @@ WRITTEN = (False, True, False, True, False)
 _SCALES = ("k_cache's scales", "v_cache's scales")  # those of groups of codes
 
 
-def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
+def append_ragged(k_new: Array, v_new: Array, k_cache: Array, v_cache: Array, cache_offsets: Array) -> None:
     """Append rows to a batch of caches, each sequence from its own offset on, in place, K and V in one launch.
 
     Row ``l`` of sequence ``b`` lands in slot ``cache_offsets[b] + l``. Rows whose slot is below 0 or not below M are

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, read_host, to_device, view
+from tikv.arrays import Array, ArrayView, describe, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 
@@ -21,7 +21,7 @@ MODES = {
 
 
 class Transform(NamedTuple):
-    """How pairs lie, the number of rotated elements and the norm's epsilon: `kernels.fused.Change` without weights."""
+    """How pairs lie, the number of rotated elements and the norm's epsilon: see `kernels.write_qkv.NormRopeChoices`."""
 
     pairs: str
     rope_dim: int
@@ -66,10 +66,10 @@ class NormRope:
 
     mode: str = "norm_half"
     eps: float = 1e-6
-    q_weight: Any = None
-    k_weight: Any = None
-    cos: Any = None
-    sin: Any = None
+    q_weight: Array | None = None
+    k_weight: Array | None = None
+    cos: Array | None = None
+    sin: Array | None = None
     rope_dim: int | None = None
     _in_runtime: dict[tuple[int, str], Any] = field(default_factory=dict, init=False, repr=False)
 

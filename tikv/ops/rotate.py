@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, runtime_of, to_device, view
+from tikv.arrays import Array, ArrayView, Host, Views, as_numpy, describe, read_host, runtime_of, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
 from tikv.ops import checks
@@ -51,7 +51,7 @@ class Rope:
         4
     """
 
-    inv_freq: Any
+    inv_freq: Array
     interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Rope:
         return 2 * int(self.inv_freq.size)
 
 
-def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale: Any = None) -> Any:
+def rotate(k: Array, from_positions: Array, to_positions: Array, rope: Rope, *, scale: Array | None = None) -> Array:
     """Rotate keys from one position to another, in place, in one launch.
 
     Args:

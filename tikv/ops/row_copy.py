@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import launch, runtime
-from tikv.arrays import describe
+from tikv.arrays import ArrayView, describe
 from tikv.errors import ShapeError
 from tikv.formats import GROUP_FORMATS, block_of
 from tikv.ops import checks
@@ -61,8 +61,8 @@ def choose_codec(
     from tikv.kernels.groups import UNIT, has_halves
     from tikv.kernels.hadamard import HELD
 
-    found = src.format or dst.format
-    if found is not None and src.format != dst.format:
+    row_format = src.format or dst.format
+    if row_format is not None and src.format != dst.format:
         if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
             raise unaligned(operation, src, dst)
         names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
@@ -71,14 +71,14 @@ def choose_codec(
             bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
         elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
             bits[1] = 8
-        turn = None if found.seed is None else (block_of(width), found.seed)
+        turn = None if row_format.seed is None else (block_of(width), row_format.seed)
         if src.format and style != "cpu" and turn:
             return width // HELD, Codec(*names, HELD, *bits, turn)
         if src.format and style != "cpu":
             if not has_halves(src.format.name):
                 bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
             return width // UNIT, Codec(*names, UNIT, *bits)
-        return width // found.group, Codec(*names, found.group, *bits, turn)
+        return width // row_format.group, Codec(*names, row_format.group, *bits, turn)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
@@ -142,74 +142,7 @@ def bind_copy(
     Raises:
         CapacityError: an array or the launch is larger than 32-bit indices reach.
     """
-    from tikv.kernels import address, copy, lanes
-
-    style, cpu = live.kernel_style, live.is_cpu
-    index, pages = src_place.array or dst_place.array, dst_place.pages
-    scales = [scale for a, b in zip(src, dst, strict=True) if (scale := b.scale or a.scale) is not None]
-    scale_code = scales[0].array.dtype.short if scales else ""
-    streams, strides = _streams(live, operation, src, dst, widths, scale_code)
-    codecs = [streams[0].codec, streams[-1].codec]
-    together = [s for s in streams if s.codec.finds_scale or s.codec.turn or s.codec.dst in GROUP_FORMATS]
-    cooperative = not cpu and bool(together)
-    shared_by = 1 if cpu else choose_lanes(streams, cooperative)
-    # On CPU an iteration is a token of one stream, on a GPU a unit.
-    iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)
-    if cooperative:
-        iterations = -(-iterations // lanes.BLOCK) * lanes.BLOCK
-    checks.countable(iterations, operation)
-    moved = groups * tokens * heads * sum(w * a.array.dtype.itemsize for a, w in zip(src, widths, strict=True))
-    plain = index is None and not pages and not scale_code
-    joint = cpu and plain and len(dst) == 2 and dst[0].array is dst[1].array
-    joint = joint and codecs[0].dst_bits == codecs[1].dst_bits
-    written: tuple[Any, ...] = ()
-    summaries = dst[0].pages
-    if summaries is not None:
-        written = (written_form(src[0], dst[0], widths[0], summaries),)
-    kernel = launch.kernel(
-        live,
-        copy.make_copy,
-        style,
-        cpu and moved < SERIAL_BYTES,
-        heads,
-        groups > 1,
-        tuple(s._replace(units=0) for s in streams) if cpu else tuple(streams),  # known at run time on CPU
-        _side(src_place, src, [codec.src_bits for codec in codecs]),
-        _side(dst_place, dst, [codec.dst_bits for codec in codecs]),
-        shared_by,
-        tuple(a.dtype.itemsize * 8 for a in pages) if pages else 0 if index is None else index.dtype.itemsize * 8,
-        scale_code,
-        joint,
-        *written,
-    )
-    arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
-    arrays += pages
-    entries = place_entries(src_place, dst_place)
-    if summaries is not None and not cpu and index is None:
-        arrays += [src[0].array]  # a placeholder
-    if not plain and not pages:
-        unused = index if index is not None else scales[0].array
-        arrays += [unused]
-        if summaries is None:
-            arrays += [scales[0].array if scales else unused, scales[-1].array if scales else unused]
-        entries |= scale_entries(scales) | tensor_entries(src, dst)
-    numbers = address.CopyParams(
-        iterations, k_units=streams[0].units, v_units=streams[-1].units, groups=groups, tokens=tokens, **entries
-    )
-    vectors: list[Any] = [strides, numbers]
-    if summaries is not None:
-        arrays += [*([] if cpu else [src[0].array, dst[0].array]), summaries.least.array]
-        checks.addressable(arrays[-1], arrays[-1].dtype.itemsize, live, "the summaries of pages", operation)
-        of_pages = written_numbers(src[0], dst[0], summaries, iterations, heads)
-        iterations += groups * tokens * (1 if cpu else heads * widths[0])
-        checks.countable(iterations, operation)
-        vectors.append(of_pages._replace(all_items=iterations))
-    if cpu:
-        vectors = [launch.joined(numbers, strides, *vectors[2:])]
-    if pages:
-        places = [n for a in pages for n in (a.offset // a.dtype.itemsize, a.strides[0])]
-        vectors.append(address.PageNumbers(*places, requests=pages[3].shape[0] - 1, pages=pages[2].shape[0]))
-    return Launch(kernel.bind(iterations, *arrays, *vectors), arrays)
+    return RowCopy(live, operation, src, dst, widths, (groups, tokens, heads), src_place, dst_place).bind()
 
 
 def bind_copies(
@@ -234,26 +167,154 @@ def bind_copies(
     return [bind_copy(live, operation, src=src[part], dst=dst[part], widths=widths[part], **options) for part in parts]
 
 
-def written_form(src: Rows, dst: Rows, width: int, summaries: WrittenPages) -> Any:
-    """The compile-time choices of the kernel that summarises the pages that it writes."""
-    from tikv.kernels.page_summaries import WrittenForm
+class RowCopy:
+    """A copy of rows, from what `bind_copy` takes: what its kernel is chosen by, what the kernel gets, and its launch.
 
-    return WrittenForm(src.array.dtype.short, dst.array.dtype.short, width, summaries.unfinished)
+    Attributes:
+        shape: how many groups, tokens and heads there are.
+        streams: how K, or K and V, are moved.
+        strides: those of their four ends, in words; K alone has its own in place of V's.
+        index: the array by which an end finds its slots; None if it needs none.
+        pages: the arrays of a destination in pages, instead of `index`.
+        scales: where the scales of K and V lie, as far as there are any.
+        summaries: the summaries of pages that the same launch writes, if any; there are no scales then.
+        lanes: threads of a GPU that share a row.
+        items: iterations of the kernel's loop, without those of summaries.
+    """
 
+    def __init__(
+        self, live: runtime.Runtime, operation: str, src: Sequence[Rows], dst: Sequence[Rows], widths: Sequence[int],
+        shape: tuple[int, int, int], src_place: Placement, dst_place: Placement,
+    ) -> None:  # fmt: skip
+        from tikv.kernels import lanes
 
-def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, heads: int) -> Any:
-    """`kernels.page_summaries.WrittenParams` for a copy of `copied` items, without the number of all items."""
-    from tikv.kernels.page_summaries import WrittenParams
+        self.live, self.operation, self.src, self.dst, self.widths = live, operation, src, dst, widths
+        self.shape, self.src_place, self.dst_place = shape, src_place, dst_place
+        self.index, self.pages, self.summaries = src_place.array or dst_place.array, dst_place.pages, dst[0].pages
+        self.scales = [scale for a, b in zip(src, dst, strict=True) if (scale := b.scale or a.scale) is not None]
+        self.scale_code = self.scales[0].array.dtype.short if self.scales else ""
+        self.streams, self.strides = self._moved()
+        cooperative = not live.is_cpu and any(
+            s.codec.finds_scale or s.codec.turn or s.codec.dst in GROUP_FORMATS for s in self.streams
+        )
+        self.lanes = 1 if live.is_cpu else choose_lanes(self.streams, cooperative)
+        # On CPU an iteration is a token of one stream, on a GPU a unit.
+        groups, tokens, heads = shape
+        self.items = groups * tokens * (len(self.streams) if live.is_cpu else heads * self.lanes)
+        if cooperative:
+            self.items = -(-self.items // lanes.BLOCK) * lanes.BLOCK
+        checks.countable(self.items, operation)
 
-    to = summaries.least
-    firsts = [a.first + a.array.offset // a.array.dtype.itemsize for a in (src, dst, to)]
-    return WrittenParams(
-        copied_items=copied, summary_heads=heads, page=summaries.page, row_step=summaries.row_step,
-        new_sequence=src.sequence, new_token=src.token, new_head=src.head, new_first=firsts[0],
-        stored_sequence=dst.sequence, stored_block=dst.block, stored_token=dst.token, stored_head=dst.head,
-        stored_first=firsts[1], to_sequence=to.sequence, to_page=to.token, to_head=to.head,
-        least_first=firsts[2], greatest_first=firsts[2] + summaries.distance,
-    )  # fmt: skip
+    def _moved(self) -> tuple[list[Any], tuple[int, ...]]:
+        """The streams and the strides."""
+        from tikv.kernels.copy import Stream
+
+        streams: list[Any] = []
+        strides: list[int] = []
+        form = self.scale_code, self.summaries is not None
+        for name, a, b, width in zip("kv", self.src, self.dst, self.widths, strict=False):
+            units, codec = choose_codec(self.operation, self.live.kernel_style, a, b, width, *form)
+            streams.append(Stream(units, codec))
+            for rows, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
+                checks.addressable(rows.array, bits // 8, self.live, name, self.operation)
+                strides += strides_in_words(rows, bits // 8)
+        return streams, tuple(strides if len(streams) == 2 else strides * 2)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the kernel reads neither an index nor scales."""
+        return self.index is None and not self.pages and not self.scale_code
+
+    @property
+    def joint(self) -> bool:
+        """Whether K and V go to one array, which the kernel gets once."""
+        dst, (k, v) = self.dst, (self.streams[0].codec, self.streams[-1].codec)
+        one = len(dst) == 2 and dst[0].array is dst[1].array and k.dst_bits == v.dst_bits
+        return self.live.is_cpu and self.plain and one
+
+    def bind(self) -> Launch:
+        """The launch over these arrays."""
+        kernel, arrays = self._kernel(), self._arrays()
+        items, vectors = self._vectors()
+        return Launch(kernel.bind(items, *arrays, *vectors), arrays)
+
+    def _kernel(self) -> Any:
+        """The kernel for this form of copy."""
+        from tikv.kernels import copy
+        from tikv.kernels.page_summaries import WrittenForm
+
+        (groups, tokens, heads), cpu, index, summaries = self.shape, self.live.is_cpu, self.index, self.summaries
+        moved = sum(w * a.array.dtype.itemsize for a, w in zip(self.src, self.widths, strict=True))
+        bits: Any = 0 if index is None else index.dtype.itemsize * 8
+        if self.pages:
+            bits = tuple(a.dtype.itemsize * 8 for a in self.pages)
+        written: tuple[Any, ...] = ()
+        if summaries is not None:
+            names = self.src[0].array.dtype.short, self.dst[0].array.dtype.short
+            written = (WrittenForm(*names, self.widths[0], summaries.unfinished),)
+        serial = cpu and groups * tokens * heads * moved < SERIAL_BYTES
+        streams = tuple(s._replace(units=0) if cpu else s for s in self.streams)  # known at run time on CPU
+        ends = self._end(self.src_place, self.src, "src_bits"), self._end(self.dst_place, self.dst, "dst_bits")
+        return launch.kernel(
+            self.live, copy.make_copy, self.live.kernel_style, serial, heads, groups > 1, streams, *ends, self.lanes,
+            bits, self.scale_code, self.joint, *written,
+        )  # fmt: skip
+
+    def _end(self, place: Placement, rows: Sequence[Rows], bits: str) -> Any:
+        """The compile-time description of one end of the copy; `bits` is the codec's name for those of its words."""
+        from tikv.kernels.copy import EndLayout
+
+        ends = zip((rows[0], rows[-1]), (self.streams[0].codec, self.streams[-1].codec), strict=True)
+        return EndLayout(place.kind, place.page, *(inner_words(end, getattr(codec, bits)) for end, codec in ends))
+
+    def _arrays(self) -> list[ArrayView]:
+        """The arrays that the kernel gets, with placeholders for those that it takes but does not read."""
+        src, dst, index = self.src[0].array, self.dst[0].array, [] if self.index is None else [self.index]
+        arrays = [src, dst, self.src[-1].array, *([] if self.joint else [self.dst[-1].array]), *self.pages]
+        if self.summaries is not None:
+            least = self.summaries.least.array
+            checks.addressable(least, least.dtype.itemsize, self.live, "the summaries of pages", self.operation)
+            return [*arrays, *(index if self.live.is_cpu else [*(index or [src]), src, dst]), least]
+        if self.plain or self.pages:
+            return arrays
+        scales = [scale.array for scale in self.scales] or index
+        return [*arrays, *(index or scales[:1]), scales[0], scales[-1]]
+
+    def _vectors(self) -> tuple[int, list[Any]]:
+        """The number of all iterations, and the vectors of numbers that the kernel gets."""
+        from tikv.kernels import address
+
+        (groups, tokens, heads), cpu, items, summaries = self.shape, self.live.is_cpu, self.items, self.summaries
+        entries = place_entries(self.src_place, self.dst_place)
+        if not self.plain and not self.pages:
+            entries |= scale_entries(self.scales) | tensor_entries(self.src, self.dst)
+        of_k, of_v = self.streams[0].units, self.streams[-1].units
+        numbers = address.CopyParams(items, k_units=of_k, v_units=of_v, groups=groups, tokens=tokens, **entries)
+        written = []
+        if summaries is not None:
+            items += groups * tokens * (1 if cpu else heads * self.widths[0])
+            checks.countable(items, self.operation)
+            written.append(self._written_numbers(summaries, items))
+        vectors = [launch.joined(numbers, self.strides, *written)] if cpu else [self.strides, numbers, *written]
+        if self.pages:
+            places = [n for a in self.pages for n in (a.offset // a.dtype.itemsize, a.strides[0])]
+            requests, pages = self.pages[3].shape[0] - 1, self.pages[2].shape[0]
+            vectors.append(address.PageNumbers(*places, requests=requests, pages=pages))
+        return items, vectors
+
+    def _written_numbers(self, summaries: WrittenPages, all_items: int) -> Any:
+        """`kernels.page_summaries.WrittenParams` of the pages that the copy writes."""
+        from tikv.kernels.page_summaries import WrittenParams
+
+        src, dst, to = self.src[0], self.dst[0], summaries.least
+        firsts = [a.first + a.array.offset // a.array.dtype.itemsize for a in (src, dst, to)]
+        return WrittenParams(
+            all_items=all_items, copied_items=self.items, summary_heads=self.shape[2], page=summaries.page,
+            row_step=summaries.row_step, new_sequence=src.sequence, new_token=src.token, new_head=src.head,
+            new_first=firsts[0], stored_sequence=dst.sequence, stored_block=dst.block, stored_token=dst.token,
+            stored_head=dst.head, stored_first=firsts[1], to_sequence=to.sequence, to_page=to.token, to_head=to.head,
+            least_first=firsts[2], greatest_first=firsts[2] + summaries.distance,
+        )  # fmt: skip
 
 
 def place_entries(src: Placement, dst: Placement) -> dict[str, int]:
@@ -289,36 +350,6 @@ def tensor_entries(src: Sequence[Rows], dst: Sequence[Rows]) -> dict[str, int]:
 def bits_of(x: float) -> int:
     """The bits of a float32, as a signed integer."""
     return int(np.float32(x).view(np.int32))
-
-
-def _streams(
-    live: runtime.Runtime,
-    operation: str,
-    src: Sequence[Rows],
-    dst: Sequence[Rows],
-    widths: Sequence[int],
-    scale: str,
-) -> tuple[list[Any], tuple[int, ...]]:
-    """How K, or K and V, are moved, and the strides of their four ends in words; K alone fills in V's with its own."""
-    from tikv.kernels.copy import Stream
-
-    streams: list[Any] = []
-    strides: list[int] = []
-    for name, a, b, width in zip("kv", src, dst, widths, strict=False):
-        units, codec = choose_codec(operation, live.kernel_style, a, b, width, scale, dst[0].pages is not None)
-        streams.append(Stream(units, codec))
-        for rows, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
-            checks.addressable(rows.array, bits // 8, live, name, operation)
-            strides += strides_in_words(rows, bits // 8)
-    return streams, tuple(strides if len(streams) == 2 else strides * 2)
-
-
-def _side(place: Placement, rows: Sequence[Rows], bits: Sequence[int]) -> Any:
-    """The compile-time description of one end of a copy."""
-    from tikv.kernels.copy import EndLayout
-
-    ends = zip((rows[0], rows[-1]), bits, strict=True)
-    return EndLayout(place.kind, place.page, *(inner_words(end, b) for end, b in ends))
 
 
 def strides_in_words(end: Rows, word_bytes: int) -> tuple[int, ...]:

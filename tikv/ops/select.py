@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, runtime_of, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import INTEGERS
@@ -17,7 +17,9 @@ from tikv.ops.plan import Launch, Plan
 SERIAL_SCORES = 1 << 12  # on CPU, below this one thread finishes before another wakes
 
 
-def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, recent: int = 0, valid: Any = None) -> Any:
+def select(
+    scores: Array, k: int, *, page: int | None = None, sinks: int = 0, recent: int = 0, valid: Array | int | None = None
+) -> Array:
     """The tokens with the highest scores, for ``indices=`` of attention.
 
     Args:

@@ -30,7 +30,10 @@ class KnownOnHost:
 
 
 class _Region(NamedTuple):
-    """A region of memory that arrays of a call share."""
+    """A region of memory that arrays of a call share, so that it is copied as a whole.
+
+    `members` are the numbers of these arrays.
+    """
 
     memory: Any  # the storage of a tensor on MPS; None: the host's
     start: int

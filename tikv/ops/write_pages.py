@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, Views, runtime_of, view
+from tikv.arrays import Array, ArrayView, Views, runtime_of, view
 from tikv.ops import checks
 from tikv.ops.layouts import Placement
 from tikv.ops.paged import check_pool_write
@@ -18,14 +17,14 @@ _WRITTEN = (False, True, False, True, False, False, False, False)
 
 def write_pages(
     operation: str,
-    k: Any,
-    v: Any,
-    k_pool: Any,
-    v_pool: Any,
-    requests: Any,
-    positions: Any,
-    pages: Any,
-    starts: Any,
+    k: Array,
+    v: Array,
+    k_pool: Array,
+    v_pool: Array,
+    requests: Array,
+    positions: Array,
+    pages: Array,
+    starts: Array,
     layout: str,
 ) -> None:
     """Write new keys and values into page pools in one launch, each token into its request's pages.

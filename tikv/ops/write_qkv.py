@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
@@ -249,22 +249,22 @@ class WriteQkvPlan(Plan):
 
 
 def write_qkv(
-    qkv: Any,
-    k_dst: Any,
-    v_dst: Any,
+    qkv: Array,
+    k_dst: Array,
+    v_dst: Array,
     *,
     num_q_heads: int,
     norm_rope: NormRope | None = None,
     position: int | None = None,
     window: int | None = None,
-    slot_mapping: Any = None,
-    rope_positions: Any = None,
+    slot_mapping: Array | None = None,
+    rope_positions: Array | None = None,
     layout: str = "head_major",
     q_layout: str = "token_major",
-    k_scale: Any = None,
-    v_scale: Any = None,
-    out: Any = None,
-) -> Any:
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    out: Array | None = None,
+) -> Array:
     """Split the rows of a fused projection, normalise and rotate Q and K, store K and V, return Q: one launch.
 
     With ``position``, K and V go to contiguous caches, linear or sliding, as in `copy`; with ``slot_mapping``, to page
@@ -272,8 +272,7 @@ def write_qkv(
     position. V is copied unchanged.
 
     Args:
-        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
-            stride.
+        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16, of any row stride; a row is [Hq of Q | H of K | H of V].
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
             ``qkv``, or of one that `copy` converts it to, or int8; or both a `Quantized`, in "NHD" if they are pools.
         num_q_heads: Hq; H is taken from the destinations.
@@ -326,21 +325,21 @@ def write_qkv(
     return write_fused(operation, qkv, target, **options)
 
 
-def write_fused(operation: str, qkv: Any, target: FusedTarget, **options: Any) -> Any:
+def write_fused(operation: str, qkv: Array, target: FusedTarget, **options: Any) -> Array:
     """`write_qkv` under the operation name that errors give; the options are those of `fused_call`."""
     return fused_call(operation, qkv, target, **options).run()
 
 
 def fused_call(
     operation: str,
-    qkv: Any,
+    qkv: Array,
     target: FusedTarget,
     *,
     num_q_heads: int,
     norm_rope: NormRope | None = None,
-    rope_positions: Any = None,
+    rope_positions: Array | None = None,
     q_layout: str = "token_major",
-    out: Any = None,
+    out: Array | None = None,
     widened: bool = False,
 ) -> FusedCall:
     """A checked call of `write_qkv` that has written nothing; `widened`: it writes float32, from any dtype."""
@@ -365,15 +364,15 @@ def fused_call(
 
 
 def norm_rope(
-    x: Any,
+    x: Array,
     how: NormRope,
     *,
     weight: str = "q",
     position: int | None = None,
-    rope_positions: Any = None,
+    rope_positions: Array | None = None,
     layout: str = "token_major",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """The transform of `write_qkv` alone: normalise and rotate rows, in one launch, into float32 or into ``out``.
 
     Args:

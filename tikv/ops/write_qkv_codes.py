@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, new_array, runtime_of, view, view_all
+from tikv.arrays import Array, ArrayView, new_array, runtime_of, view, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.copy import CopyOptions, CopyPlan, check_copy
@@ -27,24 +27,24 @@ _CONTIGUOUS = ("k", "k_dst", "v", "v_dst")
 class FusedTarget(NamedTuple):
     """Where a fused write puts K and V; parameters of `write_qkv`."""
 
-    k_dst: Any
-    v_dst: Any
+    k_dst: Array
+    v_dst: Array
     position: int | None = None
     window: int | None = None
-    slot_mapping: Any = None
+    slot_mapping: Array | None = None
     layout: str = "head_major"
-    k_scale: Any = None
-    v_scale: Any = None
+    k_scale: Array | float | None = None
+    v_scale: Array | float | None = None
 
 
 def write_codes(
     fused: Callable[..., Any],
     operation: str,
-    qkv: Any,
+    qkv: Array,
     target: FusedTarget,
     *,
-    rope_positions: Any,
-    out: Any,
+    rope_positions: Array,
+    out: Array,
     **how: Any,
 ) -> Any:
     """`write_qkv` into two `Quantized`; `fused` writes the rows of K and V to float32 arrays, and Q.

@@ -3,6 +3,11 @@
 `from tikv.runtime import ti` loads the engine on first use, quietly and without a version check on the network.
 `current()` gives the live runtime. A runtime ends when `ti.init` or `ti.reset` is called again, and everything made in
 it becomes invalid.
+
+`start` does this, and `engine` is the only module that imports Taichi or Quadrants; `devices` knows the machine, and
+`cache` has the one class for what is made once and kept. `real_functions` makes the keys of the engine's disk cache the
+same in every process, `cache_lock` removes locks that a killed process left there, and `tracing` spares the engine work
+that it would repeat for each call of a function. `copying` decides what is copied, and `dropped` gives memory back.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def _library(*names: str) -> Any:
 
 
 class _ApplicationInfo(ctypes.Structure):
+    """Vulkan's VkApplicationInfo: which version of Vulkan this program uses."""
+
     _fields_ = [
         ("type", ctypes.c_int),
         ("next", ctypes.c_void_p),
@@ -56,6 +58,8 @@ class _ApplicationInfo(ctypes.Structure):
 
 
 class _InstanceCreateInfo(ctypes.Structure):
+    """Vulkan's VkInstanceCreateInfo: with what Vulkan is started."""
+
     _fields_ = [
         ("type", ctypes.c_int),
         ("next", ctypes.c_void_p),
@@ -69,6 +73,8 @@ class _InstanceCreateInfo(ctypes.Structure):
 
 
 class _SubgroupProperties(ctypes.Structure):
+    """Vulkan's VkPhysicalDeviceSubgroupProperties: the size of a subgroup, and what it can compute."""
+
     _fields_ = [
         ("type", ctypes.c_int),
         ("next", ctypes.c_void_p),
@@ -80,6 +86,8 @@ class _SubgroupProperties(ctypes.Structure):
 
 
 class _DriverProperties(ctypes.Structure):
+    """Vulkan's VkPhysicalDeviceDriverProperties: which driver a device has."""
+
     _fields_ = [
         ("type", ctypes.c_int),
         ("next", ctypes.c_void_p),
@@ -89,14 +97,20 @@ class _DriverProperties(ctypes.Structure):
 
 
 class _Properties2(ctypes.Structure):
+    """Vulkan's VkPhysicalDeviceProperties2, which leads to the structures above; its own properties as raw words."""
+
     _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("properties", ctypes.c_uint64 * 512)]
 
 
 class _Heap(ctypes.Structure):
+    """Vulkan's VkMemoryHeap: the bytes of one memory of a device, and whether it is the device's own."""
+
     _fields_ = [("size", ctypes.c_uint64), ("flags", ctypes.c_uint32)]
 
 
 class _MemoryProperties(ctypes.Structure):
+    """Vulkan's VkPhysicalDeviceMemoryProperties: the memories of a device."""
+
     _fields_ = [
         ("num_types", ctypes.c_uint32),
         ("types", ctypes.c_uint32 * 2 * 32),

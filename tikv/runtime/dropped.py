@@ -16,7 +16,7 @@ LEAST_BYTES = KEPT_BYTES // 256  # the least that an array counts for, so that a
 
 
 class Array(NamedTuple):
-    """One of Taichi's arrays without its Python object, and its size."""
+    """One of the engine's arrays whose Python object was freed, and its size in bytes."""
 
     arr: Any
     nbytes: int

@@ -307,18 +307,18 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
     parts = []
     size = PANEL / COLUMN
     for i, slot in enumerate(cells):
-        left, top = x + i % COLUMN * size, y + i // COLUMN * 31
+        cell_x, cell_y = x + i % COLUMN * size, y + i // COLUMN * 31
         if slot is None:
-            parts.append(_text(left + size / 2, top + 18, "…", "soft", 16))
+            parts.append(_text(cell_x + size / 2, cell_y + 18, "…", "soft", 16))
             continue
         position = row.position_in(slot)
         kind, opacity = _cell_kind(row, slot, position)
-        parts.append(_box(left + 2, top, size - 4, 27, kind, opacity))
+        parts.append(_box(cell_x + 2, cell_y, size - 4, 27, kind, opacity))
         if slot == row.length and not (row.wraps and slot >= row.sinks):
-            parts.append(_box(left + 4, top + 2, size - 8, 23, "next"))
+            parts.append(_box(cell_x + 4, cell_y + 2, size - 8, 23, "next"))
         if position is not None:
             label = row.label(slot, position)
-            parts.append(_label(left + size / 2, top + 17.5, label, "ink", (size - 8) / 0.65, 11.0))
+            parts.append(_label(cell_x + size / 2, cell_y + 17.5, label, "ink", (size - 8) / 0.65, 11.0))
     return parts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, is_followed, refuse_backward, runtime_of, view
+from tikv.arrays import Array, Arrays, CacheArray, is_followed, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.formats import GroupFormat
@@ -39,36 +39,28 @@ from tikv.stores.row_format import Divisor
 class PagedKVCacheStore(runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks; forks and sequences with a common prefix share blocks.
 
-    A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice. Its tokens
-    are kept in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one of them
-    writes to it.
+    A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice.
+    [Stores in detail][stores-in-detail] (docs/stores.md) says which arguments exclude each other, and what calls cost.
 
     Args:
         num_layers: layers of the model.
         num_kv_heads: heads of K and V.
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
-        num_blocks: blocks of the pool, for all sequences together.
+        num_blocks: blocks of the pool, for all sequences together; with ``per_head``, of each layer.
         block_size: tokens of a block.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
-            scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`. With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel
-            as in `KVCacheStore`: a block holds whole groups, and the newest R to R + group tokens of each sequence are
-            kept beside the pool, with room for four sequences at first and twice as many whenever that is full. Such a
-            pool has no ``layout``, ``per_head``, summaries of pages, prefixes by token ids, `keys`, `values`, `scales`,
-            `write_qkv` or `commit`, refuses some options of `attend`, and keeps or drops whole groups in `compact`.
-        v_dtype: the format of stored values, if it differs from that of keys.
-        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
+            scale for each token and head; or groups: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4", see
+            `tikv.quantize`.
         layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
             K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 (N, bs, H), and of the scales and biases of a `tikv.Quant`
-            (N, bs, H, n): float16 or float32. Named formats such as "q8_0" fix the dtype of their scales.
-        per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
-            sequence has its own block table, so `compact` can drop different tokens of each. Each layer has
-            ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
-            and has no `write_qkv`.
-        page_summaries: tokens per page, a divisor of ``block_size``, to keep the least and the greatest key of each
-            page for `page_summaries`; None keeps no summaries. float64 and layout VLLM do not allow it.
+            (N, bs, H, n): float16 or float32.
+        per_head: each layer and head of a sequence has its own blocks, so `compact` can drop different tokens of each.
+            Such a store shares no blocks, cannot swap or save, and has no `write_qkv`.
+        v_dtype: the format of stored values, if it differs from that of keys.
+        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
+        page_summaries: tokens per page, a divisor of ``block_size``, to keep their least and greatest key; or None.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -78,12 +70,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
-    Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8
-        and groups. Each token is quantised once.
-    Cost: an append takes one launch for all its sequences; with groups along tokens, three or four more for each
-    group that it quantises. Tables and counts are kept on the host, and reading them never waits for the device.
+    Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even. Each token is quantised once.
+    Cost: an append takes one launch for all its sequences. Tables and counts are on the host.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory is on the GPU that is torch's current one when the store is made.
 
     Examples:
         >>> import numpy as np, tikv
@@ -115,8 +104,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         scale_dtype: Any = "float16",
         per_head: bool = False,
         v_dtype: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: Array | float | None = None,
+        v_scale: Array | float | None = None,
         page_summaries: int | None = None,
     ) -> None:
         operation = "PagedKVCacheStore"
@@ -191,7 +180,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         `held` is the number that the layer still holds.
         """
         operation = "PagedKVCacheStore.layer_length"
-        return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
+        return self._state(seq, operation, swapped=True).appended(self._layer(layer, operation))
 
     @locked
     def next_position(self, layer: int, seq: int) -> int:
@@ -312,7 +301,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     # --- writes
 
     @changing
-    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None, *, leave: int = 1) -> int:
+    def add(self, token_ids: Array | None = None, salt: str | bytes | int | None = None, *, leave: int = 1) -> int:
         """Make a new sequence. With token ids, it begins with the full blocks that it shares with other sequences.
 
         A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
@@ -362,7 +351,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def append(
-        self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None, *, layout: str = "token_major"
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        seqs: Sequence[int],
+        cu_seqlens: Array | None = None,
+        *,
+        layout: str = "token_major",
     ) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
 
@@ -396,15 +392,15 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def write_qkv(
         self,
         layer: int,
-        qkv: Any,
+        qkv: Array,
         seqs: Sequence[int],
-        cu_seqlens: Any = None,
+        cu_seqlens: Array | None = None,
         *,
         num_q_heads: int,
         norm_rope: NormRope | None = None,
-        rope_positions: Any = None,
+        rope_positions: Array | None = None,
         q_layout: str = "token_major",
-    ) -> Any:
+    ) -> Array:
         """Split fused rows, normalise and rotate them, and append their keys and values, as `tikv.write_qkv` does.
 
         Args:
@@ -439,7 +435,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         seqs: Sequence[int],
         *,
         layout: str = "token_major",
@@ -448,16 +444,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return_lse: bool = False,
         impl: str = "auto",
         softcap: float | None = None,
-        out: Any = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        out: Array | None = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-        indices: Any = None,
+        mask: Array | None = None,
+        parents: Array | None = None,
+        indices: Array | None = None,
         shared_prefix: str = "auto",
-    ) -> Any:
+    ) -> Arrays:
         """Attend with queries over the tokens of their sequences in one layer, as `tikv.paged_decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer; a layer that missed an append has fewer than
@@ -512,25 +508,25 @@ class PagedKVCacheStore(runtime.DeepCopied):
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         seqs: Sequence[int],
-        cu_seqlens: Any = None,
+        cu_seqlens: Array | None = None,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
-        mask: Any = None,
-        parents: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
+        mask: Array | None = None,
+        parents: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         shared_prefix: str = "auto",
-    ) -> Any:
+    ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
         Args:
@@ -679,7 +675,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.free(seq)
 
     @changing
-    def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact(self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
         Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
@@ -723,7 +719,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         compaction.compact(operation, self._pages, layer, state, keep, rope)
 
     @changing
-    def commit(self, seqs: Sequence[int], path: Any, drafted: int | None = None) -> None:
+    def commit(self, seqs: Sequence[int], path: Array, drafted: int | None = None) -> None:
         """Keep a path through the newest tokens of each sequence, the accepted tokens of a tree, and drop the others.
 
         It works on every layer, and each layer must have the draft already, from `append` or `extend`. Blocks that

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, describe
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError
 from tikv.formats import OR_FORMATS, GroupFormat, format_of, parse_format
@@ -321,6 +322,13 @@ def appended(*stored: Stored, divided: bool = False) -> tuple[str, ...]:
     return tuple(name for name in by_format[0] if all(name in names for names in by_format))
 
 
-def append_one_of(names: Sequence[str]) -> str:
-    """What a message advises whose rows have another dtype than these; without any, K and V do not go together."""
-    return f"Append {' or '.join(names)}" if names else "Make the store with another v_dtype: no rows fit both K and V"
+def check_appended(operation: str, k: ArrayView, allowed: Sequence[str], to: str, other: str = "") -> None:
+    """Check that new rows have one of these dtypes, if any fits both K and V; `to` and `other` complete the message.
+
+    Raises:
+        DTypeError: they have not.
+    """
+    if k.dtype.name not in allowed:
+        no_rows = "Make the store with another v_dtype: no rows fit both K and V"
+        way = f"Append {' or '.join(allowed)}" if allowed else no_rows
+        raise DTypeError(f"{operation}: cannot append {k.dtype.name} to {to} (k: {describe(k)}). {way}{other}.")

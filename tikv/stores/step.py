@@ -9,6 +9,8 @@ import numpy as np
 
 from tikv import launch, runtime
 from tikv.arrays import (
+    Array,
+    Arrays,
     ArrayView,
     CacheArray,
     describe,
@@ -89,7 +91,7 @@ def compile_step(
 
 
 class Step(runtime.NotCopied):
-    """A store's decode step, see `compile_step`.
+    """A store's decode step, prepared once: it appends a token and attends in one graph; see `compile_step`.
 
     Attributes:
         store: the store.
@@ -134,14 +136,14 @@ class Step(runtime.NotCopied):
         store, stacked, asked, layers = self.store, self._stacked, self._options, self._layers
         layout, token_axis = self._layout, self._token_axis
 
-        def append(k: Any, v: Any, positions: Any) -> None:
+        def append(k: Array, v: Array, positions: Array) -> None:
             options = {"layout": layout, "positions": positions}
             store.append_all(k, v, **options) if stacked else store.append(layers[0], k, v, **options)
 
         def advance(k: ArrayView, positions: ArrayView) -> None:
             advance_counts(store.runtime, positions, k.shape[token_axis])
 
-        def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Any:
+        def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Arrays:
             mine = q.restrided(q.shape[1:], q.strides[1:], i * q.strides[0]) if stacked else q
             return store.attend(layers[i], mine, layout=layout, impl="taichi", seq_lens=seq_lens, **(asked or {}))
 
@@ -155,7 +157,7 @@ class Step(runtime.NotCopied):
             calls.append(GraphCall("attend", function, arrays, {"first_valid": f"first_valid{i}"}, {}, outputs, ()))
         return tuple(calls)
 
-    def run(self, k: Any, v: Any, q: Any = None) -> Any:
+    def run(self, k: Array, v: Array, q: Array | None = None) -> Arrays:
         """Append k and v, then attend with q, which comes last since a step that only writes has no q.
 
         Args:
@@ -182,7 +184,7 @@ class Step(runtime.NotCopied):
             return _refusing(results, (q, k, v), store._followed)
         return results
 
-    def prepare(self, k: Any, v: Any, q: Any = None) -> None:
+    def prepare(self, k: Array, v: Array, q: Array | None = None) -> None:
         """Do all that `run` does except launch and count; before a CUDA graph captures a run, call this or `run`.
 
         Raises:
@@ -191,7 +193,7 @@ class Step(runtime.NotCopied):
         with self.store.lock:
             self._run("Step.prepare", k, v, q, prepare_only=True)
 
-    def _run(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool = False) -> Any:
+    def _run(self, operation: str, k: Array, v: Array, q: Array, prepare_only: bool = False) -> Arrays:
         store = self.store
         runtime.require_alive(store.runtime, operation)
         if (q is None) != (self._options is None):

@@ -7,13 +7,15 @@ where tokens are kept, how they get there and how attention reads them; `layers`
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv import runtime
 from tikv.arrays import (
+    Array,
+    Arrays,
     ArrayView,
     CacheArray,
     as_numpy,
@@ -62,6 +64,8 @@ FILLED, UNKNOWN, EVEN, ALONE = range(4)
 class KVCacheStore(runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
+    [Stores in detail][stores-in-detail] (docs/stores.md) says which arguments exclude each other, and what calls cost.
+
     Args:
         num_layers: layers of the model.
         num_kv_heads: heads of K and V.
@@ -70,45 +74,22 @@ class KVCacheStore(runtime.DeepCopied):
         batch_size: sequences, all of one length.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`. If a `tikv.Quant` has ``rotate="hadamard"``, or "_hadamard" follows a name,
-            keys are rotated first, and values are not. With groups along tokens,
-            ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group tokens stay in ``scale_dtype``, and
-            each older group is quantised once: keys by channel, and values in groups of columns, or as ``v_dtype``
-            says. Sinks are never quantised, and a window drops whole groups. `trim` and `compact` drop any tokens that
-            are not quantised yet, and whole groups of the others; `commit`, appends at positions on the device,
-            `keys`, `values`, `scales` and some options of `attend` are refused.
-        v_dtype: the format of stored values, if it differs from that of keys.
-        k_scale, v_scale: scales: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are
-            divided by them before they are stored, and multiplied by them when they are read. None means 1.
+            "nvfp4", see `tikv.quantize`; "_hadamard" after a name rotates keys first.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
             or a list with one of these for each layer.
         sinks: first tokens that a sliding layer always keeps.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
-        page_summaries: tokens per page, to keep the least and the greatest key of each page for `page_summaries`; None
-            keeps no summaries. Layers with a window keep none. Groups along tokens, float64 and layers in the host's
-            memory do not allow it.
-        place: "device", or "host" for a cache larger than the memory of a GPU: all layers are in page-locked memory of
-            the host, and the GPU has copies of ``resident_layers`` of them, or of that many for each window if layers
-            have different windows. The next layer is copied while one is used, in the order 0 to ``num_layers - 1``
-            and then 0 again; other orders are correct but slower. New tokens go straight to the host. "host" needs
-            CUDA with the native launcher, and captured graphs cannot use such a store: ``positions=``,
-            `positions_on_device`, `advance`, `tikv.compile_step`, ``seq_lens=``, `keys`, `values` and `scales` are
-            refused. Where the device computes in the host's memory, on CPU and Metal, "host" makes a plain store:
-            ``store.place`` is "device", and the repr says why.
-        resident_layers: see ``place``; with 2, one layer is copied while another is used. With more, layers are copied
-            less often.
+        v_dtype: the format of stored values, if it differs from that of keys.
+        k_scale, v_scale: for 8-bit floats, one number or (num_kv_heads,); for "nvfp4", one number. Rows are divided by
+            them before they are stored, and multiplied by them when they are read. None means 1.
+        page_summaries: tokens per page, to keep the least and the greatest key of each page; None keeps none.
+        place: "device", or "host" to keep all layers in page-locked memory of the host, for CUDA.
+        resident_layers: with "host", how many layers the GPU has copies of.
 
     Attributes:
-        num_layers (int): layers of the model.
-        num_kv_heads (int): heads of K and V.
-        head_dim (int): width of a head of K.
-        head_dim_v (int): width of a head of V.
-        capacity (int): tokens that a layer without a window holds.
-        sinks (int): first tokens that a sliding layer keeps.
-        dtype (DType): the format of keys, and of values unless `v_dtype` differs.
-        v_dtype (DType): the format of values.
-        scale_dtype (DType): the dtype of the scales of int8 or of a `tikv.Quant`.
+        num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks (int): as the arguments.
+        dtype, v_dtype, scale_dtype (DType): the formats of keys and of values, and the dtype of scales.
         windows (list[int | None]): the slots of each sliding layer; None for a layer that does not slide.
         lock (threading.RLock): each call holds it. A thread that holds it may take it again.
 
@@ -117,15 +98,9 @@ class KVCacheStore(runtime.DeepCopied):
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8.
-    Cost: an append takes one launch for any length. Reading `length` never waits for the device. All layers are in one
-    block of memory, or in several if one would be larger than a launch can address; `append_all` takes one launch for
-    each block. If K and V have different formats, an append or a read takes a launch for each; attention takes one for
-    both. With groups along tokens, every layer takes launches of its own, about four more for each group that an append
-    quantises.
+    Cost: an append takes one launch for any length; reading `length` never waits for the device.
     Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
-    GPUs: the memory is on the GPU that is torch's current one when the store is made.
-    Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
-    are refused. `snapshot` copies what the store holds, and `save` takes it to another process.
+    Copies: `copy.deepcopy()` copies the memory; `copy.copy()` and `pickle` are refused. Use `snapshot` and `save`.
 
     Examples:
         >>> import numpy as np, tikv
@@ -154,8 +129,8 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
         v_dtype: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: Array | float | None = None,
+        v_scale: Array | float | None = None,
         page_summaries: int | None = None,
         place: str = "device",
         resident_layers: int = 2,
@@ -332,7 +307,9 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- writes
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+    def append(
+        self, layer: int, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None
+    ) -> None:
         """Append new tokens to one layer, in one launch.
 
         Args:
@@ -377,7 +354,7 @@ class KVCacheStore(runtime.DeepCopied):
                 self._followed = True
 
     @locked
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+    def append_all(self, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None) -> None:
         """Append new tokens to all layers, in one launch, or in one for each block of memory (see the class).
 
         Args:
@@ -475,24 +452,24 @@ class KVCacheStore(runtime.DeepCopied):
     def attend(
         self,
         layer: int,
-        q: Any,
+        q: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         impl: str = "auto",
         softcap: float | None = None,
-        out: Any = None,
-        seq_lens: Any = None,
+        out: Array | None = None,
+        seq_lens: Array | int | None = None,
         missing: str = "raise",
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-        indices: Any = None,
-    ) -> Any:
+        mask: Array | None = None,
+        parents: Array | None = None,
+        indices: Array | None = None,
+    ) -> Arrays:
         """Attend with the newest tokens' queries over what a layer holds, in place, as `tikv.decode_attention` does.
 
         Append the tokens first. The call counts the tokens of this layer, `layer_length`; a layer that missed an append
@@ -555,21 +532,21 @@ class KVCacheStore(runtime.DeepCopied):
     def extend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-        mask: Any = None,
-        parents: Any = None,
-    ) -> Any:
+        mask: Array | None = None,
+        parents: Array | None = None,
+    ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
         Each query sees all tokens up to its own; in a sliding layer it sees the sinks and the window at its own
@@ -638,7 +615,7 @@ class KVCacheStore(runtime.DeepCopied):
     # --- dropping tokens
 
     @changing
-    def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact(self, layer: int, keep: Array, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         `layer_length` does not change, and `next_position` changes only with ``rope``. `positions` returns the
@@ -686,7 +663,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
 
     @changing
-    def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
+    def compact_all(self, keep: Sequence[Array], *, rope: Rope | None = None) -> None:
         """`compact` every layer.
 
         Args:
@@ -872,7 +849,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._draft = Draft()
 
     @changing
-    def commit(self, path: Any, drafted: int | None = None) -> None:
+    def commit(self, path: Array, drafted: int | None = None) -> None:
         """Keep a path through the newest tokens of every layer, the accepted tokens of a tree, and drop the others.
 
         If `extend` was given the ``parents`` of the tokens in layer 0, the kept tokens must be a path from the root:
@@ -913,7 +890,7 @@ class KVCacheStore(runtime.DeepCopied):
     # --- sequences
 
     @changing
-    def reorder(self, index: Any) -> None:
+    def reorder(self, index: Array) -> None:
         """Replace each sequence ``b`` by sequence ``index[b]``, in place, as beam search does.
 
         Args:
@@ -931,7 +908,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._follow(index)
 
     @changing
-    def select(self, index: Any) -> None:
+    def select(self, index: Array) -> None:
         """Keep these sequences, in this order; the batch becomes as long as the index.
 
         Args:
@@ -949,7 +926,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.select(operation, index)
         self._follow(index)
 
-    def _follow(self, index: Any) -> None:
+    def _follow(self, index: Array) -> None:
         """Let what is known of the newest tokens follow sequences of these numbers, which were checked."""
         self._draft = self._draft.of_sequences(index.tolist() if hasattr(index, "tolist") else index)
 
@@ -1072,7 +1049,9 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- pictures and words
 
-    def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, mass: Mapping[int, Array] | Array | None = None
+    ) -> str:
         """Draw which position is in which slot; a notebook shows a store this way.
 
         The picture has a wheel for each ring and a strip for each layer without a window; layers in the same state
@@ -1098,7 +1077,7 @@ class KVCacheStore(runtime.DeepCopied):
             drawing = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
             return picture.save(drawing, path, "KVCacheStore.draw")
 
-    def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
+    def _mass_of(self, layer: int, mass: Array) -> np.ndarray[Any, Any]:
         """A layer's mass, (batch, H, held), copied to the host; or ShapeError."""
         operation = "KVCacheStore.draw"
         state = self._counts(layer, operation)

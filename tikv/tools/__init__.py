@@ -1,1 +1,1 @@
-"""What the command line runs: `doctor`, `support`, `bench`; and `roofline`, the arithmetic of bytes and rates."""
+"""What the command line runs: `doctor`, `support`, `bench`, `export`, `warmup`; `roofline` has bytes and rates."""

@@ -37,7 +37,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # for weighted
 
 
 class AttentionShape(NamedTuple):
-    """What is timed in one row."""
+    """What one row of the table times: a kind of call, a dtype, the width of heads and the number of queries."""
 
     kind: str
     dtype: str

@@ -79,8 +79,9 @@ def recorder(monkeypatch):
         "launch_config",
         lambda blocks, block, starts_early, shared_bytes: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
     )
-    monkeypatch.setattr(driver, "stream", lambda index: 0)
-    monkeypatch.setattr(driver, "capturing", lambda index: False)
+    found.stream, found.capturing = (lambda index: 0), (lambda index: False)  # of a device; a test may say otherwise
+    monkeypatch.setattr(driver, "stream", lambda index: found.stream(index))
+    monkeypatch.setattr(driver, "capturing", lambda index: found.capturing(index))
     return found
 
 
@@ -137,10 +138,10 @@ def test_entries_go_by_name(recorder):
     assert np.frombuffer(recorder.launched[0][2], ARGUMENTS)[0]["v"].tolist() == [1, 6, 5]
 
 
-def test_a_launch_goes_to_the_stream_of_the_moment(recorder, monkeypatch):
+def test_a_launch_goes_to_the_stream_of_the_moment(recorder):
     bound, _ = bound_of(recorder)
     for handle in (0, 64, 64, 128, 0):
-        monkeypatch.setattr(driver, "stream", lambda index, handle=handle: handle + index)
+        recorder.stream = lambda index, handle=handle: handle + index
         bound.launch()
     assert [stream for _, stream, _ in recorder.launched] == [1, 65, 65, 129, 1], "that of the kernel's device"
     assert bound.kernel.runtime.side_streams == {1, 65, 129}
@@ -157,23 +158,22 @@ def test_a_thread_without_a_context_gets_one_and_a_second_failure_is_raised(reco
     assert len(recorder.launched) == 1
 
 
-def test_a_stream_that_the_driver_refuses_is_not_kept(recorder, monkeypatch):
+def test_a_stream_that_the_driver_refuses_is_not_kept(recorder):
     bound, _ = bound_of(recorder)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "stream", lambda index: 64)
-        recorder.failures = [Refused(400), Refused(400)]
-        with pytest.raises(tikv.ArchError, match="example: the CUDA driver says"):
-            bound.launch()
+    recorder.stream, recorder.failures = (lambda index: 64), [Refused(400), Refused(400)]
+    with pytest.raises(tikv.ArchError, match="example: the CUDA driver says"):
+        bound.launch()
+    recorder.stream = lambda index: 0
     assert bound.kernel.runtime.side_streams == set(), "torch would be told of it when memory is freed"
     bound.launch()
     assert [stream for _, stream, _ in recorder.launched] == [0]
 
 
-def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
+def test_a_position_is_not_baked_into_a_graph(recorder):
     bound, _ = bound_of(recorder)
-    monkeypatch.setattr(driver, "stream", lambda index: 64)
+    recorder.stream = lambda index: 64
     bound.set_entry(2, 0, 5)
-    monkeypatch.setattr(driver, "capturing", lambda index: index == 1)
+    recorder.capturing = lambda index: index == 1
     bound.set_entry(2, 0, 6)
     with pytest.raises(tikv.ArchError, match=r"baked into the CUDA graph.*positions_on_device"):
         bound.launch()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Views, describe, runtime_of, view_all
+from tikv.arrays import Array, ArrayView, Views, describe, runtime_of, view_all
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, ragged
 from tikv.ops.plan import Plan
@@ -40,11 +40,11 @@ class KVCacheAppendDescriptor:
 class KVCacheAppendArgs:
     """The arrays of one append; shapes as in `append_ragged`. ``k_cache`` and ``v_cache`` are written."""
 
-    k_new: Any
-    v_new: Any
-    cache_offsets: Any
-    k_cache: Any
-    v_cache: Any
+    k_new: Array
+    v_new: Array
+    cache_offsets: Array
+    k_cache: Array
+    v_cache: Array
 
 
 class PrecisionGuarantee(NamedTuple):

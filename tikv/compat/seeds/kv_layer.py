@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_array, new_like, view, write_host
+from tikv.arrays import Array, Arrays, ArrayView, describe, handed_over, new_array, new_like, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
+from tikv.ops.attention.call import AttentionCall
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.locking import StoreLock, locked
@@ -92,7 +93,7 @@ class KVLayer(runtime.DeepCopied):
         if self._lens is not None:
             write_host(np.array([n], np.int32), self._lens)
 
-    def _end(self, operation: str, rows: Any) -> int:
+    def _end(self, operation: str, rows: Array) -> int:
         """The number of tokens after these rows are written; checks that there is room."""
         runtime.require_alive(self.runtime, operation)
         source = view(rows, "rows", operation)
@@ -114,7 +115,7 @@ class KVLayer(runtime.DeepCopied):
         return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
 
     @locked
-    def _attend(self, operation: str, q: Any, q_layout: str, lens: Any, request: AttendRequest) -> Any:
+    def _attend(self, operation: str, q: Array, q_layout: str, lens: Array, request: AttendRequest) -> Any:
         """Attention of one sequence's queries; `q_layout` is the layout of both q and the result."""
         request = request.checked(operation)
         num_weighed = request.asked_mass(operation)
@@ -141,20 +142,20 @@ class KVLayer(runtime.DeepCopied):
     @locked
     def extend(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
         layout: str = "token_major",
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
         return_lse: bool = False,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-    ) -> Any:
+    ) -> Arrays:
         """Write new tokens from position `len` on, count them, and attend with their queries: one call for the step.
 
         Args:
@@ -216,7 +217,7 @@ class KVLayer(runtime.DeepCopied):
             attention.run()
         return results_of(out, lse if return_lse else None, mass)
 
-    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
+    def _call(self, operation: str, q: ArrayView, lens: Array, request: AttendRequest) -> AttentionCall:
         """A checked call of attention over the first `lens` tokens, a number or an array of one number."""
         raise NotImplementedError
 

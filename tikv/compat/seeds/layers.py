@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, Views, runtime_of, to_device, write_host
+from tikv.arrays import Array, Arrays, ArrayView, CacheArray, Views, runtime_of, to_device, write_host
 from tikv.compat.seeds.kv_layer import KVLayer
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.ops import checks, copy, paged, rope
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
-from tikv.ops.attention.paged import PagedCaches, paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.call import AttentionCall, Caches, attention_call
+from tikv.ops.attention.contiguous import CONTIGUOUS
+from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.write_qkv import write_fused
 from tikv.ops.write_qkv_codes import FusedTarget
@@ -144,13 +144,13 @@ class ContiguousKVLayer(KVLayer):
     @locked
     def contig_write(
         self,
-        rows: Any,
+        rows: Array,
         *,
         num_q_heads: int,
         norm_rope: rope.NormRope | None = None,
-        rope_positions: Any = None,
+        rope_positions: Array | None = None,
         q_layout: str = "token_major",
-    ) -> Any:
+    ) -> Array:
         """Split fused rows, normalise and rotate them, and write their keys and values from slot `len` on.
 
         `len` does not change.
@@ -183,17 +183,17 @@ class ContiguousKVLayer(KVLayer):
     @locked
     def contig_decode_attention(
         self,
-        q: Any,
+        q: Array,
         *,
         q_layout: str = "token_major",
         scale: float | None = None,
         causal: bool = True,
         window: int | None = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-    ) -> Any:
+    ) -> Arrays:
         """Attention of the queries of the newest T tokens over the `len` tokens.
 
         Args:
@@ -220,11 +220,11 @@ class ContiguousKVLayer(KVLayer):
         lens = np.array([self._len], np.int32)
         return self._attend("ContiguousKVLayer.contig_decode_attention", q, q_layout, lens, request)
 
-    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
+    def _call(self, operation: str, q: ArrayView, lens: Array, request: AttendRequest) -> AttentionCall:
         k, v, *_ = self._arrays
         scales = {name: a.batch_of_one() for name, a in self._scales().items()}
-        caches = ContiguousCaches(k.batch_of_one(), v.batch_of_one(), lens, **scales)
-        return contiguous_call(operation, q, caches, request)
+        caches = Caches(CONTIGUOUS, k.batch_of_one(), v.batch_of_one(), lens, **scales)
+        return attention_call(operation, q, caches, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         self._layer.length = self._len
@@ -450,13 +450,13 @@ class PagedKVLayer(KVLayer):
     @locked
     def paged_write(
         self,
-        rows: Any,
+        rows: Array,
         *,
         num_q_heads: int,
         norm_rope: rope.NormRope | None = None,
-        rope_positions: Any = None,
+        rope_positions: Array | None = None,
         q_layout: str = "token_major",
-    ) -> Any:
+    ) -> Array:
         """Split fused rows, normalise and rotate them, and write their keys and values from position `len` on.
 
         `len` does not change.
@@ -487,16 +487,16 @@ class PagedKVLayer(KVLayer):
     @locked
     def paged_decode_attention(
         self,
-        q: Any,
+        q: Array,
         *,
         q_layout: str = "token_major",
         scale: float | None = None,
         window: int | None = None,
-        sink_logits: Any = None,
-        alibi_slopes: Any = None,
+        sink_logits: Array | None = None,
+        alibi_slopes: Array | None = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
-    ) -> Any:
+    ) -> Arrays:
         """Causal attention of the queries of the newest T tokens over the `len` tokens.
 
         Args:
@@ -517,10 +517,10 @@ class PagedKVLayer(KVLayer):
         )  # fmt: skip
         return self._attend("PagedKVLayer.paged_decode_attention", q, q_layout, self._lens, request)
 
-    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
+    def _call(self, operation: str, q: ArrayView, lens: Array, request: AttendRequest) -> AttentionCall:
         k, v, *_ = self._arrays
-        pools = PagedCaches(k, v, self._table.batch_of_one(), lens, self.pool.form.layout, **self._scales())
-        return paged_call(operation, q, pools, request)
+        pools = Caches(PagedLayout(self.pool.form.layout), k, v, lens, self._table.batch_of_one(), **self._scales())
+        return attention_call(operation, q, pools, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         pools, layout = self._arrays, self.pool.form.layout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CopySpec:
-    """One named copy.
+    """One of the named copies: from which layout and dtype to which, and how it finds its slots.
 
     Attributes:
         name: its public name in `tikv.variants`.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tikv import arrays, dtypes, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import Array, ArrayView, describe, view
 from tikv.compat.seeds.spec import VARIANTS, CopySpec
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks, copy
@@ -57,7 +57,7 @@ def _has_slots(cache: ArrayView, axis: int, name: str, operation: str) -> None:
         raise ShapeError(f"{operation}: {name} ({describe(cache)}) has no slots to wrap into. Use a capacity above 0.")
 
 
-def _rows(name: str, src: Any, cache: Any, write_pos: int, is_sliding: bool, n_new: int | None) -> None:
+def _rows(name: str, src: Array, cache: Array, write_pos: int, is_sliding: bool, n_new: int | None) -> None:
     spec = VARIANTS[name]
     rows = []
     for (array_name, a), shape in zip(_typed(spec, src, cache), ("(n_new, row)", "(capacity, row)"), strict=True):
@@ -102,7 +102,9 @@ def _sequence(name: str, seq_pos_start: int, n_tokens: int | None, src_tok_offse
     _write(spec, [a for _, a in arrays], seq_pos_start, window, n_tokens, src_tok_offset)
 
 
-def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = False, n_new: int | None = None) -> None:
+def kv_cache_copy(
+    src: Array, cache: Array, *, write_pos: int, is_sliding: bool = False, n_new: int | None = None
+) -> None:
     """Append rows of K or V to a token-major bfloat16 cache, linear or ring.
 
     Args:
@@ -130,7 +132,7 @@ def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = Fa
 
 
 def kv_cache_copy_f32(
-    src: Any, cache: Any, *, write_pos: int, is_sliding: bool = False, n_new: int | None = None
+    src: Array, cache: Array, *, write_pos: int, is_sliding: bool = False, n_new: int | None = None
 ) -> None:
     """`kv_cache_copy` for float32.
 
@@ -144,7 +146,7 @@ def kv_cache_copy_f32(
     _rows("kv_cache_copy_f32", src, cache, write_pos, is_sliding, n_new)
 
 
-def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
+def kv_cache_copy_batch_f32(src: Array, cache: Array, *, seq_pos: int) -> None:
     """Write one token of all heads into slot ``seq_pos`` of a head-major float32 cache.
 
     Args:
@@ -170,23 +172,27 @@ def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
     _token("kv_cache_copy_batch_f32", seq_pos, src, cache)
 
 
-def kv_cache_copy_batch_f32_to_f16(src: Any, cache: Any, *, seq_pos: int) -> None:
+def kv_cache_copy_batch_f32_to_f16(src: Array, cache: Array, *, seq_pos: int) -> None:
     """`kv_cache_copy_batch_f32` into float16, rounding to nearest even."""
     _token("kv_cache_copy_batch_f32_to_f16", seq_pos, src, cache)
 
 
-def kv_cache_copy_batch_f32_kv_dual(src_k: Any, src_v: Any, cache_k: Any, cache_v: Any, *, seq_pos: int) -> None:
+def kv_cache_copy_batch_f32_kv_dual(
+    src_k: Array, src_v: Array, cache_k: Array, cache_v: Array, *, seq_pos: int
+) -> None:
     """`kv_cache_copy_batch_f32` for K and V in one launch."""
     _token("kv_cache_copy_batch_f32_kv_dual", seq_pos, src_k, cache_k, src_v, cache_v)
 
 
-def kv_cache_copy_batch_f32_to_f16_kv_dual(src_k: Any, src_v: Any, cache_k: Any, cache_v: Any, *, seq_pos: int) -> None:
+def kv_cache_copy_batch_f32_to_f16_kv_dual(
+    src_k: Array, src_v: Array, cache_k: Array, cache_v: Array, *, seq_pos: int
+) -> None:
     """`kv_cache_copy_batch_f32_to_f16` for K and V in one launch."""
     _token("kv_cache_copy_batch_f32_to_f16_kv_dual", seq_pos, src_k, cache_k, src_v, cache_v)
 
 
 def kv_cache_copy_seq_f32(
-    src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
+    src: Array, cache: Array, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """Write many tokens of all heads into a head-major float32 ring of ``capacity`` slots; the newest survive.
 
@@ -215,24 +221,24 @@ def kv_cache_copy_seq_f32(
 
 
 def kv_cache_copy_seq_f32_to_f16(
-    src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
+    src: Array, cache: Array, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` into float16, rounding to nearest even."""
     _sequence("kv_cache_copy_seq_f32_to_f16", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def kv_cache_copy_seq_bf16(
-    src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
+    src: Array, cache: Array, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` from bfloat16; the widening is exact."""
     _sequence("kv_cache_copy_seq_bf16", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def kv_cache_copy_seq_f32_dual(
-    src_k: Any,
-    src_v: Any,
-    cache_k: Any,
-    cache_v: Any,
+    src_k: Array,
+    src_v: Array,
+    cache_k: Array,
+    cache_v: Array,
     *,
     seq_pos_start: int,
     n_tokens: int | None = None,
@@ -243,10 +249,10 @@ def kv_cache_copy_seq_f32_dual(
 
 
 def kv_cache_copy_seq_f32_to_f16_dual(
-    src_k: Any,
-    src_v: Any,
-    cache_k: Any,
-    cache_v: Any,
+    src_k: Array,
+    src_v: Array,
+    cache_k: Array,
+    cache_v: Array,
     *,
     seq_pos_start: int,
     n_tokens: int | None = None,
@@ -259,7 +265,7 @@ def kv_cache_copy_seq_f32_to_f16_dual(
 
 
 def kv_cache_copy_seq_bf16_to_bf16_head_major(
-    src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
+    src: Array, cache: Array, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` for bfloat16 with a head-major source (H, T, D); bit-exact."""
     _sequence("kv_cache_copy_seq_bf16_to_bf16_head_major", seq_pos_start, n_tokens, src_tok_offset, src, cache)

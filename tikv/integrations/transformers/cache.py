@@ -241,35 +241,26 @@ def _warn_once(message: str) -> None:
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     """A transformers cache whose layers are written in place: no concatenation, no roll, no copy to read them.
 
+    [What a TikvCache does][what-a-tikvcache-does] (docs/tutorials/transformers.md) says how much room its layers have,
+    what excludes each other, and what `crop`, `torch.compile` and gradients do. After Ctrl-C in a step, see `align`.
+
     Args:
         config: the model's configuration. It says which layers are full, sliding or chunked, and which share keys.
         max_cache_len: tokens that a sequence may have; memory for them is allocated once. With None, memory grows by an
-            eighth as needed, one layer after another. If all layers slide, a sequence may have more tokens, as with
-            transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
-            are fewer. `generate` refuses beforehand, before it computes anything, a prompt and ``max_new_tokens`` (or a
-            ``max_length``) that would need more.
+            eighth as needed, one layer after another.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
-            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Narrower dtypes are widened for each read,
-            but attention "tikv" reads them in place when it decodes. With `tikv.Quant(axis="tokens", residual=)`, keys
-            that are older than the newest ``residual`` tokens are quantised by channel. Then `crop` drops any number of
-            the unquantised tokens, but quantised ones only in whole groups, and steps are not compiled.
-        v_dtype: the format of values, if it differs from that of keys. It takes the same formats as ``dtype``, except
-            groups along tokens.
+            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Attention "tikv" reads it in place when it
+            decodes; for all others, narrower dtypes are widened for each read.
+        window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
+            continue endlessly in the memory of that many tokens. With None, it sees all tokens.
+        sinks: first tokens that stay visible in spite of the window; 4 are enough for most models.
+        v_dtype: the format of values, if it differs from that of keys; not groups along tokens.
         k_scale, v_scale: scales, as in `tikv.KVCacheStore`, the same for all layers: for 8-bit floats, one number or
             (num_kv_heads,); for "nvfp4", one number.
-        window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
-            continue endlessly in the memory of that many tokens. With None, it sees all tokens. A prompt may be longer;
-            attention must then be "sdpa", "eager" or "tikv".
-        sinks: first tokens that stay visible in spite of the window; 4 are enough for most models.
-        place: "device", or "host" for a cache larger than the memory of a GPU: full-attention layers are in page-locked
-            memory of the host, and the GPU has copies of ``resident_layers`` of them; the next layer is copied while
-            one is used. Sliding layers stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
-            Steps are not compiled. On CPU and Metal, "host" makes no difference, and the repr of the layers says so. It
-            is not supported with ``window=`` or groups along tokens, for encoder-decoders, for models without full
-            attention, or if layers keep more than keys and values.
-        resident_layers: see ``place``.
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
+        place: "device", or "host" to keep full-attention layers in page-locked memory of the host, for CUDA.
+        resident_layers: with "host", how many layers the GPU has copies of.
 
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
@@ -277,31 +268,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         DTypeError: nothing can be stored in that dtype. Whether it fits the model's dtype is checked with the first
             tokens.
 
-    A sliding layer has room for its window, for 64 more tokens, and for 128 or a quarter of the window, whichever is
-    more. So its tokens are rarely moved to the front, and the newest can be dropped again. With ``max_cache_len`` and
-    attention "tikv", single tokens overwrite the oldest of the window and 64 more. With ``window=``, a full-attention
-    layer overwrites its oldest token after the sinks with each new one; keys keep their true positions. Padding on the
-    left takes no room there: the sinks are the first tokens of each row's own text, which the attention mask shows. For
-    a longer prompt, a layer gets more room. When the next layer's tokens arrive, it keeps only its window and what a
-    `crop` of 64 tokens needs. So only one layer at a time has the whole prompt.
-
-    After Ctrl-C between two layers, their lengths differ, and the next use of the cache is refused: see `align`.
-
-    Gradients do not flow through the cache: `backward` raises. Gradients of queries are right whatever happens to the
-    cache: if gradients are enabled, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
-
-    `torch.compile` keeps `update` in its graph, with ``fullgraph=True`` too, while the memory has room: give
-    ``max_cache_len``, and before you compile, run the prompt or call `early_initialization`. Allocating memory breaks
-    the graph. Unless attention is "tikv", groups of codes, a different format for values, ``k_scale``, ``v_scale`` and
-    ``window=`` break it too, and so does ``dynamic=False`` for a decoded token.
-
-    The state that a layer keeps, alone or in addition to keys and values, is transformers' own. `crop` can roll it back
-    only if transformers can.
-
-    For the configuration of an encoder-decoder, the cache is an `EncoderDecoderCache` as well. Its second cache grows
-    with the encoder's tokens, which all queries see. Two `TikvCache` objects in transformers' own `EncoderDecoderCache`
-    work too. But T5Gemma replaces the second of these with a new cache, which lacks ``dtype`` and other options: give
-    T5Gemma a single `TikvCache`, which keeps them.
+    Gradients do not flow through the cache: `backward` raises. Decode under ``torch.no_grad()``, as ``generate`` does.
 
     Examples:
         >>> import torch
@@ -566,6 +533,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             layer._cropped_to(back)
         for layer, back in ahead:
             layer.crop(back)
+        for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
+            if isinstance(layer, RingLayer):
+                layer._put_in_order()
         return int(self.get_seq_length())
 
     def snapshot(self) -> Snapshot:

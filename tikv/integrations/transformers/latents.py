@@ -18,7 +18,8 @@ from tikv.integrations.transformers.keywords import ATTENTION
 from tikv.integrations.transformers.shim import attention_of
 from tikv.integrations.transformers.stored import StoredTensor, decoded, stored_pair, stored_tensors
 from tikv.integrations.transformers.stored_ops import decode_stored, name_of
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import CONTIGUOUS
 from tikv.ops.attention.request import AttendRequest
 
 MOST_NUMBERS = 1 << 24  # the most numbers in rows that are gathered at once
@@ -194,8 +195,8 @@ def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: Atte
         rows = expansion.rows(part.flatten(1).long()).view(-1, 1, chosen, asked.shape[-1])
         asking = asked[:, first : first + several].reshape(-1, heads, asked.shape[-1])
         lengths = counts[:, first : first + several].reshape(-1)
-        caches = ContiguousCaches(rows, None, lengths, head_dim_v=rank)
-        out = contiguous_call("decode_attention", asking, caches, request).attend(asking, impl="auto")
+        caches = Caches(CONTIGUOUS, rows, None, lengths, head_dim_v=rank)
+        out = attention_call("decode_attention", asking, caches, request).attend(asking, impl="auto")
         found.append(out.view(batch, -1, heads, rank))
     summed = found[0] if len(found) == 1 else torch.cat(found, 1)
     return (summed.transpose(1, 2) @ of_values.mT).transpose(1, 2)

@@ -11,7 +11,8 @@ from transformers.masking_utils import causal_mask_function
 from tikv.integrations.transformers import steps
 from tikv.integrations.transformers.keywords import OPERATION
 from tikv.integrations.transformers.stored import StoredTensor, attend_in_place, decoded, in_rows
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import ContiguousLayout
 from tikv.ops.attention.request import AttendRequest
 
 
@@ -111,9 +112,9 @@ def attend_prompt(
         return attend_in_place(query, key, value, request).transpose(1, 2)
     if not (always or query.is_cuda):
         return None
-    caches = ContiguousCaches(in_rows(decoded(key)), in_rows(decoded(value)), key.shape[2], sinks=sinks)
+    caches = Caches(ContiguousLayout(sinks=sinks), in_rows(decoded(key)), in_rows(decoded(value)), key.shape[2])
     query = in_rows(query)
-    call = contiguous_call(OPERATION, query, caches, request)
-    if not (always or call.plan.warpgroups_serve):
+    call = attention_call(OPERATION, query, caches, request)
+    if not (always or call.plan.family.in_warpgroups):
         return None
     return call.attend(query, impl="taichi").transpose(1, 2)

@@ -36,6 +36,7 @@ class RingLayer(TikvLayer):
 
     ring: int
     keeps_rows = False
+    moves_tokens = True
     _ring_first: int | None = None  # the oldest position in the ring; None if the slots are in temporal order
 
     @property

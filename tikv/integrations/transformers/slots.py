@@ -13,7 +13,8 @@ import torch
 
 from tikv.arrays import ALIGNMENT, torch_guard
 from tikv.integrations.transformers.keywords import OPERATION
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import CONTIGUOUS, ContiguousLayout
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
 
@@ -38,7 +39,7 @@ class CacheSlots:
     __slots__ = ("_again", "_length", "_places", "_request", "_slots", "_window", "caches")
 
     def __init__(self, k: Any, v: Any, k_scale: Any, v_scale: Any, formats: Any) -> None:
-        self.caches = ContiguousCaches(k, v, 0, k_scale, v_scale, formats=formats)
+        self.caches = Caches(CONTIGUOUS, k, v, 0, None, k_scale, v_scale, formats=formats)
         self._slots = k.shape[2]
         self._places = self._places_of(k, v)
         self._again: Again | None = None
@@ -57,7 +58,7 @@ class CacheSlots:
         """
         if window != self._window:
             self._again = None
-            self.caches = self.caches._replace(ring=ring or False)
+            self.caches = self.caches._replace(layout=ContiguousLayout(ring or False))
         self._length, self._window = length, window
 
     @staticmethod
@@ -121,12 +122,12 @@ class Again:
         self._from_q, self._from_out, self._shape = q.ptr % ALIGNMENT, out.ptr % ALIGNMENT, out.shape
 
     @classmethod
-    def of(cls, caches: ContiguousCaches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
+    def of(cls, caches: Caches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
         """A call for lengths from `first` on, up to `last` or as long as the keys are split in the same way."""
         guard = torch_guard((query,))
         if guard is None:
             return None
-        call = contiguous_call(OPERATION, query, caches._replace(seq_lens=first), request)
+        call = attention_call(OPERATION, query, caches._replace(lens=first), request)
         ready = call.prepare(query)
         if ready.launches is None:
             return None
@@ -145,10 +146,10 @@ class Again:
         return out if self._launches.attend_again((at, *self._stored, to), length) else None
 
 
-def attend_contiguous(query: Any, caches: ContiguousCaches, length: Any, request: AttendRequest) -> Any:
+def attend_contiguous(query: Any, caches: Caches, length: Any, request: AttendRequest) -> Any:
     """Attention over the first `length` slots of caches, or of each sequence: (batch, heads, T, width of values)."""
     lengths: Any = length
     if not query.is_cpu and isinstance(length, int):
         lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
-    call = contiguous_call(OPERATION, query, caches._replace(seq_lens=lengths), request)
+    call = attention_call(OPERATION, query, caches._replace(lens=lengths), request)
     return call.attend(query, impl="auto")

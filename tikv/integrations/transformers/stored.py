@@ -8,7 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tikv.integrations.transformers.slots import CacheSlots, attend_contiguous
-from tikv.ops.attention.contiguous import ContiguousCaches
+from tikv.ops.attention.call import Caches
+from tikv.ops.attention.contiguous import CONTIGUOUS
 from tikv.ops.attention.request import AttendRequest
 
 
@@ -160,7 +161,7 @@ def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) ->
         slots = pair.slots()
         if slots is not None:
             return slots.attend(query, held, request)
-    caches = ContiguousCaches(in_rows(decoded(key)), in_rows(decoded(value)), held)
+    caches = Caches(CONTIGUOUS, in_rows(decoded(key)), in_rows(decoded(value)), held)
     return attend_contiguous(query, caches, held, request)
 
 

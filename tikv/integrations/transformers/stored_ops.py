@@ -14,7 +14,8 @@ from tikv.arrays import new_like, runtime_of, view_all
 from tikv.errors import ArchError
 from tikv.launch.cuda import driver
 from tikv.ops.append_at import append_at
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_cache, contiguous_call
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import ContiguousLayout, contiguous_cache
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
 from tikv.ops.row_copy import bind_copy
@@ -123,9 +124,11 @@ def attend_stored(
     found, both = _formats(k_format, v_format), starts is not None
     if starts is not None:
         lens = torch.stack((lens, starts), 1).flatten()
-    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, ring or False, formats=found, starts=both)
+    caches = Caches(
+        ContiguousLayout(ring or False, starts=both), k_cache, v_cache, lens, None, k_scale, v_scale, formats=found
+    )
     request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits, window=window or None)
-    out: Tensor = contiguous_call("decode_attention", q, caches, request).attend(q, impl="taichi")
+    out: Tensor = attention_call("decode_attention", q, caches, request).attend(q, impl="taichi")
     return out
 
 

@@ -18,12 +18,12 @@ def make_locate(c):
     def locate(b, h, index, visible, table: ti.template(), strides, params):
         behind = index - visible[V.sinks]
         slot, n = visible[V.first] + behind, MAX_TOKENS
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             end = params[P.sinks] + params[P.ring]
             if slot >= end:
                 slot = slot - params[P.ring]
             n = end - slot
-        elif ti.static(c.place == "table"):
+        elif ti.static(c.kind == "table"):
             p = ti.cast(slot, ti.u32)
             page = ti.cast(p // ti.u32(c.page), ti.i32)
             inside = ti.cast(p % ti.u32(c.page), ti.i32)
@@ -56,42 +56,42 @@ def make_find_key(c):
     locate, query_bounds, in_bounds = make_locate(c), make_query_bounds(), make_in_bounds(c)
 
     @ti.func
-    def index_of_chosen(b, h, t, n, visible, chosen: ti.template(), params):
-        at = params[P.chosen_first] + b * params[P.chosen_sequence] + h * params[P.chosen_head]
-        token = ti.cast(chosen[at + t * params[P.chosen_query] + n], ti.i64)
+    def index_of_entry(b, h, t, n, visible, indices: ti.template(), params):
+        at = params[P.indices_first] + b * params[P.indices_sequence] + h * params[P.indices_head]
+        token = ti.cast(indices[at + t * params[P.indices_query] + n], ti.i64)
         length = ti.cast(visible[V.length_high], ti.i64) * ti.i64(MAX_TOKENS) + ti.cast(visible[V.length_low], ti.i64)
-        found = -1
+        index = -1
         if token >= ti.i64(0) and token < length:
             if token < ti.cast(visible[V.sinks], ti.i64):
-                found = ti.cast(token, ti.i32)
+                index = ti.cast(token, ti.i32)
             elif length - token <= ti.cast(visible[V.recent], ti.i64):
-                found = visible[V.sinks] + visible[V.recent] - ti.cast(length - token, ti.i32)
+                index = visible[V.sinks] + visible[V.recent] - ti.cast(length - token, ti.i32)
         if ti.static(c.causal and not c.tree):
             bounds = query_bounds(t, visible, params)
-            found = ti.select(in_bounds(found, bounds[0], bounds[1], bounds[2], bounds[3]) > 0, found, -1)
-        return found
+            index = ti.select(in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0, index, -1)
+        return index
 
     @ti.func
     def find_key(b, h, t, n, visible, table: ti.template(), strides, params):
-        found = ti.Vector([-1, 1, -1])
-        if ti.static(c.chosen > 0):
-            of_blocks, chosen = ti.static(table)
-            index = index_of_chosen(b, h, t, n, visible, chosen, params)
+        key = ti.Vector([-1, 1, -1])
+        if ti.static(c.index_bits > 0):
+            of_blocks, indices = ti.static(table)
+            index = index_of_entry(b, h, t, n, visible, indices, params)
             if index >= 0:
                 at = locate(b, h, index, visible, of_blocks, strides, params)
-                found = ti.Vector([at[0], 1, index])
+                key = ti.Vector([at[0], 1, index])
         elif ti.static(c.invariant):
             sinks, low = visible[V.sinks], first_position(visible)
             if n < sinks or n >= low:
                 index = ti.select(n < sinks, n, n - low + sinks)
                 at = locate(b, h, index, visible, table, strides, params)
-                found = ti.Vector([at[0], at[1], index])
+                key = ti.Vector([at[0], at[1], index])
             else:
-                found[1] = low - n
+                key[1] = low - n
         else:
             at = locate(b, h, n, visible, table, strides, params)
-            found = ti.Vector([at[0], at[1], n])
-        return found
+            key = ti.Vector([at[0], at[1], n])
+        return key
 
     return find_key
 
@@ -105,7 +105,7 @@ def make_score_offset(c):
     @ti.func
     def score_offset(slot, index, visible):
         at = slot
-        if ti.static(c.place == "table"):
+        if ti.static(c.kind == "table"):
             at = visible[V.first] + index - visible[V.sinks]
         return at
 
@@ -118,7 +118,7 @@ def make_slot_offset(c, token, block):
     @ti.func
     def slot_offset(slot, strides):
         at = slot * strides[token]
-        if ti.static(c.place == "table"):
+        if ti.static(c.kind == "table"):
             s = ti.cast(slot, ti.u32)
             page, inside = ti.cast(s // ti.u32(c.page), ti.i32), ti.cast(s % ti.u32(c.page), ti.i32)
             at = page * strides[block] + inside * strides[token]

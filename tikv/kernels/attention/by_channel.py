@@ -72,13 +72,13 @@ def make_find_group(c):
 
     @ti.func
     def find_group(b, h, g, table: ti.template(), params):
-        found = (b * params[P.heads] + h) * params[P.room] + g
+        group = (b * params[P.heads] + h) * params[P.room] + g
         if ti.static(c.table > 0):
             block = ti.cast(table[params[P.table_first] + b * params[P.table_sequence] + g // params[P.room]], ti.i64)
-            found = -1
+            group = -1
             if block >= ti.i64(0) and block < ti.cast(params[P.blocks], ti.i64):
-                found = (ti.cast(block, ti.i32) * params[P.heads] + h) * params[P.room] + g % params[P.room]
-        return found
+                group = (ti.cast(block, ti.i32) * params[P.heads] + h) * params[P.room] + g % params[P.room]
+        return group
 
     return find_group
 
@@ -116,24 +116,24 @@ def make_channel_scores(style, band, c):
         bands = c.group * params[P.queries] // band
         first_row, head = rest % bands * band, rest // bands
         b, h = head // params[P.heads], head % params[P.heads]
-        place = find_group(b, h, g, table, params)
-        if place >= 0:
+        group = find_group(b, h, g, table, params)
+        if group >= 0:
             at = ti.Vector([0] * band)
             for n in ti.static(range(band)):
                 at[n] = row_of_queries(b, h, first_row + n, params)
             sums = ti.Vector([ti.f32(0.0)] * (band * count))
             biases = ti.Vector([ti.f32(0.0)] * band)
             for d in range(width):
-                number = params[P.numbers_first] + (place * width + d) * 2
+                number = params[P.numbers_first] + (group * width + d) * 2
                 s, bias = value(numbers[number]), value(numbers[number + 1])
-                word = params[P.k_first] + ((place * width + d) * units + unit) * words
-                found = [codes[word + w] for w in range(words)]
+                word = params[P.k_first] + ((group * width + d) * units + unit) * words
+                packed = [codes[word + w] for w in range(words)]
                 for n in ti.static(range(band)):
                     y = load_q(q, at[n] + d)[0]
                     biases[n] += y * bias
                     y = y * s
                     for e in ti.static(range(count)):
-                        sums[n * count + e] += code(found, e) * y
+                        sums[n * count + e] += code(packed, e) * y
             for n in ti.static(range(band)):
                 to = (head * bands * band + first_row + n) * params[P.tokens] + g * row.group + unit * count
                 for e in ti.static(range(count)):
@@ -204,21 +204,21 @@ def make_channel_scores_cpu(workers, rows, most, c):
         work[to] = ti.bit_cast(total, ti.f32)
 
     @ti.real_func
-    def add_up(codes: CODES, work: FLOATS, first: ti.i32, factors: ti.i32, places: ti.i32, to: ti.i32, uid: ti.i32):
+    def add_up(codes: CODES, work: FLOATS, first: ti.i32, factors: ti.i32, listed: ti.i32, to: ti.i32, uid: ti.i32):
         for part in ti.static(range(count // E)):
             sums = ti.Vector([ti.f32(0.0)] * (B * E * units))
-            at, place, word = before(factors, B * width), places, ti.bit_cast(work[places], ti.i32)
+            at, entry, word = before(factors, B * width), listed, ti.bit_cast(work[listed], ti.i32)
             while word != ENDED:  # if the loop had a count, LLVM would gather words of several channels
                 begin = before(word + first, units * words)
                 for u in ti.static(range(units)):
-                    found = [codes[begin + ti.static(u * words + w)] for w in range(words)]
+                    packed = [codes[begin + ti.static(u * words + w)] for w in range(words)]
                     for e in ti.static(range(E)):
-                        x = code(found, part * E + e)
+                        x = code(packed, part * E + e)
                         for g in ti.static(range(B)):
                             sums[(g * E + e) * units + u] += x * work[at + ti.static(g * width)]
                 at += 1
-                place += 1
-                word = ti.bit_cast(work[place], ti.i32)
+                entry += 1
+                word = ti.bit_cast(work[entry], ti.i32)
             for g in ti.static(range(B)):
                 begin = before(to + (g * count + part * E) * units, E * units)
                 for n in ti.static(range(E * units)):
@@ -227,12 +227,12 @@ def make_channel_scores_cpu(workers, rows, most, c):
     @ti.real_func
     def store(work: FLOATS, out: FLOATS, first: ti.i32, biases: ti.i32, to: ti.i32, step: ti.i32, uid: ti.i32):
         for g in range(B):
-            begin, place = before(first + g * row.group, row.group), before(to + g * step, row.group)
+            begin, target = before(first + g * row.group, row.group), before(to + g * step, row.group)
             bias = work[biases + g]
             for u in range(units):
                 for e in ti.static(range(count)):
                     x = work[begin + ti.static(e * units) + u]
-                    out[place + u * count + e] = x * ti.f32(ti.static(steps[e])) + bias
+                    out[target + u * count + e] = x * ti.f32(ti.static(steps[e])) + bias
 
     @ti.func
     def score(task, to, arrays: ti.template(), params):
@@ -240,7 +240,7 @@ def make_channel_scores_cpu(workers, rows, most, c):
         g, head = task % params[P.groups], task // params[P.groups]
         b, h = head // params[P.heads], head % params[P.heads]
         channel = find_group(b, h, g, table, params) * width
-        biases, places, sums = to + BAND * width, to + BAND * (width + 1), to + (BAND + 1) * (width + 1)
+        biases, listed, sums = to + BAND * width, to + BAND * (width + 1), to + (BAND + 1) * (width + 1)
         if channel >= 0:
             fetch(codes, work, params[P.k_first] + channel * (units * words), sums, uid)
             for band in range(rows // B):
@@ -248,7 +248,7 @@ def make_channel_scores_cpu(workers, rows, most, c):
                     at = row_of_queries(b, h, band * B + n, params)
                     multiply(q, numbers, work, at, params[P.numbers_first] + channel * 2, to + n * width, biases + n,
                              uid)  # fmt: skip
-                add_up(codes, work, params[P.k_first] + channel * (units * words), to, places, sums, uid)
+                add_up(codes, work, params[P.k_first] + channel * (units * words), to, listed, sums, uid)
                 store(work, out, sums, biases, (head * rows + band * B) * params[P.tokens] + g * row.group,
                       params[P.tokens], uid)  # fmt: skip
 

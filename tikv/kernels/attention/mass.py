@@ -35,13 +35,13 @@ def make_mass_offset(by_slot, c):
     @ti.func
     def mass_offset(b, h, t, n, index, slot, visible, strides, params):
         at = slot
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             at = t * strides[S.out_token] + n
         elif ti.static(not by_slot):
             at = index
             if index >= visible[V.sinks]:
                 oldest = ti.max(params[P.sinks], params[P.first_valid])
-                if ti.static(c.place == "ring"):
+                if ti.static(c.kind == "ring"):
                     oldest = ti.max(oldest, visible[V.end] - params[P.ring])
                 at = at + visible[V.end] - oldest - visible[V.recent]
         return strides[S.out_first] + b * strides[S.out_sequence] + h * strides[S.out_head] + at
@@ -55,10 +55,10 @@ def make_lse_of_row(c):
     @ti.func
     def lse_of_row(kv_head, r, lse: ti.template(), strides, params, scalars):
         bits = lse[result_offsets(kv_head, r, c.group, params[P.lse_first], strides, params)[1]]
-        found, value = 0, ti.f32(0.0)
+        exists, value = 0, ti.f32(0.0)
         if bits != ti.u32(MINUS_INFINITY):
-            found, value = 1, ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale]
-        return found, value
+            exists, value = 1, ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale]
+        return exists, value
 
     return lse_of_row
 
@@ -71,15 +71,15 @@ def make_dots(c):
 
     @ti.func
     def dots(b, h, first, k_row, k: ti.template(), q: ti.template(), strides, params):
-        found, rows = ti.Vector([ti.f32(0.0)] * R), ti.Vector([0] * R)
+        sums, rows = ti.Vector([ti.f32(0.0)] * R), ti.Vector([0] * R)
         for g in ti.static(range(R)):
             rows[g] = query_row(b, h, ti.min(first + g, params[P.queries] * c.group - 1), strides, params)
         for u in range(c.width // unit):
             x = load(k, k_row + k_word(u))
             for g in ti.static(range(R)):
                 for e in ti.static(range(unit)):
-                    found[g] += x[e] * load_q(q, rows[g] + u * unit + e)[0]
-        return found
+                    sums[g] += x[e] * load_q(q, rows[g] + u * unit + e)[0]
+        return sums
 
     return dots
 
@@ -87,12 +87,12 @@ def make_dots(c):
 def make_mass(style, by_slot, c):
     """The attention mass of each visible key: the sum of the weights that the query rows of its KV head give it.
 
-    mass(q, k, lens, table, chosen, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds
-    the float32 bits that attention stored, and `mass` starts as zeros. There are batch * heads * `P.keys` items, the
-    extent of q. For chosen tokens there are so many for each query, and only its rows count.
+    mass(q, k, lens, table, indices, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse`
+    holds the float32 bits that attention stored, and `mass` starts as zeros. There are batch * heads * `P.keys` items,
+    the extent of q. For chosen tokens there are so many for each query, and only its rows count.
     """
     Q, K, LENS, TABLE, SC, _ = array_types(style, c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     visible_range, find_key, is_visible = make_visible_range(c), make_find_key(c), make_is_visible(c)
     logit_of, dots, lse_of_row = make_logit(c), make_dots(c), make_lse_of_row(c)
     mass_offset = make_mass_offset(by_slot, c)
@@ -104,17 +104,17 @@ def make_mass(style, by_slot, c):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
         n, kv_head = i % params[P.keys], i // params[P.keys]
         t, first, rows = 0, 0, params[P.queries] * c.group
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             t, kv_head = kv_head % params[P.queries], kv_head // params[P.queries]
             first, rows = t * c.group, (t + 1) * c.group
         b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
         slot, index, count = -1, n, visible[V.count]
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             count = ti.select(count > 0, params[P.keys], 0)
         if n < count:
-            found = find_key(b, h, t, n, visible, table, strides, params)
-            slot, index = found[0], found[2]
+            key = find_key(b, h, t, n, visible, table, strides, params)
+            slot, index = key[0], key[2]
         if slot >= 0:
             row = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head] + k_offset(slot, strides)
             scale = ti.f32(1.0)
@@ -136,10 +136,10 @@ def make_mass(style, by_slot, c):
     loop = make_loop(style, False, mass_of_key, P.tasks)
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: INDEX, k_scale: SC, lse: BITS, mass: FLOATS,
                      strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
-        if ti.static(c.chosen > 0):
-            loop(q, params, ((q, k, lens, (table, chosen), k_scale, lse, mass), strides, params, scalars))
+        if ti.static(c.index_bits > 0):
+            loop(q, params, ((q, k, lens, (table, indices), k_scale, lse, mass), strides, params, scalars))
         else:
             loop(q, params, ((q, k, lens, table, k_scale, lse, mass), strides, params, scalars))
 

@@ -58,9 +58,9 @@ def make_merge_parts(style, width, code_out, sinks):
                 counted = 1
         for n in range(params[P.parts]):
             at = params[P.parts_first] + (n * params[P.rows] + row) * (width + 1)
-            found = parts[at + width]
-            if found != ti.u32(MINUS_INFINITY):
-                m = ti.max(m, ti.bit_cast(found, ti.f32) * scalars[X.lse_scale])
+            lse_bits = parts[at + width]
+            if lse_bits != ti.u32(MINUS_INFINITY):
+                m = ti.max(m, ti.bit_cast(lse_bits, ti.f32) * scalars[X.lse_scale])
                 counted = 1
         x, total, bits = ti.f32(0.0), ti.f32(0.0), ti.u32(MINUS_INFINITY)
         if counted == 1:
@@ -68,9 +68,9 @@ def make_merge_parts(style, width, code_out, sinks):
                 total = exp2(ti.bit_cast(sink, ti.f32) * ti.f32(LOG2E) - m)
             for n in range(params[P.parts]):
                 at = params[P.parts_first] + (n * params[P.rows] + row) * (width + 1)
-                found = parts[at + width]
-                if found != ti.u32(MINUS_INFINITY):
-                    weight = exp2(ti.bit_cast(found, ti.f32) * scalars[X.lse_scale] - m)
+                lse_bits = parts[at + width]
+                if lse_bits != ti.u32(MINUS_INFINITY):
+                    weight = exp2(ti.bit_cast(lse_bits, ti.f32) * scalars[X.lse_scale] - m)
                     total = total + weight
                     x = x + weight * ti.bit_cast(parts[at + d], ti.f32)
             x = x / total

@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 30  # more tokens than a launch can see
 HIDDEN = 0x7FFFFFFF  # the index of a key that does not exist
 
 
-class Kept(NamedTuple):
+class StoredValues(NamedTuple):
     """How V is stored if it differs from K."""
 
     cache: str  # as in `Choices`
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 class Choices(NamedTuple):
     """Compile-time choices: how keys are found, what the words hold, which rows a task computes."""
 
-    place: str  # "linear", "ring" or "table"
+    kind: str  # "linear", "ring" or "table"
     page: int  # slots of a page; 0 without a table
     sinks: bool
     cache: str  # dtype code of K and V, or the name of their format with groups
@@ -54,21 +54,21 @@ class Choices(NamedTuple):
     two_sided: bool = False  # the distance counts for newer keys as it does for older ones
     block: int = 0  # consecutive tokens on one rank, if slopes also count the tokens of other ranks
     tree: bool = False  # an array says which new tokens a query sees
-    values: Kept | None = None  # None: V is stored as K is
+    values: StoredValues | None = None  # None: V is stored as K is
     starts: bool = False  # the first visible key of a sequence follows its length
-    chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 if all are read
+    index_bits: int = 0  # bits of an entry of the array that says which tokens are read; 0 if all are read
     scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
     invariant: bool = False  # a row has the same bits whatever else is computed: see `ops.attention.invariance`
 
     @property
     def terms(self) -> bool:
         """Whether the kernels take arrays of terms: see the module `terms`."""
-        return self.sink_logits or self.alibi or self.tree or self.chosen > 0
+        return self.sink_logits or self.alibi or self.tree or self.index_bits > 0
 
     @property
     def gaps(self) -> bool:
         """Whether a key in the range of a task may be missing."""
-        return self.place == "table" or self.chosen > 0 or self.invariant
+        return self.kind == "table" or self.index_bits > 0 or self.invariant
 
     @property
     def of_values(self) -> "Choices":
@@ -159,10 +159,10 @@ class AttentionParams(NamedTuple):
     least_share: int = 0  # minimum number of keys in a split, if each KV head has its own length
     lens_head: int = 0  # a stride for which Taichi's vectors have no more room: between the lengths of heads
     table_head: int = 0  # another: between their rows of the table
-    chosen_sequence: int = 0  # others: of the array that says which tokens are read
-    chosen_head: int = 0
-    chosen_query: int = 0
-    chosen_first: int = 0
+    indices_sequence: int = 0  # others: of the array that says which tokens are read
+    indices_head: int = 0
+    indices_query: int = 0
+    indices_first: int = 0
     split_keys: int = 0  # positions of a split, where splits have one length
     later: int = 0  # queries of a sequence that come after those of this launch
 
@@ -225,7 +225,7 @@ def make_attend_kernel(attend_all, style, c):
     """attend(...): a kernel around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
     Q, K, LENS, TABLE, KSC, OUT = array_types(style, c)
     _, V, _, _, VSC, _ = array_types(style, c.of_values)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
 
     @ti.kernel
     def attend(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
@@ -234,11 +234,11 @@ def make_attend_kernel(attend_all, style, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: INDEX, strides: STRIDES,
                           params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         terms = ti.static((sink_logits, slopes, tree, numbers))
-        if ti.static(c.chosen > 0):
-            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse))
+        if ti.static(c.index_bits > 0):
+            arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse))
             attend_all(arrays, terms, strides, params, scalars)
         else:
             attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), terms, strides, params, scalars)

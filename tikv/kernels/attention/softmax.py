@@ -73,10 +73,10 @@ def make_inverse(c):
 
     @ti.func
     def inverse(l, scalars):
-        found = inverse_of(l)
+        factor = inverse_of(l)
         if ti.static(scaled):
-            found = found * scalars[X.value_scale]
-        return found
+            factor = factor * scalars[X.value_scale]
+        return factor
 
     return inverse
 
@@ -86,12 +86,12 @@ def make_logit(c):
 
     @ti.func
     def logit_of(dot, scale, softcap):
-        found = dot * scale
+        logit = dot * scale
         if ti.static(c.softcap):
-            a = exp2(-ti.abs(found) * ti.f32(2.0 * LOG2E))
+            a = exp2(-ti.abs(logit) * ti.f32(2.0 * LOG2E))
             t = (ti.f32(1.0) - a) / (ti.f32(1.0) + a)
-            found = ti.select(found < ti.f32(0.0), -t, t) * softcap
-        return found
+            logit = ti.select(logit < ti.f32(0.0), -t, t) * softcap
+        return logit
 
     return logit_of
 

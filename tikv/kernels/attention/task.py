@@ -48,7 +48,7 @@ def make_decode_task(style, keys_multiple, c):
             b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
         count = visible[V.count]
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             count = ti.select(count > 0, params[P.keys], 0)
         least = params[P.splits] * keys_multiple
         share = (count + least - 1) // least * keys_multiple
@@ -81,7 +81,7 @@ def make_fixed_share(keys_multiple, c):
         if ti.static(c.sink_logits):
             number = number - 1
         low, last = 0, count
-        if ti.static(c.chosen == 0):
+        if ti.static(c.index_bits == 0):
             sinks, low, last = visible[V.sinks], first_position(visible), visible[V.end]
             if visible[V.recent] <= 0:
                 low, last = sinks, sinks

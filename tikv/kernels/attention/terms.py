@@ -37,12 +37,12 @@ def make_slope_of(c):
 
     @ti.func
     def slope_of(b, h, r, terms: ti.template()):
-        found = ti.f32(0.0)
+        slope = ti.f32(0.0)
         if ti.static(c.alibi):
             _sinks, slopes, _tree, numbers = ti.static(terms)
             head = h * c.group + r % c.group
-            found = slopes[numbers[N.slope_first] + b * numbers[N.slope_sequence] + head * numbers[N.slope_head]]
-        return found
+            slope = slopes[numbers[N.slope_first] + b * numbers[N.slope_sequence] + head * numbers[N.slope_head]]
+        return slope
 
     return slope_of
 
@@ -56,13 +56,13 @@ def make_origin(c):
 
     @ti.func
     def origin(t, terms: ti.template()):
-        found, others = 0, 0
+        stand, others = 0, 0
         if ti.static(c.two_sided or c.block > 0):
             _sinks, _slopes, _tree, numbers = ti.static(terms)
-            found = numbers[N.newer]
+            stand = numbers[N.newer]
             if ti.static(c.block > 0):
-                found, others = numbers[N.first_query] + t, numbers[N.others]
-        return ti.Vector([found, others])
+                stand, others = numbers[N.first_query] + t, numbers[N.others]
+        return ti.Vector([stand, others])
 
     return origin
 
@@ -82,8 +82,8 @@ def make_bias(c):
         if ti.static(c.two_sided):
             behind = -ti.abs(behind + origin)
         if ti.static(c.block > 0):
-            own = behind + last_sink  # the key's number among this rank's: the query's position cancels out
-            behind = own + own // c.block * others - origin
+            number = behind + last_sink  # the key's number among this rank's: the query's position cancels out
+            behind = number + number // c.block * others - origin
         return slope * ti.cast(behind, ti.f32)
 
     return bias

@@ -44,10 +44,10 @@ def make_tree(style, form):
             while p >= w * 32:
                 bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
                 depth += 1
-                found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
+                parent = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
                 # A parent that does not precede its token counts as no parent; on the device, nobody could check.
                 # Unsigned: Vulkan takes a negative number, widened to 64 bits, for a positive one.
-                p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
+                p = ti.select(ti.cast(parent, ti.u64) < ti.cast(p, ti.u64), ti.cast(parent, ti.i32), -1)
             words[at + 1 + w] = bits
         words[at] = ti.cast(depth, ti.u32)
 
@@ -89,19 +89,19 @@ def make_tree(style, form):
     return tree
 
 
-def make_place_of(c):
-    """place_of(b, t, terms, params): the distance of new token t from the prefix: t, or its depth in a tree."""
+def make_depth_of(c):
+    """depth_of(b, t, terms, params): the distance of new token t from the prefix: t, or its depth in a tree."""
 
     @ti.func
-    def place_of(b, t, terms: ti.template(), params):
-        place = t
+    def depth_of(b, t, terms: ti.template(), params):
+        depth = t
         if ti.static(c.tree):
             _sinks, _slopes, tree, numbers = ti.static(terms)
             row = numbers[N.tree_first] + (b * params[P.queries] + t) * numbers[N.tree_words]
-            place = ti.cast(tree[row], ti.i32)
-        return place
+            depth = ti.cast(tree[row], ti.i32)
+        return depth
 
-    return place_of
+    return depth_of
 
 
 @ti.func
@@ -120,10 +120,10 @@ def index_in_tree(index, tree: ti.template(), row, first, words, tokens, new, hi
     j = ti.min(ti.max(index - new, 0), tokens - 1)
     sees = (tree[row + 1 + (j >> 5)] >> ti.cast(j & 31, ti.u32)) & ti.u32(1)
     back = ti.min(ti.cast(tree[first + j * words], ti.i32) - ti.cast(tree[row], ti.i32), 0)
-    found = ti.select(last_sink + back < sinks, last_sink + back, high + back)
-    found = ti.select(sees != ti.u32(0), found, MAX_TOKENS)
-    found = ti.select(index >= new, found, index)
-    return ti.select(index > MAX_TOKENS, index, found)  # the key does not exist
+    counts_as = ti.select(last_sink + back < sinks, last_sink + back, high + back)
+    counts_as = ti.select(sees != ti.u32(0), counts_as, MAX_TOKENS)
+    counts_as = ti.select(index >= new, counts_as, index)
+    return ti.select(index > MAX_TOKENS, index, counts_as)  # the key does not exist
 
 
 def make_index_of(c):
@@ -131,13 +131,13 @@ def make_index_of(c):
 
     @ti.func
     def index_of(b, t, index, bounds, visible, terms: ti.template(), params):
-        found = index
+        counts_as = index
         if ti.static(c.tree):
             _sinks, _slopes, tree, numbers = ti.static(terms)
             words, tokens = numbers[N.tree_words], params[P.queries]
             first = numbers[N.tree_first] + b * tokens * words
-            found = index_in_tree(index, tree, first + t * words, first, words, tokens, first_new(visible, params),
-                                  bounds[1], bounds[2], bounds[3])  # fmt: skip
-        return found
+            counts_as = index_in_tree(index, tree, first + t * words, first, words, tokens, first_new(visible, params),
+                                      bounds[1], bounds[2], bounds[3])  # fmt: skip
+        return counts_as
 
     return index_of

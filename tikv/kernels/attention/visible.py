@@ -36,25 +36,25 @@ def make_visible_range(c):
                 at = at + h * params[P.lens_head]
             length = ti.cast(lens[at], ti.i64)
         length = ti.max(length, ti.i64(0))
-        if ti.static(c.place != "ring"):
+        if ti.static(c.kind != "ring"):
             length = ti.min(length, ti.cast(params[P.capacity], ti.i64))
         sinks = ti.cast(params[P.sinks], ti.i64)
         oldest = length + ti.cast(params[P.ahead] - params[P.window], ti.i64)
         if ti.static(c.causal):
             oldest = oldest - ti.cast(params[P.queries] - 1 + params[P.later], ti.i64)
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             oldest = ti.max(oldest, length - ti.cast(params[P.ring], ti.i64))
         low = ti.max(ti.max(sinks, ti.cast(params[P.first_valid], ti.i64)), oldest)
         if ti.static(c.starts):
             low = ti.max(low, ti.cast(lens[strides[S.lens_first] + b * strides[S.lens_sequence] + 1], ti.i64))
         first = ti.cast(ti.min(low, ti.i64(MAX_TOKENS)), ti.i32)
-        if ti.static(c.place == "ring"):
+        if ti.static(c.kind == "ring"):
             first = params[P.sinks] + ti.cast((low - sinks) % ti.cast(params[P.ring], ti.i64), ti.i32)
         fixed = ti.cast(ti.min(sinks, length), ti.i32)
         recent = ti.cast(ti.max(length - low, ti.i64(-MAX_TOKENS)), ti.i32)
         end = ti.cast(ti.min(length, ti.i64(MAX_TOKENS)), ti.i32)
         length_high, length_low = 0, 0
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             length_high = ti.cast(length // ti.i64(MAX_TOKENS), ti.i32)
             length_low = ti.cast(length % ti.i64(MAX_TOKENS), ti.i32)
         return ti.Vector([fixed + ti.max(recent, 0), fixed, first, recent, end, length_high, length_low])
@@ -109,12 +109,12 @@ def make_in_bounds(c):
 
     @ti.func
     def in_bounds(index, low, high, sinks, last_sink):
-        found = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
+        inside = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
         if ti.static(not c.causal):
-            found = ti.select(index < HIDDEN, 1, 0)
+            inside = ti.select(index < HIDDEN, 1, 0)
         elif ti.static(c.sinks):
-            found = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), found)
-        return found
+            inside = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), inside)
+        return inside
 
     return in_bounds
 
@@ -125,10 +125,10 @@ def make_is_visible(c):
 
     @ti.func
     def is_visible(t, index, visible, params):
-        found = True
+        sees = True
         if ti.static(c.masked):
             bounds = query_bounds(t, visible, params)
-            found = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0
-        return found
+            sees = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0
+        return sees
 
     return is_visible

@@ -21,7 +21,7 @@ def _stream_of_copies(index: int) -> int:
 
 
 class _Event:
-    """A point in a stream."""
+    """A point in a stream of CUDA, for which another stream can wait: `record` marks it, `wait` waits for it."""
 
     def __init__(self) -> None:
         cu = driver.binding()

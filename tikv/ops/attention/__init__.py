@@ -1,7 +1,8 @@
 """Attention that reads caches in place: contiguous caches, rings with sinks, page pools.
 
-`contiguous` and `paged` describe their arrays as a `CacheLayout` (`options`); an `AttentionPlan` (`plan`) checks the
-queries against it and splits the keys (`splits`); `launches` binds the kernels. `merge` merges earlier results.
+`contiguous` and `paged` say how arrays lie, `call` makes a checked call of them: an `AttentionPlan` (`plan`) checks the
+queries against a `CacheLayout` (`options`) and splits the keys (`splits`); `launches` binds the kernels. `merge` merges
+earlier results.
 """
 
 from tikv.ops.attention.contiguous import decode_attention as decode_attention

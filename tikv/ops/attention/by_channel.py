@@ -14,8 +14,9 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.families import Form, is_served
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, plan_key, query_shape
+from tikv.ops.attention.call import attention_plan, plan_key
+from tikv.ops.attention.families import Form, is_served, log_choice
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, query_shape
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Rows, Scale
@@ -25,7 +26,7 @@ SERIAL_PRODUCTS = 1 << 18  # on CPU, below this the calling thread finishes befo
 
 
 class ChannelKeys(NamedTuple):
-    """Keys as codes by channel.
+    """Keys as codes by channel: each channel of a group of tokens has one scale and one bias.
 
     Attributes:
         codes: (B, H, room, D, words) uint32, contiguous: for each group of tokens, the codes of each channel. With a
@@ -118,7 +119,7 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
 
 
 class _ScorePlan(Plan):
-    """A plan that keeps the memory of its launch's workers."""
+    """The plan of a launch that writes a score for each key; it keeps the memory of the launch's workers."""
 
     work: ArrayView | None = None
 
@@ -180,8 +181,11 @@ def channel_plan(
         )
         options = AttentionOptions(asked.scale, causal=False)
         plan, query = None, query_shape(arrays["q"], "q", operation)
-        if is_served(Form(live, arrays, query, cache, options)):
-            plan = AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options)
+        form = Form(live, arrays, query, cache, options)
+        if is_served(form):
+            plan = AttentionPlan(live, operation, arrays, cache, options)
+        else:
+            log_choice(operation, form)
         entry = live.plans.keep(key, (plan,))
     known: AttentionPlan | None = entry[0]
     return known
@@ -198,9 +202,8 @@ def scored_plan(
         values: where V lies.
         asked: what turns products into scores.
     """
-    key = plan_key(operation, arrays, ("scored", *asked, values.rows.format, *values[1:]))
-    plan: AttentionPlan | None = live.plans.get(key)
-    if plan is None:
+
+    def form() -> tuple[CacheLayout, AttentionOptions]:
         scores = arrays["k"]
         sequence, head, row, _ = scores.strides
         cache = CacheLayout(
@@ -216,6 +219,6 @@ def scored_plan(
             ring=values.ring,
             scored=True,
         )
-        options = AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["q"].shape[0], options))
-    return plan
+        return cache, AttentionOptions(asked.scale, values.span is not None, values.span, asked.softcap)
+
+    return attention_plan(live, operation, arrays, ("scored", *asked, values.rows.format, *values[1:]), form)

@@ -16,9 +16,8 @@ from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
-from tikv.ops.attention.selected import indices_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
-from tikv.ops.attention.terms import term_numbers, tree_launch, tree_words
+from tikv.ops.attention.terms import indices_by_head, term_numbers, tree_launch, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 
@@ -73,7 +72,7 @@ ALL = AttendedTokens()
 
 
 class Scratch(NamedTuple):
-    """Offsets in the scratch memory, in bytes, and its size."""
+    """The memory that the launches of a call use among themselves: the offsets of its parts and its size, in bytes."""
 
     partials: int  # the results of splits begin at 0 and end here
     lse: int  # the result's log-sum-exps, if the caller gets none
@@ -258,7 +257,7 @@ class AttentionLaunches(Plan):
                     later=queries - end,
                     lse_first=params.lse_first + (0 if split else of_lse),
                     out_lse_first=params.out_lse_first + of_lse,
-                    chosen_first=params.chosen_first + begin * params.chosen_query,
+                    indices_first=params.indices_first + begin * params.indices_query,
                 ),
             )
 
@@ -296,13 +295,13 @@ class AttentionLaunches(Plan):
 
     def _choices(self, arrays: dict[str, ArrayView]) -> Any:
         """The compile-time choices of the kernels."""
-        from tikv.kernels.attention.parameters import Choices, Kept
+        from tikv.kernels.attention.parameters import Choices, StoredValues
 
         family, cache, options, bits = self.family, self.cache, self.options, self.family.word_bits
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
         scales = [cache.scales[0].array.dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
         return Choices(
-            place=cache.kind,
+            kind=cache.kind,
             page=cache.page,
             sinks=cache.sinks > 0,
             cache=cache.k.storage,
@@ -329,8 +328,8 @@ class AttentionLaunches(Plan):
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             block=options.sharded[0],
             tree=family.has_tree,
-            values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
-            chosen=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
+            values=None if cache.alike else StoredValues(cache.v.storage, bits[1], scales[1]),
+            index_bits=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
             scored=cache.scored,
             invariant=self.live.invariant,
         )
@@ -416,10 +415,10 @@ def _numbers_of_indices(arrays: dict[str, ArrayView]) -> dict[str, int]:
     a, by_head = arrays["indices"], indices_by_head(arrays)
     return {
         "keys": a.shape[-1],
-        "chosen_sequence": a.strides[0],
-        "chosen_head": a.strides[1] if by_head else 0,
-        "chosen_query": a.strides[-2],
-        "chosen_first": _first(a),
+        "indices_sequence": a.strides[0],
+        "indices_head": a.strides[1] if by_head else 0,
+        "indices_query": a.strides[-2],
+        "indices_first": _first(a),
     }
 
 

@@ -37,7 +37,7 @@ class Timing(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """What was measured on one device.
+    """What ``tikv bench --attention`` measured on one device, by which ``impl="auto"`` chooses.
 
     Attributes:
         day: the date of the measurement, such as 2026-11-25.

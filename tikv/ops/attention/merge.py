@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -18,8 +18,8 @@ SERIAL_ELEMENTS = 1 << 16  # on CPU, below this the calling thread finishes befo
 
 
 def merge_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base2: bool = False, out: Any = None
-) -> tuple[Any, Any]:
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, lse_base2: bool = False, out: Array | None = None
+) -> tuple[Array, Array]:
     """Merge two attention states into the one that attention over both sets of keys would have given.
 
     Use it for a prefix that sequences share, a prompt in chunks, or keys on several devices.
@@ -55,7 +55,7 @@ def merge_states(
     return merged
 
 
-def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any, lse: Any) -> tuple[Any, Any]:
+def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Array, lse: Array) -> tuple[Array, Array]:
     """`merge_states` of (out_a, lse_a, out_b, lse_b), which may also be given an array for the log-sum-exps."""
     out_a, lse_a, out_b, lse_b = states
     live = runtime_of(out_a, out_b)

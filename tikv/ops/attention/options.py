@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, view, view_all
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
 from tikv.ops import checks
-from tikv.ops.fixed_scales import scale_given
+from tikv.ops.fixed_scales import check_fixed_scales
 from tikv.ops.layouts import Rows, Scale
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -102,15 +102,6 @@ MOST_SPLITS = 1024
 MOST_QUERIES = 256  # queries of a prompt per launch, which reads all keys that its first to last query see
 MOST_WARPGROUP_QUERIES = 1 << 14
 INTEGERS = (int, np.integer)
-
-
-NO_ARRAYS: Mapping[str, ArrayView] = {}
-STORED = ("k", "v", "k_scale", "v_scale")  # the arrays that store a cache of codes
-
-
-def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of an `AttentionPlan`; the options are checked, so that equal ones have the same type."""
-    return (operation, *arrays, *[a.key for a in arrays.values()], *options)
 
 
 def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:
@@ -247,76 +238,18 @@ def check_table(
         )
 
 
-def views_of(
-    operation: str, arrays: dict[str, Any], names: Mapping[str, str], head_dim_v: Any = None
-) -> dict[str, ArrayView]:
-    """Views of q and the other given arrays, by role; `names` gives the parameter of each role.
-
-    Raises:
-        ShapeError: as in `values_of`, if V is None.
-    """
-    q = arrays["q"]
-    if head_dim_v is None and arrays.get("v", q) is not None:
-        if type(q) is ArrayView:  # it is a store's, and need not be remembered
-            return {role: view(array, names[role], operation) for role, array in arrays.items()}
-        views = view_all(tuple(arrays.values()), [names[role] for role in arrays], operation)
-        return dict(zip(arrays, views, strict=True))
-    by_role = {role: view(array, names[role], operation) for role, array in arrays.items() if role != "v"}
-    by_role["v"] = values_of(by_role["k"], arrays["v"], head_dim_v, names["v"], operation)
-    return {role: by_role[role] for role in arrays}
-
-
-def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
-    """The values: a given array, or else the first `head_dim_v` columns of the keys.
-
-    Raises:
-        ShapeError: neither is given, or the two disagree; or the keys have fewer columns.
-    """
-    if head_dim_v is not None:
-        head_dim_v = checks.integer(head_dim_v, "head_dim_v", operation, low=1)
-    if v is not None:
-        values = view(v, name, operation)
-        if head_dim_v not in (None, values.shape[-1]):
-            raise ShapeError(
-                f"{operation}: both {name}, {describe(values)}, and head_dim_v={head_dim_v} are given. Leave "
-                f"head_dim_v out, or pass {name}=None for values that are the first columns of the keys."
-            )
-        return values
-    if head_dim_v is None:
-        raise ShapeError(f"{operation}: {name} is None. Say how many columns of the keys are the values: head_dim_v=.")
-    if not k.shape or head_dim_v > k.shape[-1]:
-        raise ShapeError(f"{operation}: head_dim_v={head_dim_v} is beyond the columns of the keys, {describe(k)}.")
-    return k.restrided((*k.shape[:-1], head_dim_v), k.strides)
-
-
 def window_or_none(window: Any, operation: str) -> int | None:
     """The window, checked to be at least one token; or None."""
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
-def add_scales(
-    arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, live: runtime.Runtime, operation: str, both: bool = True
-) -> None:
-    """Add views of the scales to `arrays`; both must be given, unless they are a store's.
-
-    Raises:
-        ShapeError: one is missing.
-        OptionError: a number that is not a scale.
-    """
-    if both and (k_scale is None or v_scale is None):
-        missing = "k_scale" if k_scale is None else "v_scale"
-        raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            arrays[name] = view(scale_given(scale, live, name, operation), name, operation)
-
-
-def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
-    """The scales of K and V, if there are any; both have the same strides."""
-    scales = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
-    if len(scales) < 2:
-        return scales
-    a, b = scales
-    if a.strides != b.strides and a.shape == b.shape:
-        raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
-    return a, b
+def are_fixed(arrays: Mapping[str, ArrayView], heads: int, batch: int, operation: str) -> bool:
+    """Whether the scales of K and V, as far as there are any, are fixed, as those of 8-bit floats; both lie alike."""
+    scales = {name: arrays[name] for name in ("k_scale", "v_scale") if name in arrays}
+    if len({a.strides for a in scales.values()}) > 1 and len({a.shape for a in scales.values()}) == 1:
+        a, b = (scale.strides for scale in scales.values())
+        raise ShapeError(f"{operation}: k_scale has strides {a}, v_scale {b}. Lay them out alike.")
+    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in scales)
+    if scales and fixed:
+        check_fixed_scales(tuple(scales.values()), heads, operation, batch)
+    return fixed

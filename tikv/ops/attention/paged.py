@@ -3,61 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
+from tikv import runtime
+from tikv.arrays import Array, Arrays, ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.attention.call import Caches, attention_call, plan_key
 from tikv.ops.attention.options import (
-    INTEGERS,
-    NO_ARRAYS,
-    STORED,
+    AttentionOptions,
     CacheLayout,
-    add_scales,
+    are_fixed,
     check_form,
-    plan_key,
     query_shape,
-    scales_of,
     table_by_head,
-    views_of,
     window_or_none,
 )
-from tikv.ops.attention.plan import AttentionCall, AttentionPlan, Results
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_terms
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
-from tikv.ops.indices import index_array
+from tikv.ops.fixed_scales import fixed_scale
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape, scale_of_slots
-from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
+from tikv.ops.quantize import Quantized, require_slots_first
 
 
 def paged_decode_attention(
-    q: Any,
-    k_pool: Any,
-    v_pool: Any,
-    block_tables: Any,
-    context_lens: Any,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    context_lens: Array | int,
     *,
     layout: str = "NHD",
     scale: float | None = None,
     window: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     causal: bool = True,
     softcap: float | None = None,
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
-    sink_logits: Any = None,
-    alibi_slopes: Any = None,
-    mask: Any = None,
-    parents: Any = None,
+    sink_logits: Array | None = None,
+    alibi_slopes: Array | None = None,
+    mask: Array | None = None,
+    parents: Array | None = None,
     head_dim_v: int | None = None,
-    indices: Any = None,
-) -> Any:
+    indices: Array | None = None,
+) -> Arrays:
     """Attend with the queries of the newest tokens over page pools, in place: `decode_attention` with a block table.
 
     Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
@@ -105,8 +100,9 @@ def paged_decode_attention(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
-    pools = PagedCaches(k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v)
-    call = paged_call(operation, q, pools, request)
+    pages = PagedLayout(checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)))
+    pools = Caches(pages, k_pool, v_pool, context_lens, block_tables, k_scale, v_scale, head_dim_v)
+    call = attention_call(operation, q, pools, request)
     result = call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
     return refuse_backward(result, q, k_pool, v_pool)
 
@@ -115,87 +111,51 @@ def paged_decode_attention(
 NAMES = {"q": "q", "k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
 
 
-class PagedCaches(NamedTuple):
-    """Page pools as a caller gave them, and how they are read.
+class PagedLayout(NamedTuple):
+    """Page pools with a block table, whose axes are named as in `POOL_LAYOUTS`; an `AttendedLayout`."""
 
-    `formats` are those of a store's pools, each of which may hold groups of codes, with their scales and biases, or
-    have no scales; the other fields are parameters of `paged_decode_attention`.
-    """
+    name: str = "NHD"
 
-    k_pool: Any
-    v_pool: Any
-    block_tables: Any = None
-    context_lens: Any = None
-    layout: str = "NHD"
-    k_scale: Any = None
-    v_scale: Any = None
-    head_dim_v: Any = None
-    formats: Formats | None = None
+    @property
+    def names(self) -> Mapping[str, str]:
+        """As in `AttendedLayout`."""
+        return NAMES
 
-
-def paged_call(
-    operation: str, q: Any, pools: PagedCaches, request: AttendRequest, terms: Mapping[str, ArrayView] | None = None
-) -> AttentionCall:
-    """A checked call of `paged_decode_attention`, under the operation name that errors give.
-
-    `terms` are views of the request's terms, if there are some already.
-    """
-    request = request.checked(operation)
-    k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
-    live = runtime_of(q, k_pool)
-    length, arguments, of_groups = 0, {"q": q}, NO_ARRAYS
-    block_tables = index_array(block_tables, "block_tables", operation)
-    if v_pool is None and layout == "VLLM":
-        raise OptionError(
-            f"{operation}: layout 'VLLM' stores each key in several pieces. Use 'NHD' or 'HND' for v_pool=None."
-        )
-    if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
-        require_slots_first(operation, layout)
-        pair = {"k_pool": k_pool, "v_pool": v_pool}
-        codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
-        of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
-        head_dim_v = None
-    else:
-        arguments |= {"k": k_pool, "v": v_pool}
-    arguments["table"] = block_tables
-    if isinstance(context_lens, INTEGERS):
-        length = checks.integer(context_lens, "context_lens", operation)
-    else:
-        arguments["lens"] = context_lens = index_array(context_lens, "context_lens", operation)
-    arrays = views_of(operation, arguments, NAMES, head_dim_v)
-    arrays |= of_groups
-    if v_pool is None and v_scale is None:
-        v_scale = k_scale
-    if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    arrays |= request.terms.views(operation) if terms is None else terms
-    layout = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS))
-    key = plan_key(operation, arrays, (layout, request.choices, formats, v_pool is None))
-    plan = live.plans.get(key)
-    if plan is None:
-        request.check_choices(operation)
+    def check(self, operation: str, caches: Caches, request: AttendRequest) -> None:
+        """As in `AttendedLayout`."""
+        if caches.v is None and self.name == "VLLM":
+            raise OptionError(
+                f"{operation}: layout 'VLLM' stores each key in several pieces. Use 'NHD' or 'HND' for v_pool=None."
+            )
+        if isinstance(caches.k, Quantized) or isinstance(caches.v, Quantized):
+            require_slots_first(operation, self.name)
         if request.impl == "torch":
             raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
-        asked = request.options()
-        cache = _pages(arrays, layout, live, operation, formats or (None, None))._replace(in_keys=v_pool is None)
-        window_or_none(asked.span, operation)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["table"].shape[0], asked))
-    return AttentionCall(plan, arrays, length, (block_tables, context_lens))
+
+    def cache(
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], formats: Formats,
+        options: AttentionOptions,
+    ) -> tuple[CacheLayout, AttentionOptions]:  # fmt: skip
+        """As in `AttendedLayout`."""
+        table = arrays["table"]
+        checks.indices(table, "block_tables", operation)
+        checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) per KV head", operation)
+        heads = table.shape[1] if table_by_head(arrays) else None
+        named = table.shape[0], heads, table.shape[-1]
+        cache = _pool_layout(arrays, self.name, live, operation, formats, named)
+        window_or_none(options.span, operation)
+        return cache, options
 
 
 def check_paged_queries(
-    operation: str,
-    q: ArrayView,
-    pools: PagedCaches,
-    request: AttendRequest,
-    terms: Mapping[str, ArrayView],
+    operation: str, q: ArrayView, pools: Caches, request: AttendRequest, terms: Mapping[str, ArrayView],
     table_heads: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check that queries (B, Hq, T, D) fit these pools, whatever the block tables and lengths will be.
 
     Args:
         operation: the operation's name, for messages.
-        q, request, terms: as in `paged_call`.
+        q, request, terms: as in `attention_call`.
         pools: a store's pools; their block tables and lengths are not checked.
         table_heads: how many KV heads have block tables of their own; None if they share them.
 
@@ -204,16 +164,17 @@ def check_paged_queries(
 
     Cost: the work is done once for each form; nothing is allocated on the device.
     """
-    live = runtime_of(pools.k_pool)
+    live, layout = runtime_of(pools.k), pools.layout
+    assert isinstance(layout, PagedLayout)
     scales = {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
-    arrays = {"q": q, "k": pools.k_pool, "v": pools.v_pool}
+    arrays = {"q": q, "k": pools.k, "v": pools.v}
     arrays |= {name: a for name, a in scales.items() if a is not None} | dict(terms)
-    key = ("queries", *plan_key(operation, arrays, (pools.layout, request.choices, pools.formats, table_heads)))
+    key = ("queries", *plan_key(operation, arrays, (layout, request.choices, pools.formats, table_heads)))
     if live.plans.get(key) is None:
         request.check_choices(operation)
         asked = request.options()
         table = q.shape[0], table_heads, 0
-        cache = _pool_layout(arrays, pools.layout, live, operation, pools.formats or (None, None), table)
+        cache = _pool_layout(arrays, layout.name, live, operation, pools.formats or (None, None), table)
         query = query_shape(q, "q", operation)
         window_or_none(asked.span, operation)
         check_form(operation, arrays, query, cache, query.batch, asked)
@@ -221,25 +182,10 @@ def check_paged_queries(
         live.plans.keep(key, True)
 
 
-def _pages(
-    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats
-) -> CacheLayout:
-    """The checked `CacheLayout` of page pools with a block table."""
-    table = arrays["table"]
-    checks.indices(table, "block_tables", operation)
-    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) per KV head", operation)
-    heads = table.shape[1] if table_by_head(arrays) else None
-    return _pool_layout(arrays, layout, live, operation, formats, (table.shape[0], heads, table.shape[-1]))
-
-
 def _pool_layout(
-    arrays: dict[str, ArrayView],
-    layout: str,
-    live: runtime.Runtime,
-    operation: str,
-    formats: Formats,
+    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats,
     table: tuple[int, int | None, int],
-) -> CacheLayout:
+) -> CacheLayout:  # fmt: skip
     """The checked `CacheLayout` of page pools for tables of so many sequences, KV heads (None: shared) and blocks."""
     batch, table_heads, table_blocks = table
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
@@ -258,15 +204,11 @@ def _pool_layout(
             f"{operation}: block_tables has pages for each of {table_heads} KV heads, whose blocks hold one head, and "
             f"the pools have {shape.heads} ({detail}). Use pools of 1 head."
         )
-    scales = scales_of(arrays, operation)
     heads = shape.heads if table_heads is None else table_heads
     rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], formats[stream]) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
-    of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
-    if scales and fixed:
-        check_fixed_scales(scales, heads, operation, batch)
+    fixed = are_fixed(arrays, heads, batch, operation)
     for i, name in enumerate(("k_scale", "v_scale")):
         if name in arrays and fixed:
             rows[i] = rows[i]._replace(scale=fixed_scale(arrays[name]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families import Form, family_for, log_choice
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
 from tikv.ops.attention.options import (
@@ -26,10 +25,9 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
-from tikv.ops.attention.selected import check_indices, check_selected
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, most_keys
-from tikv.ops.attention.terms import check_parents, check_terms
-from tikv.ops.attention.torch_sdpa import TorchAttention, faster_in_torch, why_not_torch
+from tikv.ops.attention.terms import check_parents, check_selected, check_terms
+from tikv.ops.attention.torch_sdpa import TorchAttention
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
@@ -97,24 +95,18 @@ class AttentionPlan(Plan):
     """
 
     def __init__(
-        self,
-        live: runtime.Runtime,
-        operation: str,
-        arrays: dict[str, ArrayView],
-        cache: CacheLayout,
-        batch: int,
+        self, live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], cache: CacheLayout,
         options: AttentionOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(live, operation, tuple(arrays), [False] * len(arrays))
-        q = arrays["q"]
+        q, batch = arrays["q"], arrays.get("table", arrays["k"]).shape[0]
         self.options = options
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
         refuse_splits(live, operation, options)
         check_terms(operation, arrays, self.query, cache, options, live)
-        if "indices" in arrays:
-            check_indices(operation, arrays, self.query, cache, live)
         form = Form(live, arrays, self.query, cache, options)
+        log_choice(operation, form)
         self.family = family_for(form)
         self.needs_native = self.family.needs_native(form)
         self.cache = self.family.cache
@@ -125,10 +117,7 @@ class AttentionPlan(Plan):
             self.mass_shape = (batch, cache.heads, self.query.queries, arrays["indices"].shape[-1])
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
-        self.not_torch = why_not_torch(live, arrays, cache, options)
-        kind = arrays["k"].dtype, q.shape[-1]
-        self.faster_in_torch = faster_in_torch(live, self.query.queries, self.family.on_tensor_cores, *kind)
-        self.by_torch = TorchAttention(live, self.query.queries, options)
+        self.by_torch = TorchAttention(live, arrays, cache, options, self.family.on_tensor_cores)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
         self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
@@ -155,8 +144,9 @@ class AttentionPlan(Plan):
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
         outputs = self._add_results(like, arrays, results)
-        if impl != "taichi" and self._torch_serves(arrays, lengths, tokens, results.return_lse, impl):
-            if not self.by_torch.attend(self.operation, arrays, lengths.longest, tokens.first_valid):
+        seen = lengths.longest, tokens.first_valid
+        if impl != "taichi" and self.by_torch.serves(self.operation, arrays, *seen, results.return_lse, impl):
+            if not self.by_torch.attend(self.operation, arrays, *seen):
                 self._launches(arrays, lengths).attend(arrays, tokens)
         elif not self.empty:
             self._launches(arrays, lengths).attend(arrays, tokens)
@@ -248,19 +238,10 @@ class AttentionPlan(Plan):
             self.by_split.keep(key, launches)
         return launches
 
-    @property
-    def most_queries(self) -> int:
-        """The most queries of a prompt per launch."""
-        return self.family.most_queries
-
-    @property
-    def warpgroups_serve(self) -> bool:
-        """Whether warpgroups attend, which take all queries of a prompt in one launch."""
-        return self.family.in_warpgroups
-
     def _leave_native(self, arrays: dict[str, ArrayView]) -> None:
         """From now on, use the kernels that every launcher supports."""
         form = Form(self.live, arrays, self.query, self.cache, self.options)
+        log_choice(self.operation, form, native=False)
         self.family, self.needs_native = family_for(form, native=False), False
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()
@@ -362,51 +343,3 @@ class AttentionPlan(Plan):
         choice = (*self._shares(self._lengths(followed, length)), on_host)
         newer = self.options.newer
         return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
-
-    def _torch_serves(
-        self, arrays: dict[str, ArrayView], lengths: Lengths, tokens: AttendedTokens, return_lse: bool, impl: str
-    ) -> bool:
-        """Whether to use torch's own attention; with impl="torch" it raises where torch cannot be used."""
-        if impl == "auto" and (
-            "torch" not in sys.modules
-            or not self.faster_in_torch
-            or self.by_torch.kind(lengths.longest, tokens.first_valid) not in self.faster_in_torch
-        ):
-            return False
-        reason = self.not_torch
-        if not reason and return_lse:
-            reason = "torch gives no log-sum-exp"
-        if not reason and "lens" in arrays:
-            known = host_indices(arrays["lens"], self.live)
-            if known is None or known.size == 0 or known.min() != known.max():
-                reason = "torch needs one length for all sequences, known on the host"
-        if reason and impl == "torch":
-            raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
-        return not reason
-
-
-class AttentionCall(NamedTuple):
-    """A call of attention whose form is checked; `attend` runs it, once or several times."""
-
-    plan: AttentionPlan
-    arrays: dict[str, ArrayView]
-    length: int  # the length of all sequences, if there is no array of lengths
-    owners: tuple[Any, ...]  # objects that own the memory, which views do not keep alive
-
-    def attend(self, like: Any, results: Results = NEW, impl: str = "taichi", first_valid: int = 0) -> Any:
-        """`AttentionPlan.attend` over these arrays."""
-        return self.plan.attend(like, dict(self.arrays), AttendedTokens(self.length, first_valid), results, impl)
-
-    def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
-        """`attend` without the launches: every step that can fail is done, and `run` of the result computes."""
-        ready = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
-        return ready.prepared(like, results, *self.owners)
-
-    def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
-        """`weigh` in the same way."""
-        ready = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
-        return ready.prepared(lse, mass, *self.owners)
-
-    def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
-        """`AttentionPlan.weigh` over these arrays."""
-        self.plan.weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from tikv.arrays import Array
 from tikv.errors import OptionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -46,13 +47,13 @@ class AttendRequest(NamedTuple):
     short: bool = False
     shared_prefix: str = "off"
     # The fields from here on are arrays; those before are `choices`.
-    out: Any = None
-    seq_lens: Any = None
-    sink_logits: Any = None
-    alibi_slopes: Any = None
-    mask: Any = None
-    parents: Any = None
-    indices: Any = None
+    out: Array | None = None
+    seq_lens: Array | int | None = None
+    sink_logits: Array | None = None
+    alibi_slopes: Array | None = None
+    mask: Array | None = None
+    parents: Array | None = None
+    indices: Array | None = None
 
     @property
     def choices(self) -> tuple[Any, ...]:

@@ -21,14 +21,14 @@ MOST_BLOCKS = 16  # times `GPU_BLOCKS`, for heads of different lengths, many of 
 
 
 class Lengths(NamedTuple):
-    """What the host knows about the lengths of a call."""
+    """What the host knows about the numbers of keys in a call: that of the longest head, and perhaps the mean."""
 
     longest: int
     mean: int | None = None  # over KV heads, if each has its own length and the host knows them
 
 
 class Shares(NamedTuple):
-    """How the keys of a call are shared out."""
+    """How the keys of a call are shared out: in how many parts each head's keys are read, and by how many threads."""
 
     splits: int
     workers: int  # threads on CPU

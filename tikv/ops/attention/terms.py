@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import Array, ArrayView, describe, view
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
@@ -19,11 +19,11 @@ from tikv.ops.plan import Launch
 class Terms(NamedTuple):
     """The arrays as a caller gave them, None for those that it did not give; parents and indices may be lists."""
 
-    sink_logits: Any = None
-    alibi_slopes: Any = None
-    mask: Any = None
-    parents: Any = None
-    indices: Any = None
+    sink_logits: Array | None = None
+    alibi_slopes: Array | None = None
+    mask: Array | None = None
+    parents: Array | None = None
+    indices: Array | None = None
 
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask with 8 keys per byte."""
@@ -48,9 +48,10 @@ NO_TERMS = Terms()
 TREES = ("mask", "mask_bits", "parents")  # names of arrays that say which of the new tokens a query sees
 NAMES = ("sink_logits", "alibi_slopes", *TREES)
 UNCOUNTED = NAMES[1:]  # with these, the mass of keys is not computed
+MOST_RING_LENGTH = 2**30  # a ring's length, given as one number, is reduced from here on
 
 
-def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
+def _bytes_of(mask: Array, operation: str) -> tuple[str, Any]:
     """("mask" or "mask_bits", the same memory as int8) for a mask of bool or uint8, dtypes that no other array has.
 
     Raises:
@@ -87,6 +88,8 @@ def check_terms(
     """
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
+    if "indices" in arrays:
+        _check_indices(operation, arrays, query, cache, live)
     if options.mass and (uncounted := [name for name in UNCOUNTED if name in arrays]):
         shown = uncounted[0].removesuffix("_bits")
         raise OptionError(f"{operation}: return_mass cannot be combined with {shown}. Pass one of the two.")
@@ -155,6 +158,90 @@ def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> 
             f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is not a token before token {t}. Use -1 (the "
             f"prefix) to {t - 1}."
         )
+
+
+def indices_by_head(arrays: Mapping[str, ArrayView]) -> bool:
+    """Whether each KV head reads its own tokens."""
+    return "indices" in arrays and arrays["indices"].ndim == 4
+
+
+def _check_indices(
+    operation: str, arrays: Mapping[str, ArrayView], query: QueryShape, cache: CacheLayout, live: runtime.Runtime
+) -> None:
+    """Check that the form of the indices fits the queries and the cache.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: it does not.
+    """
+    a = arrays["indices"]
+    checks.on_device([("indices", a)], live, operation)
+    checks.indices(a, "indices", operation)
+    checks.rank(a, (3, 4), "indices", "(B, T, K), or (B, H, T, K) per KV head", operation)
+    lead = (query.batch, cache.heads) if a.ndim == 4 else (query.batch,)
+    needed = (*lead, query.queries)
+    if a.shape[:-1] != needed:
+        axes = "(B, H, T, K)" if a.ndim == 4 else "(B, T, K)"
+        shown = ", ".join(map(str, needed))
+        raise ShapeError(f"{operation}: indices is {describe(a)} where {axes} = ({shown}, K) is needed.")
+    checks.addressable(a, a.dtype.itemsize, live, "indices", operation)
+
+
+def check_selected(
+    operation: str, arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
+) -> None:
+    """Check that each index known to the host is -1 or a token of its sequence; in debug mode, also for duplicates.
+
+    Args:
+        operation: the operation's name, for messages.
+        arrays: indices, and lens if they are given.
+        cache: the cache that is attended over.
+        length: the length of all sequences, if there is no array of lengths.
+        live: the runtime.
+
+    Raises:
+        PositionError: an index is not, or a query has it twice.
+        CapacityError: a ring's length is too large for its indices to be counted.
+    """
+    if "lens" not in arrays and cache.kind == "ring" and length >= MOST_RING_LENGTH:
+        raise CapacityError(
+            f"{operation}: indices count from the first token, and length={length} is beyond {MOST_RING_LENGTH}. "
+            "Pass lengths as an array."
+        )
+    known = host_indices(arrays["indices"], live)
+    if known is None or known.size == 0:
+        return
+    ends = _ends(arrays, cache, length, live)
+    if int(known.min()) < -1 or int(known.max()) >= int(ends.min()):
+        ends = ends.reshape(*ends.shape, *[1] * (known.ndim - ends.ndim))
+        wrong = (known < -1) | (known >= ends)
+        if wrong.any():
+            at = tuple(int(n) for n in np.argwhere(wrong)[0])
+            end = int(np.broadcast_to(ends, known.shape)[at])
+            raise PositionError(
+                f"{operation}: indices[{', '.join(map(str, at))}]={int(known[at])} is not a token of its sequence, "
+                f"which has {end}. Use 0 to {end - 1}, or -1 for no token."
+            )
+    if live.debug:
+        ordered = np.sort(known, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if twice.any():
+            at = tuple(int(n) for n in np.argwhere(twice)[0])
+            raise PositionError(
+                f"{operation}: indices[{', '.join(map(str, at[:-1]))}] name token {int(ordered[at])} more than "
+                "once, so it would be counted more than once. Name each token once."
+            )
+
+
+def _ends(
+    arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
+) -> np.ndarray[Any, Any]:
+    """The most tokens that there can be: of all sequences, of each, or of each KV head if it has its own indices."""
+    if "lens" not in arrays:
+        return np.array(length)
+    lens = host_indices(arrays["lens"], live)
+    if lens is None:
+        return np.array(2**62 if cache.kind == "ring" else cache.capacity)
+    return lens.max(axis=1) if lens.ndim == 2 and not indices_by_head(arrays) else lens
 
 
 def tree_words(tokens: int) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
+import sys
 from typing import Any
 
 from tikv import extras, launch, runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType, float16, float32
+from tikv.errors import OptionError
 from tikv.ops.attention import measured
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 from tikv.ops.attention.terms import NAMES
+from tikv.ops.indices import host_indices
 
 BLOCK_QUERIES = 512  # queries of a prompt that torch processes at once on CPU
 MOST_CACHED_BYTES = 1 << 24  # the most for the mask of a plan
@@ -67,14 +71,6 @@ def torch_is_faster(
     return not tensor_cores
 
 
-def faster_in_torch(
-    live: runtime.Runtime, queries: int, tensor_cores: bool, dtype: DType, head_dim: int
-) -> frozenset[str]:
-    """The kinds of calls with so many queries per sequence for which `torch_is_faster`."""
-    form = queries, tensor_cores, dtype, head_dim
-    return frozenset(kind for kind in (*measured.KINDS, MASKED) if torch_is_faster(live, kind, *form))
-
-
 def report(live: runtime.Runtime) -> str:
     """What `impl="auto"` takes for each kind of call, tikv's kernels or torch's attention, and why; for people."""
     if live.invariant:
@@ -95,10 +91,16 @@ def report(live: runtime.Runtime) -> str:
 class TorchAttention:
     """Attention over arrays of one form by torch's `scaled_dot_product_attention`, over the same memory."""
 
-    def __init__(self, live: runtime.Runtime, queries: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout, options: AttentionOptions,
+        tensor_cores: bool,
+    ) -> None:  # fmt: skip
+        q = arrays["q"]
         self.live = live
-        self.queries = queries  # queries per sequence
+        self.queries = q.shape[2] if q.ndim == 4 else 1  # queries per sequence
         self.options = options
+        self.why_not = why_not_torch(live, arrays, cache, options)
+        self._form = self.queries, tensor_cores, arrays["k"].dtype, q.shape[-1]
         self._cached_mask: Any = None  # the last mask; later calls use a part of it
 
     def kind(self, length: int, first_valid: int) -> str:
@@ -109,6 +111,31 @@ class TorchAttention:
         if keys < self.queries or (span is not None and span < keys):
             return MASKED
         return measured.SQUARE if keys == self.queries else measured.RECTANGULAR
+
+    @functools.cached_property
+    def faster(self) -> frozenset[str]:
+        """The kinds of calls for which `torch_is_faster`; measured times are read when it is first asked."""
+        kinds = (*measured.KINDS, MASKED)
+        return frozenset(kind for kind in kinds if torch_is_faster(self.live, kind, *self._form))
+
+    def serves(
+        self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int, return_lse: bool, impl: str
+    ) -> bool:
+        """Whether torch attends, for "auto" if it is faster; with impl="torch" it raises where torch cannot be used."""
+        if impl == "auto" and (
+            "torch" not in sys.modules or not self.faster or self.kind(length, first_valid) not in self.faster
+        ):
+            return False
+        reason = self.why_not
+        if not reason and return_lse:
+            reason = "torch gives no log-sum-exp"
+        if not reason and "lens" in arrays:
+            known = host_indices(arrays["lens"], self.live)
+            if known is None or known.size == 0 or known.min() != known.max():
+                reason = "torch needs one length for all sequences, known on the host"
+        if reason and impl == "torch":
+            raise OptionError(f"{operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
+        return not reason
 
     def attend(self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int) -> bool:
         """Attend over the tokens from `first_valid` to `length`; False if the result cannot be used.

@@ -65,7 +65,7 @@ def write(path: Path, pages: Pages[Any], ids: Sequence[int], states: Sequence[Se
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
     if len(ids_known):
         tensors[TOKEN_IDS] = ids_known
-    positions = [layer.positions[0] for state in states for layer in state.left if layer]
+    positions = [layer.positions[0] for state in states for layer in state.histories if layer]
     if sum(map(len, positions)):
         tensors[POSITIONS] = np.concatenate(positions)
     beside, more = pages.beside(states)
@@ -77,7 +77,7 @@ def write(path: Path, pages: Pages[Any], ids: Sequence[int], states: Sequence[Se
             "token_ids": len(state.token_ids),
             "salt": state.salt.hex(),
             "swapped": state.swapped is not None,
-            "left": [one and [one.tokens, one.dropped, state.shift(i)] for i, one in enumerate(state.left)],
+            "left": [one and [one.tokens, one.dropped, state.shift(i)] for i, one in enumerate(state.histories)],
             **extra,
         }
         for seq, state, table, extra in zip(ids, states, tables, more, strict=True)
@@ -153,7 +153,7 @@ class SavedSequences:
         with files.understanding(self.path, self.operation):
             for sequence in self.meta["sequences"]:
                 state = SequenceState(list(sequence["blocks"]), list(sequence["lengths"]))
-                state.left = [_history(entry, standing) for entry in sequence.get("left", state.left)]
+                state.histories = [_history(entry, standing) for entry in sequence.get("left", state.histories)]
                 count = sequence.get("token_ids", 0)  # older files have none
                 if share_prefixes:
                     state.salt = salt or bytes.fromhex(sequence.get("salt", ""))

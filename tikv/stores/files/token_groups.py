@@ -22,7 +22,7 @@ NOT_PLACED: Mapping[str, Any] = {}
 
 
 class SavedLayer(NamedTuple):
-    """A layer as a file has it.
+    """A layer of a store with groups along tokens, as a file has it.
 
     Attributes:
         counts: the counts of all its tokens, without memory.

@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes, launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
-from tikv.errors import DTypeError, OptionError
+from tikv.errors import OptionError
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -24,7 +24,7 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
 from tikv.stores.layers.summaries import summarize, written_pages
-from tikv.stores.row_format import append_one_of
+from tikv.stores.row_format import check_appended
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -68,7 +68,7 @@ class AppendPlan(Plan):
         self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)
         # The forms of K and V as (layers, batch, ., ., width) and as given, without references to the arrays.
         self._forms = [(a.shape, a.strides) for a in rows]
-        self._given = [a.without_owner() for a in rows]
+        self._views = [a.without_owner() for a in rows]
         self.alignments = [a.ptr % ALIGNMENT for a in rows]
         # The range in which the address of rows must be for them to share memory with K or V of the layers.
         first, last = layers[0], layers[-1]
@@ -157,7 +157,7 @@ class AppendPlan(Plan):
         start, end = self._near
         for pointer in pointers:
             if start < pointer < end:
-                rows = [a.at_address(p) for a, p in zip(self._given, pointers, strict=False)]
+                rows = [a.at_address(p) for a, p in zip(self._views, pointers, strict=False)]
                 refuse_shared(self.operation, self.layers, rows)
                 break
         self.pointers = None  # as `Plan._move` does
@@ -174,20 +174,20 @@ class AppendPlan(Plan):
         self._move_to(pointers)
         return True
 
-    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+    def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K, V and any positions that it reads; a copy of one for a layer of the same form, if any."""
         layer = self.layers[0]
         lone = self.counted and len(self.layers) == 1 and layer.summaries is None and layer.divisors == (None, None)
-        if not lone or 0 in [a.ptr for a in (*given, layer.k)] or launch.is_recording():
-            return self._bind_anew(given)
-        arrays, plans = [*given, *layer.arrays], self.live.plans
-        form = ("append", self.rows, self.token_axis, layer.form, layer.v.ptr - layer.k.ptr, *[a.key for a in given])
+        if not lone or 0 in [a.ptr for a in (*views, layer.k)] or launch.is_recording():
+            return self._bind_anew(views)
+        arrays, plans = [*views, *layer.arrays], self.live.plans
+        form = ("append", self.rows, self.token_axis, layer.form, layer.v.ptr - layer.k.ptr, *[a.key for a in views])
         launches = plans.get(form)
         if launches is None:
-            launches = plans.keep(form, [LikeLaunch.of(each, arrays) for each in self._bind_anew(given)])
+            launches = plans.keep(form, [LaunchTemplate.of(each, arrays) for each in self._bind_anew(views)])
         return [each.over(arrays) for each in launches]
 
-    def _bind_anew(self, given: Sequence[ArrayView]) -> list[Launch]:
+    def _bind_anew(self, views: Sequence[ArrayView]) -> list[Launch]:
         first, batch, heads = self.layers[0], self.batch, self.heads
         scales = first.scales_of_rows(heads, self.rows.numbers)
         if self.absolute:
@@ -201,11 +201,11 @@ class AppendPlan(Plan):
         else:
             placement, dst = first.placement(0, self.tokens), self._rows_of_layers()
             if not self.counted:
-                placement = placement._replace(kind="ragged", array=given[2], limit=first.slots, group=int(batch > 1))
+                placement = placement._replace(kind="ragged", array=views[2], limit=first.slots, group=int(batch > 1))
         sequence_axis = 0 if batch == 1 else 1
         src = [
             Rows(a, sequence=s[sequence_axis], token=s[1 + self.token_axis], head=s[1 + self.head_axis])
-            for a, (_, s) in zip(given, self._forms, strict=False)
+            for a, (_, s) in zip(views, self._forms, strict=False)
         ]
         dst = [rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)]
         return self._bind(src, dst, {"heads": heads, "groups": len(self.layers) * batch, "dst_place": placement})
@@ -225,11 +225,11 @@ class AppendPlan(Plan):
             size = first.k.dtype.itemsize
             both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
             ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
-        found = []
-        for (a, start), row in zip(ends, self.rows.both, strict=True):
-            token, head = row.stored_width, first.slots * row.stored_width
-            found.append(Rows(a, sequence=self.heads * head, token=token, head=head, first=start, format=row.format))
-        return found
+        rows = []
+        for (a, start), form in zip(ends, self.rows.both, strict=True):
+            token, head = form.stored_width, first.slots * form.stored_width
+            rows.append(Rows(a, sequence=self.heads * head, token=token, head=head, first=start, format=form.format))
+        return rows
 
     def _layer_table(self) -> ArrayView:
         """(layers * batch, 4) int32 on the device: first row, rows per head, sinks and ring of each sequence."""
@@ -243,7 +243,7 @@ class AppendPlan(Plan):
         return self._table
 
 
-class LikeLaunch(NamedTuple):
+class LaunchTemplate(NamedTuple):
     """A launch that was bound for one layer and is copied for others of the same form: only addresses differ.
 
     Attributes:
@@ -256,15 +256,15 @@ class LikeLaunch(NamedTuple):
     places: list[tuple[int, ArrayView]]
 
     @classmethod
-    def of(cls, made: Launch, arrays: Sequence[ArrayView]) -> LikeLaunch:
+    def of(cls, made: Launch, arrays: Sequence[ArrayView]) -> LaunchTemplate:
         """From a launch over these arrays, each whole or with what follows it; K and V may be the same new rows."""
         which = [next(i for i, b in enumerate(arrays) if a is b or (i > 1 and a.ptr == b.ptr)) for a in made.arrays]
         return cls(made.bound, [(i, a.without_owner()) for i, a in zip(which, made.arrays, strict=True)])
 
     def over(self, arrays: Sequence[ArrayView]) -> Launch:
         """The same launch over the new rows and the arrays of another layer."""
-        own = [arrays[i] if arrays[i].key == a.key else a.at_address(arrays[i].ptr) for i, a in self.places]
-        return Launch(launch.bind_elsewhere(self.bound, own), own)
+        rebound = [arrays[i] if arrays[i].key == a.key else a.at_address(arrays[i].ptr) for i, a in self.places]
+        return Launch(launch.bind_elsewhere(self.bound, rebound), rebound)
 
 
 class UnevenAppendPlan(AppendPlan):
@@ -288,7 +288,7 @@ class UnevenAppendPlan(AppendPlan):
         layer.length += self.tokens
         layer.newest = self.tokens
 
-    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+    def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """One launch, or one per sequence if no single stride leads through all heads of the batch."""
         layer, heads = self.layers[0], self.heads
         assert layer.head_lengths is not None
@@ -301,7 +301,7 @@ class UnevenAppendPlan(AppendPlan):
             first = b * heads
             src = [
                 Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
-                for a, s in zip(given, strides, strict=False)
+                for a, s in zip(views, strides, strict=False)
             ]
             scales, widths = layer.scales_by_head(self.rows.numbers, first), [r.stored_width for r in self.rows.both]
             stored = zip((layer.k, layer.v), widths, self.rows.formats, scales, strict=True)
@@ -335,13 +335,13 @@ class Appends:
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
 
     def append_first(
-        self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
+        self, operation: str, layers: list[Layer], views: Views, layout: str, key: tuple[Any, ...], stacked: bool
     ) -> None:
         """Check new arrays, append them, and keep the plan under `key` if one plan serves all layers.
 
         `stacked` says that the arrays have a leading axis of layers.
         """
-        rows, axes, tokens = self.checked_for_room(operation, layers, given, layout, stacked)
+        rows, axes, tokens = self.checked_for_room(operation, layers, views, layout, stacked)
         if tokens == 0:
             return
         launch.refuse_during_capture(self.memory.runtime, operation)
@@ -360,14 +360,14 @@ class Appends:
         ]
         plans = []
         for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
-            found = None if even else self.plans.get((key, i))  # needed even if a plan for all layers exists
-            if found is None and part[0].head_lengths is not None:
-                found = UnevenAppendPlan(self.memory, operation, part[0], source, axes)
-            elif found is None:
-                found = AppendPlan(self.memory, operation, part, source, axes, None, mixed)
+            part_plan = None if even else self.plans.get((key, i))  # needed even if a plan for all layers exists
+            if part_plan is None and part[0].head_lengths is not None:
+                part_plan = UnevenAppendPlan(self.memory, operation, part[0], source, axes)
+            elif part_plan is None:
+                part_plan = AppendPlan(self.memory, operation, part, source, axes, None, mixed)
                 if not even:
-                    self.plans.keep((key, i), found)
-            plans.append(found)
+                    self.plans.keep((key, i), part_plan)
+            plans.append(part_plan)
         for plan, source in zip(plans, sources, strict=True):
             plan.append(Views(source))
         if len(plans) == 1:
@@ -396,14 +396,14 @@ class Appends:
         """Raise OptionError unless appends at positions on the device are possible."""
         return None
 
-    def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+    def append_at(self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool) -> None:
         """Append at positions that the launch reads, the third of the arrays; the host's counts do not change."""
         self.require_positions(operation)
-        key = ("at", layers[0].index, stacked, given.key, layout)
+        key = ("at", layers[0].index, stacked, views.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
         if plan is None:
-            rows, axes = self.checked(operation, layers, Views(given[:2]), layout, stacked)
-            positions = given[2]
+            rows, axes = self.checked(operation, layers, Views(views[:2]), layout, stacked)
+            positions = views[2]
             self._check_positions(operation, positions)
             if rows[0].shape[1 + axes[0]] == 0:
                 return
@@ -411,13 +411,13 @@ class Appends:
             together = self.memory.batch_size == 1 and len(self.memory.blocks) == 1 and len(forms) == 1
             if stacked and not together:
                 for layer in layers:
-                    k, v = (a.restrided(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in given[:2])
+                    k, v = (a.restrided(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in views[:2])
                     self.append_at(operation, [layer], Views([k, v, positions]), layout, False)
                 return
             plan = AppendPlan(self.memory, operation, layers, rows, axes, positions, False)
             if not launch.is_recording():
                 self.plans.keep(key, plan)
-        plan.run(given)
+        plan.run(views)
 
     def _check_positions(self, operation: str, positions: ArrayView) -> None:
         checks.on_device([("positions", positions)], self.memory.runtime, operation)
@@ -433,21 +433,21 @@ class Appends:
         return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
 
     def checked_for_room(
-        self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
+        self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int], int]:
         """Make all checks of an append: `checked`, and that there is room. Returns also the number of tokens.
 
         Raises:
             CapacityError, PositionError: a layer is full. Others as `checked`.
         """
-        rows, axes = self.checked(operation, layers, given, layout, stacked)
+        rows, axes = self.checked(operation, layers, views, layout, stacked)
         tokens = rows[0].shape[1 + axes[0]]
         for layer in layers:
             layer.require_room(operation, tokens)
         return rows, axes, tokens
 
     def checked(
-        self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
+        self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int]]:
         """Check that new K and V fit the layers and share no memory with them.
 
@@ -457,31 +457,26 @@ class Appends:
         axes = (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
         memory = self.memory
         form = (memory.rows, memory.num_kv_heads, memory.batch_size, len(layers), layout, stacked)
-        key, plans = ("appended", *form, given.key), memory.runtime.plans
+        key, plans = ("appended", *form, views.key), memory.runtime.plans
         if plans.get(key) is None:
-            self._check(operation, layers, given, layout, stacked)
+            self._check(operation, layers, views, layout, stacked)
             plans.keep(key, True)
-        refuse_shared(operation, layers, given)
-        return [self._rows(a, stacked) for a in given], axes
+        refuse_shared(operation, layers, views)
+        return [self._rows(a, stacked) for a in views], axes
 
-    def _check(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+    def _check(self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool) -> None:
         """Raise unless new K and V have the axes, dtypes and extents that the layers take."""
-        memory, (k, v) = self.memory, given
+        memory, (k, v) = self.memory, views
         token_axis, head_axis = (1, 2) if layout == "token_major" else (2, 1)
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed = memory.rows.appended
-        if k.dtype.name not in allowed:
-            to, other = f"a {memory.rows.name} store", ""
-            if self.of_groups:  # another dtype of the store would give up the groups
-                to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
-            elif allowed and k.dtype in dtypes.FLOATS:
-                other = f", or make the store with dtype={k.dtype.name!r}"
-            raise DTypeError(
-                f"{operation}: cannot append {k.dtype.name} to {to} (k: {describe(k)}). "
-                f"{append_one_of(allowed)}{other}."
-            )
+        allowed, to, other = memory.rows.appended, f"a {memory.rows.name} store", ""
+        if self.of_groups:  # another dtype of the store would give up the groups
+            to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
+        elif allowed and k.dtype in dtypes.FLOATS:
+            other = f", or make the store with dtype={k.dtype.name!r}"
+        check_appended(operation, k, allowed, to, other)
         axes, lead = "T, H, D" if token_axis == 1 else "H, T, D", "num_layers, batch" if stacked else "batch"
         shape = f"({lead}, {axes})" + (", or without the batch" if memory.batch_size == 1 else "")
         full = 5 if stacked else 4

@@ -9,9 +9,10 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, handed_over, new_like, view
 from tikv.errors import PositionError
 from tikv.ops import checks
+from tikv.ops.attention.call import attention_plan
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.launches import AttendedTokens
-from tikv.ops.attention.options import AttentionOptions, plan_key
+from tikv.ops.attention.options import AttentionOptions, CacheLayout
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Formats
@@ -34,28 +35,20 @@ def layer_plan(
 
 
 def cache_plan(
-    live: runtime.Runtime,
-    operation: str,
-    arrays: dict[str, ArrayView],
-    scores: AttentionScale,
-    span: int,
-    sinks: int,
-    ring: int,
-    formats: Formats = (None, None),
-    sharded: tuple[int, int] = (0, 0),
-) -> AttentionPlan:
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], scores: AttentionScale, span: int, sinks: int,
+    ring: int, formats: Formats = (None, None), sharded: tuple[int, int] = (0, 0),
+) -> AttentionPlan:  # fmt: skip
     """The plan of attention over `sinks` and the newest `span` tokens, 0 for all, in `ring` slots or a plain cache.
 
     `sharded` is as in `AttentionOptions`.
     """
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded))
-    plan: AttentionPlan | None = live.plans.get(key)
-    if plan is None:
+
+    def form() -> tuple[CacheLayout, AttentionOptions]:
         checks.on_device([("q", arrays["q"])], live, operation)
-        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, sharded=sharded)
-        cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], options))
-    return plan
+        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, sharded=sharded)
+        return contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats), options
+
+    return attention_plan(live, operation, arrays, (*scores, span, sinks, ring, formats, sharded), form)
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:

@@ -36,7 +36,15 @@ class HeldRows(NamedTuple):
 
 
 class Layer:
-    """One layer's slots and counts, and its arrays if it has memory."""
+    """One layer's slots and counts, and its arrays if it has memory.
+
+    Examples:
+        >>> from tikv.stores.layers.counts import Layer
+        >>> layer = Layer(0, capacity=16, window=8, sinks=2)
+        >>> layer.length, layer.valid_from = 11, 5  # 11 tokens, and a ring of 6 slots after the sinks
+        >>> layer.held, layer.filled, layer.next_position
+        (8, 8, 11)
+    """
 
     def __init__(self, index: int, capacity: int, window: int | None, sinks: int) -> None:
         self.index = index

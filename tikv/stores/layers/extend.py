@@ -65,7 +65,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             read = [*added.values(), q, *new]
             stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
             terms = dict(zip(added, stage.arrays, strict=False))
-            call = _Extension(operation, appends, layer, scores, terms, plan.most_queries)
+            call = _Extension(operation, appends, layer, scores, terms, plan.family.most_queries)
             staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
             to = queries.as_read(staged_out)
             to_lse = queries.as_read(staged_lse[0]) if staged_lse else None

@@ -56,7 +56,7 @@ def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int]
 
 
 class GroupChoice(NamedTuple):
-    """What a layer shall keep.
+    """What a layer with groups along tokens shall keep of its codes and of its newest rows.
 
     Attributes:
         groups: (batch, heads, m), numbered as in `ChannelCodes.tokens`.

@@ -43,7 +43,6 @@ class HostLayers(LayerStorage):
     title = "a store in the host's memory"
     remedy = "Use place='device'."
     place = "host"
-    file_kind = ""  # `whole` writes it
 
     def __init__(
         self, config: StoreConfig, whole: LayerStorage, transfer: Callable[[runtime.Runtime], Transfer] = transfer_of
@@ -242,10 +241,3 @@ class HostLayers(LayerStorage):
 
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         self.whole.save(path, config, operation)
-
-    @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
-    ) -> tuple[StoreConfig, Any]:
-        """Never called, since `whole` writes and reads the file."""
-        raise NotImplementedError

@@ -65,9 +65,9 @@ class Places:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Places:
         """New places for the copies of the layers, which are added when they are made."""
-        found = Places(self.count, self.resident_layers, self.transfer)
-        memo[id(self)] = found
-        return found
+        copied = Places(self.count, self.resident_layers, self.transfer)
+        memo[id(self)] = copied
+        return copied
 
 
 class Place(Frame):
@@ -76,7 +76,7 @@ class Place(Frame):
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(None, transfer)
         self._holder: weakref.ref[HostedLayer] | None = None
-        self._lent: list[weakref.ref[Lent]] = []
+        self._references: list[weakref.ref[MemoryReference]] = []
 
     def take(self, layer: HostedLayer) -> None:
         """Start the copy of a layer's tokens, after the previous layer has left."""
@@ -85,26 +85,26 @@ class Place(Frame):
             before.leave()
         self.layer, self._holder = None, None
         # Arrays that were handed out do not change as long as they are referenced.
-        if any(lent() is not None for lent in self._lent) or not layer.fits(self.content):
+        if any(reference() is not None for reference in self._references) or not layer.fits(self.content):
             self.content = None  # freed before more is allocated
             self.content = layer.empty_copy()
-        self._lent = []
+        self._references = []
         self.transfer.start(layer.pairs(self.content))
         self._holder = weakref.ref(layer)
 
-    def lend(self, array: CacheArray) -> CacheArray:
+    def hand_out(self, array: CacheArray) -> CacheArray:
         """An array of the content to hand out, which records whether it is still referenced."""
         a = array.view_for("TikvCache")
-        lent = Lent(a.owner)
-        self._lent = [*(one for one in self._lent if one() is not None), weakref.ref(lent)]
-        found = ArrayView(
+        reference = MemoryReference(a.owner)
+        self._references = [*(one for one in self._references if one() is not None), weakref.ref(reference)]
+        view = ArrayView(
             a.ptr, a.shape, a.strides, a.dtype, a.device, writable=a.writable, handle=a.handle, offset=a.offset,
-            owner=lent,
+            owner=reference,
         )  # fmt: skip
-        return CacheArray(found, self.content.runtime)
+        return CacheArray(view, self.content.runtime)
 
 
-class Lent:
+class MemoryReference:
     """Keeps memory alive as long as an array over it exists."""
 
     __slots__ = ("__weakref__", "memory")
@@ -177,19 +177,19 @@ class HostedLayer(GrowingLayer):
     def keys(self) -> CacheArray:
         """As `GrowingLayer.keys`, of the copy; its capacity may be more."""
         place = self._place()
-        return place.lend(place.content.keys)
+        return place.hand_out(place.content.keys)
 
     @property
     def values(self) -> CacheArray:
         """As `GrowingLayer.values`, of the copy."""
         place = self._place()
-        return place.lend(place.content.values)
+        return place.hand_out(place.content.values)
 
     @property
     def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
         """As `GrowingLayer.scales`, of the copy."""
         place = self._place()
-        k, v = (None if a is None else place.lend(a) for a in place.content.scales)
+        k, v = (None if a is None else place.hand_out(a) for a in place.content.scales)
         return k, v
 
     def decoded(self, first: int, dtype: DType | None = None) -> tuple[CacheArray, CacheArray]:

@@ -115,7 +115,7 @@ class LayerStorage(abc.ABC):
     Attributes:
         title: the name of this kind of store in messages.
         remedy: the way out for methods that this kind does not support.
-        file_kind: the kind in files, by which `KVCacheStore.load` finds it.
+        file_kind: the kind in files, by which `KVCacheStore.load` finds it; empty if it writes none.
         keeps_summaries: whether it serves a configuration with ``page_summaries``.
         counts: the token counts of each layer, from which `length`, `held`, `positions` and pictures follow.
         memory: the memory of all tokens, of this process's tokens, or of the newest.
@@ -126,7 +126,7 @@ class LayerStorage(abc.ABC):
     place: str = "device"
     title: ClassVar[str]
     remedy: ClassVar[str] = "Use another dtype."
-    file_kind: ClassVar[str]
+    file_kind: ClassVar[str] = ""
     keeps_summaries: ClassVar[bool] = False
 
     runtime: Runtime
@@ -243,18 +243,18 @@ class LayerStorage(abc.ABC):
         `shown` are the snapshot and the store, for messages.
         """
 
-    @abc.abstractmethod
+    # --- operations of some storages
+
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         """Write all that is held and all counts to a file, which `load` reads."""
+        self._refuse(operation)
 
     @classmethod
-    @abc.abstractmethod
     def load(
         cls, path: str | os.PathLike[str], live: Runtime, operation: str, **placed: Any
     ) -> tuple[StoreConfig, Any]:
         """The configuration of a saved store, placed as `placed` asks, and a storage that holds what it held."""
-
-    # --- operations of some storages
+        raise NotImplementedError  # no file names a kind that saves none
 
     def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts do not change."""

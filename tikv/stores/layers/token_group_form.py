@@ -15,7 +15,7 @@ from tikv.stores.row_format import ROWS, RowFormat, RowFormats
 
 
 class CodeForm(NamedTuple):
-    """How the older tokens of a layer are kept.
+    """How the older tokens of a layer are kept: keys as codes by channel, values as `values` says.
 
     Attributes:
         heads: the number of KV heads.

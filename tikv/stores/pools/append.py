@@ -55,12 +55,12 @@ class RowWrite:
 
     ordered: Any = None  # slots are read in the order of tokens
 
-    def __init__(self, operation: str, pages: Pages[LayerPools], layer: int, rows: Arrays) -> None:
-        live, config = pages.runtime, pages.config
-        self.pools, self.scales = pages.pools.layers[layer], pages.pools.scales[layer]
+    def __init__(self, operation: str, pools: LayerPools, layer: int, rows: Arrays) -> None:
+        live, config = pools.runtime, pools.config
+        self.pools, self.scales = pools.layers[layer], pools.scales[layer]
         index = new_array((self._read(operation, rows),), dtypes.int32, live)
         arrays = self._arrays(*self._parts(rows, index)[0])
-        summaries, written = pages.pools.pages[layer], None
+        summaries, written = pools.pages[layer], None
         self.summarized_later: LayerPages | None = None
         if summaries is not None and config.rows.k.is_numbers:
             written = summaries.written(self.row_step)

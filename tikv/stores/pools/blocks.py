@@ -33,20 +33,20 @@ def salt_bytes(salt: Any, operation: str) -> bytes:
     if salt is None:
         return b""
     if isinstance(salt, str):
-        found = b"s" + salt.encode("utf-8", "surrogatepass")
+        encoded = b"s" + salt.encode("utf-8", "surrogatepass")
     elif isinstance(salt, bytes):
-        found = b"b" + salt
+        encoded = b"b" + salt
     elif isinstance(salt, int | np.integer) and not isinstance(salt, bool):
         number = int(salt)
         bits = (number if number >= 0 else ~number).bit_length()
-        found = b"i" + number.to_bytes(bits // 8 + 1, "little", signed=True)
+        encoded = b"i" + number.to_bytes(bits // 8 + 1, "little", signed=True)
     else:
         raise DTypeError(f"{operation}: salt is {salt!r}, a {type(salt).__name__}. Use a str, bytes or an int.")
-    if len(found) > MOST_SALT:
+    if len(encoded) > MOST_SALT:
         raise CapacityError(
-            f"{operation}: salt has {len(found)} bytes; at most {MOST_SALT} are kept. Give a hash of it."
+            f"{operation}: salt has {len(encoded)} bytes; at most {MOST_SALT} are kept. Give a hash of it."
         )
-    return found
+    return encoded
 
 
 def chained_digests(token_ids: Sequence[int] | Host, block_size: int, salt: bytes = b"") -> list[bytes]:
@@ -71,14 +71,14 @@ def chained_digests(token_ids: Sequence[int] | Host, block_size: int, salt: byte
         False
     """
     ids = np.asarray(token_ids, np.int64)
-    digest, found = b"", []
+    digest, digests = b"", []
     if salt:
         # It hashes 36 bytes. A block's bytes are a multiple of 8, so a salt cannot be mistaken for tokens.
         digest = hashlib.sha256(hashlib.sha256(salt).digest() + b"salt").digest()
     for end in range(block_size, len(ids) + 1, block_size):
         digest = hashlib.sha256(digest + ids[end - block_size : end].astype("<i8").tobytes()).digest()
-        found.append(digest)
-    return found
+        digests.append(digest)
+    return digests
 
 
 def slots_of(block_table: Sequence[int], positions: Host, block_size: int) -> Host:
@@ -88,8 +88,8 @@ def slots_of(block_table: Sequence[int], positions: Host, block_size: int) -> Ho
         >>> slots_of([3, 1], np.array([0, 4, 5]), 4).tolist()
         [12, 4, 5]
     """
-    found: Host = np.asarray(block_table, np.int32)[positions // block_size] * block_size + positions % block_size
-    return found
+    slots: Host = np.asarray(block_table, np.int32)[positions // block_size] * block_size + positions % block_size
+    return slots
 
 
 class BlockPool:
@@ -150,18 +150,18 @@ class BlockPool:
                 f"{operation}: {n} blocks are needed and {self.num_free} of {self.num_blocks} are free. Free, truncate "
                 f"or swap out a sequence, or make the pool larger."
             )
-        found = self._free[-n:][::-1] if n else []
-        del self._free[len(self._free) - len(found) :]
-        for _ in range(n - len(found)):
+        taken = self._free[-n:][::-1] if n else []
+        del self._free[len(self._free) - len(taken) :]
+        for _ in range(n - len(taken)):
             block = next(iter(self._idle))
             del self._idle[block]
             if lost is not None:
                 lost[block] = self._digest_of[block]
             self.forget(block)
-            found.append(block)
-        for block in found:
+            taken.append(block)
+        for block in taken:
             self._holders[block] = 1
-        return found
+        return taken
 
     def give_back(self, blocks: Sequence[int], lost: dict[int, bytes]) -> None:
         """Undo an `allocate`: the blocks in ``lost``, not written since, get back their digests and their order."""
@@ -186,8 +186,8 @@ class BlockPool:
         """
         holders = self._holders
         for block in reversed(blocks):
-            holders[block] = left = holders[block] - 1
-            if left == 0:
+            holders[block] = remaining = holders[block] - 1
+            if remaining == 0:
                 digest = self._digest_of.get(block)
                 if digest is not None and len(self._blocks_of[digest]) == 1:
                     self._idle[block] = None
@@ -220,10 +220,10 @@ class BlockPool:
 
     def prefix(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks registered under these digests, up to the first digest under which no block is registered."""
-        found = []
+        blocks = []
         for digest in digests:
             block = self.find(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks

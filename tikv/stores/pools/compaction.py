@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import Host
+from tikv.arrays import Array, Host
 from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
@@ -22,7 +22,9 @@ from tikv.stores.pools.rows import Moves, move_in_place, move_rows
 from tikv.stores.pools.sequences import SequenceState
 
 
-def compact(operation: str, pages: Pages[Any], layer: int, state: SequenceState, keep: Any, rope: Rope | None) -> None:
+def compact(
+    operation: str, pages: Pages[Any], layer: int, state: SequenceState, keep: Array, rope: Rope | None
+) -> None:
     """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
     pages.refuse_pieces(operation)
     if rope is not None:
@@ -70,7 +72,7 @@ def _compact_alike(
         change.copy_shared()
         pages.move(operation, layer, state, step.tables[0], moves, rope)
     next_position = held + state.shift(layer) if rope is None else count
-    sequences.compact(layer, step, first, History.of_rows([moves.after], state.came(layer), next_position))
+    sequences.compact(layer, step, first, History.of_rows([moves.after], state.appended(layer), next_position))
 
 
 def move(operation: str, pages: Pages[LayerPools], layer: int, moves: Moves, rope: Rope | None) -> None:
@@ -81,7 +83,7 @@ def move(operation: str, pages: Pages[LayerPools], layer: int, moves: Moves, rop
         summaries.summarize_slots(operation, moves.dst)
 
 
-def commit(operation: str, pages: Pages[LayerPools], seqs: Any, path: Any, drafted: int | None) -> None:
+def commit(operation: str, pages: Pages[LayerPools], seqs: Any, path: Array, drafted: int | None) -> None:
     """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
     pages.refuse_pieces(operation)
     ids, sequences = pages.ids(seqs, operation), pages.sequences
@@ -126,7 +128,7 @@ def _moves(operation: str, pages: Pages[LayerPools], slots: Sequence[tuple[Host,
     return launches
 
 
-def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
+def _paths(operation: str, path: Array, drafted: Sequence[int]) -> list[Host]:
     """The path of each sequence, int64; raises unless it ascends within its draft."""
     entries = path.tolist() if hasattr(path, "tolist") else path
     entries = list(entries) if isinstance(entries, list | tuple | range) else [entries]

@@ -29,7 +29,7 @@ ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What the pools of all layers have in common."""
+    """What the pools of all layers have in common: the arguments of a `PagedKVCacheStore`, checked."""
 
     num_blocks: int
     block_size: int
@@ -180,8 +180,8 @@ class PoolConfig:
         if self.groups is not None:
             arrays = self.groups.codes.arrays().values()
             return [((self.num_kv_heads, self.block_size // n, *shape), dtype) for shape, dtype, n in arrays]
-        found = [(self.shape(i, 1)[1:], row.stored) for i, row in enumerate(self.rows.both)]
-        return found + [self.names()[name] for name in self.scale_names]
+        forms = [(self.shape(i, 1)[1:], row.stored) for i, row in enumerate(self.rows.both)]
+        return forms + [self.names()[name] for name in self.scale_names]
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, or of its groups so, and the dtype."""
@@ -198,14 +198,14 @@ class PoolConfig:
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
         """Blocks of a pool on the host in the shapes of `names`; scales, streams 2 and 3, have them already."""
         if self.groups is not None:
-            found: HostArray = array.swapaxes(1, 2)
-            return found
+            reshaped: HostArray = array.swapaxes(1, 2)
+            return reshaped
         if stream > 1:
             return array
         axes = POOL_LAYOUTS[self.layout][stream]
         rows = array.transpose([axes.index(axis) for axis in ROW_AXES if axis in axes])
-        found = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
-        return found
+        reshaped = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
+        return reshaped
 
     def from_rows(self, stream: int, rows: HostArray) -> HostArray:
         """The reverse of `to_rows`."""
@@ -232,6 +232,6 @@ class PoolConfig:
         return sizes | rows
 
 
-def in_full(given: dict[str, Any]) -> dict[str, Any]:
+def in_full(arguments: dict[str, Any]) -> dict[str, Any]:
     """`PoolConfig.arguments` with their defaults filled in: V is stored as K is, and nothing is divided."""
-    return given | {"v_dtype": given["dtype"], "k_scale": None, "v_scale": None} | given
+    return arguments | {"v_dtype": arguments["dtype"], "k_scale": None, "v_scale": None} | arguments

@@ -18,12 +18,13 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
-from tikv.errors import DTypeError, OptionError, PositionError
-from tikv.ops import blocks, checks, paged
+from tikv.errors import OptionError, PositionError
+from tikv.ops import blocks, checks
 from tikv.ops.attention.by_channel import ScoredValues
+from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import check_paged_queries, paged_call
+from tikv.ops.attention.paged import check_paged_queries
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
@@ -37,7 +38,7 @@ from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
 from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
-from tikv.stores.pools.append import begin_append, check_rows
+from tikv.stores.pools.append import RowWrite, begin_append, check_rows
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
@@ -45,7 +46,7 @@ from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.rows import Moves, of_all_heads, pairs_of
 from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
-from tikv.stores.row_format import ROWS, RowFormats, append_one_of
+from tikv.stores.row_format import ROWS, RowFormats, check_appended
 
 FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
 
@@ -241,7 +242,8 @@ class TokenGroupPages(Pages[BlockPools]):
             PositionError: part of a group would be kept. Nothing is changed.
         """
         coded, group = self.coded[state.number], self.quant.group
-        lengths = [n - (history.dropped if history else 0) for history in state.left]  # of layers that hold so many
+        # Of layers that hold so many.
+        lengths = [n - (history.dropped if history else 0) for history in state.histories]
         for codes, length in zip(coded, lengths, strict=True):
             if length < codes and length % group:
                 raise PositionError(
@@ -311,7 +313,7 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
         """As in `Pages`: the newest tokens as rows (n, heads, width), one sequence after the other."""
-        told = [{"coded": self.coded[state.number]} for state in states]
+        metadata = [{"coded": self.coded[state.number]} for state in states]
         parts = {
             f"new.{i}.{name}": [np.empty((0, self.config.num_kv_heads, row.width), row.stored.numpy)]
             for i in range(len(self._codes))
@@ -319,17 +321,17 @@ class TokenGroupPages(Pages[BlockPools]):
         }
         for state in states:
             coded = self.coded[state.number]
-            for i, found in enumerate(self.new.rows(state.number, coded)):
-                for name, rows in zip(ROWS, found, strict=True):
+            for i, newest in enumerate(self.new.rows(state.number, coded)):
+                for name, rows in zip(ROWS, newest, strict=True):
                     parts[f"new.{i}.{name}"].append(rows[: state.lengths[i] - coded[i]])
-        return {name: np.concatenate(some) for name, some in parts.items()}, told
+        return {name: np.concatenate(pieces) for name, pieces in parts.items()}, metadata
 
     @uninterrupted
-    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
+    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], metadata: Sequence[dict[str, Any]]) -> None:
         """As of `Pages`."""
         first = np.zeros(len(self._codes), int)  # of each layer, the rows of the sequences before
         try:
-            for number, one in zip(numbers, told, strict=True):
+            for number, one in zip(numbers, metadata, strict=True):
                 coded = self.coded[number] = list(one["coded"])
                 end = first + one["lengths"] - coded
                 rows = [
@@ -364,13 +366,15 @@ class TokenGroupPages(Pages[BlockPools]):
         check_rows(operation, self.config, rows, layout)
         rows = [rows_first(a, layout) for a in rows]
         slots = np.full(rows[0].shape[0], -1, np.int32)
-        self._write(operation, layer, rows, slots, prepared_only=True)
+        self._write(operation, layer, rows)
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0], part)
         with Changing(self, step) as change:
             change.copy_shared()
             done = [0] * len(step.states)
             while self._find_slots(operation, layer, step, done, slots):
-                self._write(operation, layer, rows, slots)
+                index = self.tables.upload(f"slots of {len(slots)}", slots)
+                for call in self._write(operation, layer, rows).calls(rows, index):
+                    call.run()
                 slots[:] = -1
         self.sequences.commit(layer, step)
         return step
@@ -394,31 +398,18 @@ class TokenGroupPages(Pages[BlockPools]):
             any_rows = True
         return any_rows
 
-    def _write(
-        self, operation: str, layer: int, rows: Sequence[ArrayView], slots: Host, prepared_only: bool = False
-    ) -> None:
-        """Write rows (T, H, D) to slots of the new pages, or only check that they can be written."""
-        k, v = self.new.pools.layers[layer]
-        index = self.tables.upload(f"slots of {len(slots)}", slots)
-        arrays = [rows[0], k, rows[1], v, index]
-        key = ("new pages", *[a.key for a in arrays])
-        plan: Any = self.runtime.plans.get(key)
-        if plan is None:
-            self._check_dtype(operation, rows)
-            plan = paged.check_write_slots(self.runtime, operation, arrays, "HND", (None, None), [])
-            self.runtime.plans.keep(key, plan)
-        if not prepared_only:
-            plan.run(arrays)
-
-    def _check_dtype(self, operation: str, rows: Sequence[ArrayView]) -> None:
-        """Raise DTypeError if K and V have one dtype and the new pages do not take rows of it."""
-        stored, k = [row.stored.name for row in self.form.newest_rows], rows[0]
-        takes = [d.name for d in dtypes.QUANTIZABLE if all(to in dtypes.CONVERSIONS[d.name] for to in stored)]
-        if k.dtype is rows[1].dtype and k.dtype.name not in takes:
-            raise DTypeError(
-                f"{operation}: cannot append {k.dtype.name} to {self.title}, whose newest rows are "
-                f"{'|'.join(dict.fromkeys(stored))} (k: {describe(k)}). {append_one_of(takes)}."
-            )
+    def _write(self, operation: str, layer: int, rows: Sequence[ArrayView]) -> RowWrite:
+        """The checked write of rows (T, H, D) to slots of the new pages; DTypeError if these do not take them."""
+        key = (layer, *[a.key for a in rows])
+        write: RowWrite | None = self.new.pools.writes.get(key)
+        if write is None:
+            newest, k = self.new.pools.config.rows, rows[0]
+            into = [row.stored.name for row in newest.both]
+            takes = [d.name for d in dtypes.QUANTIZABLE if all(to in dtypes.CONVERSIONS[d.name] for to in into)]
+            if k.dtype is rows[1].dtype:
+                check_appended(operation, k, takes, f"{self.title}, whose newest rows are {newest.name}")
+            write = self.new.pools.writes.keep(key, RowWrite(operation, self.new.pools, layer, rows))
+        return write
 
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
         """Quantise the next group of a sequence, in three launches."""
@@ -496,10 +487,10 @@ class TokenGroupPages(Pages[BlockPools]):
         order = [self.new.in_order(state.number, int(n)) for state, n in zip(states, coded, strict=True)]
         pages = np.array(order, np.int32).reshape(len(states), self.new.each)
         caches = self.new.pools.caches[layer]._replace(
-            block_tables=self.tables.upload(f"new pages {layer}", pages),
-            context_lens=self.tables.known(f"new tokens {layer}", lens),
+            table=self.tables.upload(f"new pages {layer}", pages),
+            lens=self.tables.known(f"new tokens {layer}", lens),
         )
-        call = paged_call(operation, q, caches, request._replace(short=True))
+        call = attention_call(operation, q, caches, request._replace(short=True))
         if not coded.any():
             call.attend(None, to)
             return

@@ -21,19 +21,22 @@ from tikv.stores.pools.sequences import AppendStep, PathStep, Sequences, Sequenc
 
 
 class HeadState(SequenceState):
-    """What is known of one sequence. `lengths` count appended tokens, whatever heads still hold of them."""
+    """What is known of one sequence whose heads have blocks of their own.
+
+    `lengths` count appended tokens, whatever heads still hold of them.
+    """
 
     @property
     def ends(self) -> list[int]:
         return self.lengths
 
-    def came(self, layer: int) -> int:
+    def appended(self, layer: int) -> int:
         return self.lengths[layer]
 
     def shift(self, layer: int) -> int:
         """The difference between a new token's position and its number."""
-        left = self.left[layer]
-        return left.next_position - left.end if left else 0
+        history = self.histories[layer]
+        return history.next_position - history.end if history else 0
 
 
 class HeadSequences(Sequences):
@@ -66,8 +69,8 @@ class HeadSequences(Sequences):
 
     def positions(self, layer: int, state: SequenceState) -> list[Host]:
         """The true positions of what each head holds, ascending, int64."""
-        left, came = state.left[layer], state.came(layer)
-        return [np.arange(came)] * self.heads if left is None else left.rows(came - left.end)
+        history, appended = state.histories[layer], state.appended(layer)
+        return [np.arange(appended)] * self.heads if history is None else history.rows(appended - history.end)
 
     def block_table(self, layer: int, state: SequenceState) -> Host:
         """(H, most blocks) int32: the blocks of each head in a layer, padded with -1."""
@@ -144,8 +147,8 @@ class HeadSequences(Sequences):
         if max(counts, default=0) > 1:  # there by head, here by token
             slots = np.full(rows * heads, -1, np.int32)
             for first, end in itertools.pairwise(cu_seqlens):
-                some = inner.slots[first * heads : end * heads]
-                slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
+                by_head = inner.slots[first * heads : end * heads]
+                slots[first * heads : end * heads] = by_head.reshape(heads, end - first).T.ravel()
         starts = [state.lengths[layer] for state in states]
         places = np.zeros(rows, np.int32)
         return AppendStep(states, ids, cu_seqlens, starts, [], places, slots, of_heads=[inner], layer=layer)
@@ -191,24 +194,24 @@ class HeadSequences(Sequences):
             state.newest, state.draft = [0] * self.num_layers, Draft(settled=state.length)
         self._changed()
 
-    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:
+    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], rotated: bool) -> Moves:
         """The rows of all heads that a compaction moves, or rotates to a position equal to their place."""
-        found: list[tuple[Host, ...]] = []
+        moved: list[tuple[Host, ...]] = []
         heads = zip(self.of_heads(layer, state), self.positions(layer, state), keep, strict=True)
         for head, positions, index in heads:
             place, before = np.arange(len(index)), positions[index]
-            at = (index != place) | (turned & (before != place))
-            slots = (slots_of(head.blocks, some[at], self.block_size) for some in (index, place))
-            found.append((*slots, before[at], place[at]))
-        return Moves(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+            at = (index != place) | (rotated & (before != place))
+            slots = (slots_of(head.blocks, places[at], self.block_size) for places in (index, place))
+            moved.append((*slots, before[at], place[at]))
+        return Moves(*(np.concatenate(parts) for parts in zip(*moved, strict=True)))
 
-    def compact_heads(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> None:
+    def compact_heads(self, layer: int, state: SequenceState, keep: Sequence[Host], rotated: bool) -> None:
         """Count what each head has kept, after its rows were moved and rotated; blocks after it become free."""
-        end, next_position = state.came(layer), state.came(layer) + state.shift(layer)
+        end, next_position = state.appended(layer), state.appended(layer) + state.shift(layer)
         rows = [of_head[index] for of_head, index in zip(self.positions(layer, state), keep, strict=True)]
-        if turned:
+        if rotated:
             rows, next_position = [np.arange(len(index)) for index in keep], max(map(len, keep))
-        state.left[layer] = History.of_rows(rows, end, next_position)
+        state.histories[layer] = History.of_rows(rows, end, next_position)
         state.newest[layer] = 0
         for head, index in zip(self.of_heads(layer, state), keep, strict=True):
             self.layers[layer].truncate(head, len(index))

@@ -15,7 +15,9 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
-from tikv.ops.attention.paged import PagedCaches
+from tikv.ops.attention.call import Caches
+from tikv.ops.attention.paged import PagedLayout
+from tikv.runtime.cache import BoundedCache
 from tikv.stores.limits import require_memory
 from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.pools.summaries import LayerPages
@@ -83,23 +85,23 @@ class BlockPools:
         """Copy blocks, each pair from one block to another, in all layers."""
         src, dst = zip(*pairs, strict=True)
         for group in self.groups:
-            found = group.pairs(src, dst, self.config.num_blocks, self.config.num_blocks)
-            for some in (group.arrays[:2], group.arrays[2:], group.summaries):
-                if len(some) == 2:
-                    blocks.copy_blocks(some[0], some[1], found)
-                elif some:
-                    blocks.swap_blocks(some[0], some[0], found)
+            numbers = group.pairs(src, dst, self.config.num_blocks, self.config.num_blocks)
+            for arrays in (group.arrays[:2], group.arrays[2:], group.summaries):
+                if len(arrays) == 2:
+                    blocks.copy_blocks(arrays[0], arrays[1], numbers)
+                elif arrays:
+                    blocks.swap_blocks(arrays[0], arrays[0], numbers)
 
-    def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
+    def read_blocks(self, numbers: Sequence[int]) -> HostBlocks:
         """Copies of these blocks of all layers on the host; it waits for them."""
-        n = len(chosen)
-        found = self.host_blocks(n)
-        for group, host in zip(self.groups if n else (), found, strict=False):
-            pairs = group.pairs(chosen, range(n), self.config.num_blocks, n)
+        n = len(numbers)
+        copies = self.host_blocks(n)
+        for group, host in zip(self.groups if n else (), copies, strict=False):
+            pairs = group.pairs(numbers, range(n), self.config.num_blocks, n)
             for array, to in zip(group.arrays, host, strict=True):
                 blocks.swap_blocks(array, to, pairs)
         self.runtime.synchronize()
-        return found
+        return copies
 
     def host_blocks(self, n: int) -> HostBlocks:
         """Memory of the host for `n` blocks of all layers."""
@@ -113,8 +115,8 @@ class BlockPools:
             return
         for group, arrays in zip(self.groups, host, strict=True):
             pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.config.num_blocks)
-            for array, found in zip(group.arrays, arrays, strict=True):
-                blocks.swap_blocks(found, array, pairs)
+            for array, source in zip(group.arrays, arrays, strict=True):
+                blocks.swap_blocks(source, array, pairs)
         self.runtime.synchronize()
 
     def arguments(self) -> dict[str, Any]:
@@ -123,12 +125,12 @@ class BlockPools:
 
     def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
         """What `read_blocks` copied, by layer, in the shapes of `PoolConfig.names`."""
-        found = []
+        layers = []
         for group, arrays in zip(self.groups, host, strict=True):
             n = len(arrays[0]) // group.layers
             for i in range(group.layers):
-                found.append([self.config.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
-        return found
+                layers.append([self.config.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
+        return layers
 
     def from_rows(self, rows: list[list[HostArray]]) -> HostBlocks:
         """The reverse of `to_rows`."""
@@ -147,6 +149,7 @@ class LayerPools(BlockPools):
             divided by.
         caches: all of this for each layer, as attention takes it, without block tables.
         pages: the page summaries of each layer, or None.
+        writes: the writes of rows of one form each, which are bound to these arrays.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
@@ -160,10 +163,11 @@ class LayerPools(BlockPools):
             dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
         ]
         self.caches = [
-            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
+            Caches(PagedLayout(config.layout), k, v, formats=config.rows.formats, **scales)
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
         self.pages: list[LayerPages | None] = [None] * num_layers
+        self.writes: BoundedCache[Any, Any] = BoundedCache()
         if config.page is not None:
             self._make_pages(config.page)
 

@@ -130,9 +130,9 @@ class Pages(abc.ABC, Generic[Memory]):
 
     def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
         """Raise PositionError if a layer of a sequence that has more tokens cannot go back to the first `n`."""
-        for layer, (end, left) in enumerate(zip(state.ends, state.left, strict=True)):
-            if left is not None and n < min(end, left.end):
-                raise state.cannot_align(operation, layer, n, f"it was compacted when it had {left.end}")
+        for layer, (end, history) in enumerate(zip(state.ends, state.histories, strict=True)):
+            if history is not None and n < min(end, history.end):
+                raise state.cannot_align(operation, layer, n, f"it was compacted when it had {history.end}")
 
     def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
         """Raise PositionError if tokens of a layer, by index, cannot be kept without others."""
@@ -159,7 +159,7 @@ class Pages(abc.ABC, Generic[Memory]):
         """What a file has of sequences besides their blocks: arrays by name, and more metadata of each."""
         return {}, [{} for _ in states]
 
-    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
+    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], metadata: Sequence[dict[str, Any]]) -> None:
         """Take over what `beside` returned for new sequences, with a file's metadata of them; or change nothing."""
 
     def refuse_per_head(self, operation: str, why: str) -> None:

@@ -16,9 +16,10 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view, write_host
 from tikv.errors import ShapeError
+from tikv.ops.attention.call import AttentionCall, attention_call
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import check_paged_queries, paged_call
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.paged import check_paged_queries
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
@@ -51,7 +52,7 @@ class RaggedAttention:
         terms: Mapping[str, ArrayView],
     ) -> None:
         config = self._config = pages.config
-        self.operation, self.live, self.given = operation, pages.runtime, q
+        self.operation, self.live, self.caller_q = operation, pages.runtime, q
         self.layout = request.layout
         of_pools = config.num_kv_heads, config.rows.k.width
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
@@ -89,8 +90,8 @@ class RaggedAttention:
             check_parents(self.operation, terms["parents"], self.live)
 
     def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
-        caches = self._caches._replace(block_tables=table, context_lens=lens)
-        return paged_call(self.operation, q, caches, self._request, terms)
+        caches = self._caches._replace(table=table, lens=lens)
+        return attention_call(self.operation, q, caches, self._request, terms=terms)
 
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
@@ -112,16 +113,16 @@ class RaggedAttention:
             if self._neighbours(run) is None:
                 as_read = functools.partial(self._as_sequences, tokens)
                 call = self._call(run.rows(self.q), tables, run.lengths(live), self._terms)
-                return call.attend(self.given, Results(None, self.return_lse, lead=lead, as_read=as_read))
+                return call.attend(self.caller_q, Results(None, self.return_lse, lead=lead, as_read=as_read))
         padded = cu_seqlens[-1] < rows
-        results = [new_like(self.given, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
+        results = [new_like(self.caller_q, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
         if self.return_lse or self.mass_queries != 0:
-            results.append(new_like(self.given, lead, dtypes.float32, live))
+            results.append(new_like(self.caller_q, lead, dtypes.float32, live))
             if padded:
                 fill(results[1], -np.inf)
         if self.mass_queries != 0:
             shape = (len(ends), self._config.num_kv_heads, int(np.max(ends, initial=0)))
-            results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
+            results.append(new_like(self.caller_q, shape, dtypes.float32, live, zeroed=True))
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         views[:2] = [rows_first(a, self.layout) for a in views[:2]]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
@@ -155,14 +156,14 @@ class RaggedAttention:
         if slopes and slopes.ndim == 2:
             terms = {**terms, "alibi_slopes": slopes.part(0, run.first, run.end)}
         most = MOST_QUERIES
-        if (found := self._neighbours(run)) is not None:
+        if (shared := self._neighbours(run)) is not None:
             make = pool_call(self.operation, self._caches, terms)
-            given = self.operation, self.live, self._request, make, run.tables, found[1], found[0]
+            arguments = self.operation, self.live, self._request, make, run.tables, shared[1], shared[0]
             q, out, *lse = (run.rows(a) for a in arrays)
-            SharedAttention(*given, self._config.block_size).attend(q, out, lse[0] if lse else None)
+            SharedAttention(*arguments, self._config.block_size).attend(q, out, lse[0] if lse else None)
             return
         if run.tokens > most:
-            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
+            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.family.most_queries
         for begin in range(0, run.tokens, most):
             stop = min(run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
@@ -218,14 +219,14 @@ def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring sequences with equally many new tokens, few enough for a launch; others are single."""
     counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]
-    found, first = [], 0
+    runs, first = [], 0
     for tokens, same in itertools.groupby(counts):
         end = first + len(list(same))
         if tokens:
             step = 1 if tokens > MOST_QUERIES else end - first
-            found += [(i, i + step) for i in range(first, end, step)]
+            runs += [(i, i + step) for i in range(first, end, step)]
         first = end
-    return found
+    return runs
 
 
 def _as_sequences(

@@ -11,15 +11,13 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
-from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.call import AttentionCall, attention_call
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.ops.rotate import Rope
 from tikv.ops.write_qkv import fused_call
 from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
-from tikv.runtime.cache import BoundedCache
 from tikv.runtime.interrupts import Held
 from tikv.stores.draft import Parents
 from tikv.stores.layers.attend import last_queries, results_of
@@ -37,26 +35,25 @@ from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, 
 
 
 class RowPages(Pages[LayerPools]):
-    """`Pages` of rows, see the module."""
+    """`Pages` that keep the row of each token in one slot of a block, in any dtype but groups along tokens."""
 
     title = "a pool of rows"
     remedy = "Use another dtype."
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
         super().__init__(live, config, num_layers, LayerPools(config, num_layers, live))
-        self._writes: BoundedCache[Any, RowWrite] = BoundedCache()
 
     def append(
         self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
     ) -> AppendStep:
         """As in `Pages`."""
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in rows])
-        write = self._writes.get(key)
+        write = self.pools.writes.get(key)
         if write is None:
             check_rows(operation, self.config, rows, layout)
         rows = [rows_first(a, layout) for a in rows]
         if write is None:
-            write = self._writes.keep(key, self._write(operation, layer, rows))
+            write = self.pools.writes.keep(key, self._write(operation, layer, rows))
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with Changing(self, step) as change:
             calls = write.calls(rows, self.tables.slots(step, write.ordered))
@@ -72,7 +69,7 @@ class RowPages(Pages[LayerPools]):
         """The write of new rows of one form; the DTypeError names another store that takes their dtype, if any."""
         dtype = rows[0].dtype
         try:
-            return (HeadWrite if self.config.per_head else RowWrite)(operation, self, layer, rows)
+            return (HeadWrite if self.config.per_head else RowWrite)(operation, self.pools, layer, rows)
         except DTypeError as error:
             if dtype is not rows[1].dtype or dtype not in dtypes.FLOATS:
                 raise
@@ -128,12 +125,12 @@ class RowPages(Pages[LayerPools]):
         read = queries.as_read(q_view)
         if queries.tokens > 1 or sequences.compacted:
             for state in states:
-                remedy = queries.remedy(state.came(layer), config.num_kv_heads)
+                remedy = queries.remedy(state.appended(layer), config.num_kv_heads)
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass_queries = request.asked_mass(operation, config.rows.k.format)
-        caches = self.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
-        attending = paged_call(operation, read, caches, request)
+        caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
+        attending = attention_call(operation, read, caches, request)
         if serves(live, request, config.per_head):
             shared = self._attend_shared(layer, q, queries, request, attending)
             if shared is not None:
@@ -148,7 +145,7 @@ class RowPages(Pages[LayerPools]):
         mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
         to_lse = queries.as_read(view(lse, "lse", operation))
         asking, their_lse = last_queries(read, to_lse, mass_queries)
-        paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
+        attention_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
         return results_of(result, lse if request.return_lse else None, mass)
 
     def _attend_shared(self, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall) -> Any:

@@ -74,18 +74,18 @@ def move_in_place(
 
     The pools are of layers in one piece of memory, and slots (src, dst) of each layer are counted over those of all.
     """
-    most, found = max(len(src) for src, _ in slots), []
+    most, launches = max(len(src) for src, _ in slots), []
     for streams in _read_alike(config, len(pools)) if most else []:
         pairs = np.full((len(slots), config.block_heads, most, 2), -1, np.int32)
         for layer, both in zip(pairs, slots, strict=True):
-            for i, some in enumerate(both):
-                layer[:, : len(some), i] = _numbers(config, streams[0], some).reshape(config.block_heads, -1)
+            for i, end in enumerate(both):
+                layer[:, : len(end), i] = _numbers(config, streams[0], end).reshape(config.block_heads, -1)
         index = to_device(pairs.reshape(-1, most, 2), live)
         rows = [_as_rows(pools[stream], config) for stream in streams]
         places, widths = [Rows(a, token=a.shape[1]) for a in rows], [a.shape[1] for a in rows]
         shape = len(slots) * config.block_heads, 1, rows[0].shape[0]
-        found.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
-    return found
+        launches.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
+    return launches
 
 
 def _read_alike(config: PoolConfig, count: int) -> list[list[int]]:
@@ -111,8 +111,8 @@ def pairs_of(src: Host, dst: Host) -> Host:
 
 def of_all_heads(heads: int, each: int, parts: Host) -> Host:
     """Numbers of parts, of which a block has so many, where a block has them head by head: of all heads in turn."""
-    found: Host = (parts // each * heads + np.arange(heads)[:, None]) * each + parts % each
-    return found.ravel()
+    numbers: Host = (parts // each * heads + np.arange(heads)[:, None]) * each + parts % each
+    return numbers.ravel()
 
 
 def _numbers(config: PoolConfig, stream: int, slots: Host) -> Host:

@@ -32,7 +32,7 @@ no_rows = functools.partial(np.empty, 0, np.int32)
 
 @dataclass
 class SequenceState:
-    """What is known of one sequence."""
+    """What is known of one sequence: its blocks, how many tokens each layer holds of it, and what was dropped."""
 
     blocks: list[int]
     lengths: list[int]  # tokens that each layer holds
@@ -42,19 +42,20 @@ class SequenceState:
     registered: int = 0  # how many of those every layer has written
     swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
     withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
-    left: list[History | None] = field(default_factory=list)  # of each layer, by its newest compaction
+    histories: list[History | None] = field(default_factory=list)  # of each layer, by its newest compaction
     newest: list[int] = field(default_factory=list, compare=False)  # of each layer: tokens that the last append brought
     draft: Draft = field(default=Draft(), compare=False)  # what is known of its newest tokens
     number: int = field(default=-1, compare=False)  # of the sequence
 
     def __post_init__(self) -> None:
-        self.left = self.left or [None] * len(self.lengths)
+        self.histories = self.histories or [None] * len(self.lengths)
         self.newest = self.newest or [0] * len(self.lengths)
 
     @property
     def ends(self) -> list[int]:
         """Tokens appended to each layer, less those truncated."""
-        return [held + (left.dropped if left else 0) for held, left in zip(self.lengths, self.left, strict=True)]
+        counted = zip(self.lengths, self.histories, strict=True)
+        return [held + (history.dropped if history else 0) for held, history in counted]
 
     @property
     def length(self) -> int:
@@ -66,26 +67,26 @@ class SequenceState:
         """Tokens of the layer that holds the most."""
         return max(self.lengths)
 
-    def came(self, layer: int) -> int:
+    def appended(self, layer: int) -> int:
         """Tokens appended to a layer, less those truncated."""
-        left = self.left[layer]
-        return self.lengths[layer] + (left.dropped if left else 0)
+        history = self.histories[layer]
+        return self.lengths[layer] + (history.dropped if history else 0)
 
     def shift(self, layer: int) -> int:
         """The difference between a new token's position and its place among those held."""
-        left = self.left[layer]
-        return left.next_position - left.tokens if left else 0
+        history = self.histories[layer]
+        return history.next_position - history.tokens if history else 0
 
     def positions(self, layer: int) -> Host:
         """The position of each token that a layer holds, int64."""
-        left, held = self.left[layer], self.lengths[layer]
-        return np.arange(held) if left is None else left.rows(held - left.tokens)[0]
+        history, held = self.histories[layer], self.lengths[layer]
+        return np.arange(held) if history is None else history.rows(held - history.tokens)[0]
 
     def _since(self, layer: int) -> tuple[int, str]:
         """How many tokens were appended to a layer since its compaction, and words for a message about that."""
-        left, came = self.left[layer], self.came(layer)
-        since = came - (left.end if left else 0)
-        return since, f", {since} of them since it was compacted" if left else ""
+        history, appended = self.histories[layer], self.appended(layer)
+        since = appended - (history.end if history else 0)
+        return since, f", {since} of them since it was compacted" if history else ""
 
     @property
     def named(self) -> str:
@@ -107,11 +108,11 @@ class SequenceState:
 
     def check_truncate(self, operation: str, n: int) -> None:
         """Raise PositionError if tokens after the first `n` were appended before a compaction."""
-        for layer, left in enumerate(self.left):
-            if left is not None and n < left.end:
+        for layer, history in enumerate(self.histories):
+            if history is not None and n < history.end:
                 raise PositionError(
                     f"{operation}: sequence {self.number} cannot keep {n} tokens: layer {layer} was compacted when "
-                    f"it had {left.end}. Keep at least that many."
+                    f"it had {history.end}. Keep at least that many."
                 )
 
     def check_queries(self, operation: str, layer: int, queries: int, request: AttendRequest, remedy: str = "") -> None:
@@ -121,16 +122,16 @@ class SequenceState:
         queries than tokens.
         """
         for name in DISTANCES:
-            if getattr(request, name) is not None and self.left[layer] is not None:
+            if getattr(request, name) is not None and self.histories[layer] is not None:
                 raise OptionError(
                     f"{operation}: {name} cannot be used with sequence {self.number}, whose layer {layer} was "
                     "compacted: attention counts the tokens that are left, not how far apart they were. Leave "
                     f"{name} out."
                 )
-        came, (since, known) = self.came(layer), self._since(layer)
-        if queries > 1 and came and queries > since:
+        appended, (since, known) = self.appended(layer), self._since(layer)
+        if queries > 1 and appended and queries > since:
             raise PositionError(
-                f"{operation}: {queries} queries are given for sequence {self.number}, which has {came} tokens in "
+                f"{operation}: {queries} queries are given for sequence {self.number}, which has {appended} tokens in "
                 f"layer {layer}{known}. The queries belong to the newest tokens: append those first, or pass fewer "
                 f"queries.{remedy}"
             )
@@ -140,20 +141,20 @@ class SequenceState:
 
         PositionError if a layer has fewer since it was compacted, if layers differ, or if the number is unknown.
         """
-        came, newest = self.came(0), self.newest[0]
+        appended, newest = self.appended(0), self.newest[0]
         for layer, brought in enumerate(self.newest):
-            other = self.came(layer)
-            if other != came or (brought != newest and drafted is None):
+            other = self.appended(layer)
+            if other != appended or (brought != newest and drafted is None):
                 raise PositionError(
                     f"{operation}: layer {layer} of sequence {self.number} has {other} tokens ({brought} from its last "
-                    f"append), and layer 0 has {came} ({newest} from its last append). Append the draft to all layers "
-                    "first."
+                    f"append), and layer 0 has {appended} ({newest} from its last append). Append the draft to all "
+                    "layers first."
                 )
-        count = self.draft.tokens(operation, newest, drafted, came, f" to sequence {self.number}")
-        for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
+        count = self.draft.tokens(operation, newest, drafted, appended, f" to sequence {self.number}")
+        for layer, (since, known) in enumerate(map(self._since, range(len(self.histories)))):
             if since < count:
                 raise PositionError(
-                    f"{operation}: drafted={count} is too many, since sequence {self.number} has {came} tokens in "
+                    f"{operation}: drafted={count} is too many, since sequence {self.number} has {appended} tokens in "
                     f"layer {layer}{known}. Pass at most {since}."
                 )
         return count
@@ -241,19 +242,19 @@ class Sequences:
 
     def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
         """The state of a sequence that exists and, unless `swapped` is True, is not swapped out; or PositionError."""
-        found = self.states.get(seq) if type(seq) is int else None
-        if found is None:
+        state = self.states.get(seq) if type(seq) is int else None
+        if state is None:
             number = checks.integer(seq, "seq", operation)
-            found = self.states.get(number)
-            if found is None:
+            state = self.states.get(number)
+            if state is None:
                 what = "was freed" if number < self.next else "was never added"
                 raise PositionError(
                     f"{operation}: sequence {number} {what}. There are {len(self.states)} sequences; add() or "
                     f"fork() makes one."
                 )
-        if found.swapped is not None and not swapped:
+        if state.swapped is not None and not swapped:
             raise PositionError(f"{operation}: sequence {seq} is swapped out. Call swap_in({seq}) first.")
-        return found
+        return state
 
     def distinct(
         self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
@@ -272,9 +273,9 @@ class Sequences:
         copies that block first.
         """
         ids, digests = self.known(token_ids, salt)
-        found = self.blocks.prefix(digests)
-        length = min(len(found) * self.block_size, max(0, len(token_ids) - leave))
-        shared = found[: self.blocks_for(length)]
+        prefix = self.blocks.prefix(digests)
+        length = min(len(prefix) * self.block_size, max(0, len(token_ids) - leave))
+        shared = prefix[: self.blocks_for(length)]
         self.blocks.acquire(shared)
         lengths = [length] * self.num_layers
         return self._insert(SequenceState(shared, lengths, ids, salt, digests, length // self.block_size))
@@ -295,7 +296,7 @@ class Sequences:
             lengths=list(state.lengths),
             token_ids=state.token_ids[: full * self.block_size],
             digests=state.digests[:full],
-            left=list(state.left),
+            histories=list(state.histories),
             newest=list(state.newest),
         )
         return self._insert(forked)
@@ -309,7 +310,8 @@ class Sequences:
     def truncate(self, state: SequenceState, n: int) -> None:
         """Keep the first `n` tokens in every layer, and give back the blocks after them."""
         state.lengths = [
-            min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
+            min(held, n - (history.dropped if history else 0))
+            for held, history in zip(state.lengths, state.histories, strict=True)
         ]
         state.newest, state.draft = [0] * self.num_layers, state.draft.cut(n)
         self._cut(state, n)
@@ -334,11 +336,11 @@ class Sequences:
         self._allocate(operation, step, [places])
         return step
 
-    def compact(self, layer: int, step: AppendStep, first: int, left: History) -> None:
+    def compact(self, layer: int, step: AppendStep, first: int, history: History) -> None:
         """Count what a layer of a sequence has kept, whose rows from place `first` on were moved."""
         (state,) = step.states
         self._take_over(step)
-        state.lengths[layer], state.left[layer], state.newest[layer] = left.tokens, left, 0
+        state.lengths[layer], state.histories[layer], state.newest[layer] = history.tokens, history, 0
         self._cut(state, first)
         self.compacted = True
         self._changed()
@@ -371,7 +373,7 @@ class Sequences:
             pairs = [(np.empty(0, np.int64),) * 2]
             for table, start, path in zip(step.tables, starts, step.paths, strict=True):
                 place = np.arange(_first_moved(path), len(path))
-                src, dst = (slots_of(table, start + some, self.block_size) for some in (path[place], place))
+                src, dst = (slots_of(table, start + places, self.block_size) for places in (path[place], place))
                 pairs.append((src, dst))
             src, dst = map(np.concatenate, zip(*pairs, strict=True))
             return src, dst
@@ -455,7 +457,7 @@ class Sequences:
             if state.swapped is None:
                 self.register(state)
             self.states[number] = state
-            self.compacted = self.compacted or any(state.left)
+            self.compacted = self.compacted or any(state.histories)
         self._changed()
 
     def adopt(self, states: Sequence[SequenceState]) -> list[int]:
@@ -557,7 +559,7 @@ class Sequences:
         `written` has, for each sequence, the ascending places in its table whose blocks are written to.
         """
         pool = self.blocks
-        wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
+        needed: list[list[int]] = []  # of each sequence, the places in its table that get a block
         copied: dict[int, int] = {}
         for state, places in zip(step.states, written, strict=True):
             mine = []
@@ -571,10 +573,10 @@ class Sequences:
                     mine.append(place)
                 else:
                     step.overwritten.append(block)
-            wanted.append(mine)
-        step.allocated = pool.allocate(sum(map(len, wanted)), operation, step.lost)
+            needed.append(mine)
+        step.allocated = pool.allocate(sum(map(len, needed)), operation, step.lost)
         fresh = iter(step.allocated)
-        for state, mine in zip(step.states, wanted, strict=True):
+        for state, mine in zip(step.states, needed, strict=True):
             table = state.blocks
             if mine:
                 table = table + [-1] * (mine[-1] + 1 - len(table))
@@ -609,7 +611,7 @@ class Sequences:
     def grow_tree(self, step: AppendStep, parents: Parents) -> None:
         """Note the parents (B, T) of the tokens of a step, which its first layer has counted."""
         for row, (state, (first, end)) in enumerate(zip(step.states, itertools.pairwise(step.cu_seqlens), strict=True)):
-            now = state.came(0)
+            now = state.appended(0)
             state.draft = Draft(state.draft.settled, now - (end - first), now, parents, (row,))
 
     def revoke(self, layer: int, step: AppendStep) -> None:
@@ -630,22 +632,22 @@ class Sequences:
 def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -> None:
     """Raise PositionError if a layer has no tokens of a sequence of which another layer has some."""
     for state in states:
-        came = state.ends
-        if came[layer] == 0 < max(came):
-            most = came.index(max(came))
+        ends = state.ends
+        if ends[layer] == 0 < max(ends):
+            most = ends.index(max(ends))
             raise PositionError(
                 f"{operation}: layer {layer} holds no tokens of sequence {state.number}, and layer {most} holds "
-                f"{came[most]}. Append to layer {layer} first, or use extend(). If the empty result is to be "
+                f"{ends[most]}. Append to layer {layer} first, or use extend(). If the empty result is to be "
                 f"merged with others, pass return_lse=True."
             )
 
 
 def padded_tables(tables: Sequence[Sequence[int]]) -> Host:
     """Block tables as one array (n, most blocks) int32, at least one wide, padded with -1."""
-    found = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
-    for row, blocks in zip(found, tables, strict=True):
+    padded = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
+    for row, blocks in zip(padded, tables, strict=True):
         row[: len(blocks)] = blocks
-    return found
+    return padded
 
 
 def _first_moved(path: Host) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, new_array
+from tikv.ops.attention.call import AttentionCall, Caches, attention_call
 from tikv.ops.attention.merge import merge_into
-from tikv.ops.attention.paged import PagedCaches, paged_call
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 
 # Bytes of keys and values that need not be read again for which two launches more are worth it. On one core of a Xeon a
@@ -48,7 +48,7 @@ def serves(live: runtime.Runtime, request: AttendRequest, by_head: bool) -> bool
 
 
 class Block(NamedTuple):
-    """A block of one layer: its tokens, and the bytes of their keys, values and scales."""
+    """How large a block of one layer is: in tokens, and in bytes of keys, values and scales."""
 
     tokens: int
     nbytes: int
@@ -66,7 +66,7 @@ def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neig
     alike = (table[1:, 0] == table[:-1, 0]) & (table[1:, 0] >= 0)
     if not alike.any():
         return []
-    found: list[Neighbours] = []
+    runs: list[Neighbours] = []
     saved = 0
     starts = np.flatnonzero(np.concatenate([[True], ~alike]))
     for first, end in zip(starts.tolist(), [*starts[1:].tolist(), len(table)], strict=True):
@@ -78,11 +78,11 @@ def neighbours(table: Host, lens: Host, queries: int, block: Block) -> list[Neig
         if (end - first - 1) * blocks * block.nbytes < LEAST_SAVED:
             blocks = 0
         saved += blocks
-        if blocks or not found or found[-1].blocks:
-            found.append(Neighbours(first, end, blocks))
+        if blocks or not runs or runs[-1].blocks:
+            runs.append(Neighbours(first, end, blocks))
         else:
-            found[-1] = found[-1]._replace(end=end)
-    return found if saved else []
+            runs[-1] = runs[-1]._replace(end=end)
+    return runs if saved else []
 
 
 def as_one(a: ArrayView) -> ArrayView | None:
@@ -96,13 +96,12 @@ def as_one(a: ArrayView) -> ArrayView | None:
     return a.restrided((1, heads, count * tokens, *rest), (count * tokens * per_token, per_head, per_token, *others))
 
 
-def pool_call(operation: str, caches: PagedCaches, terms: Mapping[str, ArrayView]) -> Call:
+def pool_call(operation: str, caches: Caches, terms: Mapping[str, ArrayView]) -> Call:
     """Calls of attention over a pool's caches; `terms` are views of the request's, those that it has left."""
 
     def call(q: ArrayView, table: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
-        some = {name: a for name, a in terms.items() if getattr(request, name) is not None}
-        found = caches._replace(block_tables=table, context_lens=lens)
-        return paged_call(operation, q, found, request, some)
+        passed = {name: a for name, a in terms.items() if getattr(request, name) is not None}
+        return attention_call(operation, q, caches._replace(table=table, lens=lens), request, terms=passed)
 
     return call
 

@@ -94,10 +94,10 @@ class LayerPages:
             block = np.take(table, np.minimum(first // config.block_size, table.shape[1] - 1), axis=1)
             slots = block * config.block_size + first % config.block_size
             self._copy_full(operation, np.where(first + page <= held[:, None], slots // page, -1), out)
-            (some,) = np.nonzero(held % page)
-            last = held[some] // page
-            places = some * heads * pages + last, pages
-            self._summarize(operation, slots[some, last], held[some] % page, (out[0], out[1]), places)
+            (unfilled,) = np.nonzero(held % page)
+            last = held[unfilled] // page
+            places = unfilled * heads * pages + last, pages
+            self._summarize(operation, slots[unfilled, last], held[unfilled] % page, (out[0], out[1]), places)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def _copy_full(self, operation: str, pages: Host, out: Sequence[ArrayView]) -> None:

@@ -18,7 +18,7 @@ from tikv.stores.pools.shared_prefix import Block, Neighbours, neighbours
 
 
 class DeviceTables:
-    """Index arrays of one store, int32."""
+    """The block tables, lengths and slots that launches of one store read, int32 on the device."""
 
     def __init__(self, live: runtime.Runtime) -> None:
         self.runtime = live
@@ -31,26 +31,26 @@ class DeviceTables:
 
     def upload(self, name: str, array: Host) -> ArrayView:
         """A host array copied to the device, into the memory of the last one of this name and shape."""
-        found = self._memory.get(name)
-        if found is None or found.shape != array.shape:
-            found = self._memory[name] = new_array(array.shape, dtypes.int32, self.runtime)
-        write_host(array, found)
-        return found
+        uploaded = self._memory.get(name)
+        if uploaded is None or uploaded.shape != array.shape:
+            uploaded = self._memory[name] = new_array(array.shape, dtypes.int32, self.runtime)
+        write_host(array, uploaded)
+        return uploaded
 
     def known(self, name: str, array: Host) -> ArrayView:
         """The same, and the host still knows its contents."""
-        found = self.upload(name, array)
-        found = found.restrided(found.shape, found.strides)
-        found.owner = KnownOnHost(found.owner, array)
-        return found
+        uploaded = self.upload(name, array)
+        uploaded = uploaded.restrided(uploaded.shape, uploaded.strides)
+        uploaded.owner = KnownOnHost(uploaded.owner, array)
+        return uploaded
 
     def slots(self, step: AppendStep, ordered: Callable[[Host], Host] | None = None) -> ArrayView:
         """(T,) the slots of the rows of a step, in an order that is the same for all layers."""
         last = self._slots
         if last is None or last[0] is not step:
             self._slots = None  # while their memory is written
-            found = step.slots if ordered is None else ordered(step.slots)
-            last = self._slots = (step, self.upload("slots", found))
+            slots = step.slots if ordered is None else ordered(step.slots)
+            last = self._slots = (step, self.upload("slots", slots))
         return last[1]
 
     def block_tables(
@@ -60,15 +60,15 @@ class DeviceTables:
 
         They are kept until they change, for each layer if heads have their own.
         """
-        own = layer if sequences.by_head else 0
+        of_layer = layer if sequences.by_head else 0
         key = (ids, sequences.version_of(layer), tuple([state.lengths[layer] for state in states]))
-        last = self._tables.get(own)
+        last = self._tables.get(of_layer)
         if last is None or last[0] != key:
             table, lens = sequences.block_tables(layer, states)
-            self._tables.pop(own, None)  # while their memory is written
+            self._tables.pop(of_layer, None)  # while their memory is written
             # Attention splits the keys of heads of different lengths by lengths that the host knows.
-            on_device = (self.known if sequences.by_head else self.upload)(f"lengths {own}", lens)
-            last = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens, table
+            on_device = (self.known if sequences.by_head else self.upload)(f"lengths {of_layer}", lens)
+            last = self._tables[of_layer] = key, self.upload(f"tables {of_layer}", table), on_device, lens, table
         return last[1:4]
 
     def neighbours(self, first: int, end: int, queries: int, block: Block) -> tuple[list[Neighbours], ArrayView | None]:
@@ -80,12 +80,12 @@ class DeviceTables:
         if self._shared[0] != key:
             self._shared = key, {}
         asked = first, end, queries
-        found = self._shared[1].get(asked)
-        if found is None:
+        known = self._shared[1].get(asked)
+        if known is None:
             runs = neighbours(table[first:end], lens[first:end], queries, block)
-            own = None
+            unshared = None
             if runs:
                 shared = np.repeat([run.blocks * block.tokens for run in runs], [run.end - run.first for run in runs])
-                own = to_device((lens[first:end] - shared).astype(np.int32), self.runtime)
-            found = self._shared[1][asked] = runs, own
-        return found
+                unshared = to_device((lens[first:end] - shared).astype(np.int32), self.runtime)
+            known = self._shared[1][asked] = runs, unshared
+        return known

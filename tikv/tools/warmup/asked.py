@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Some calls, and what they do, in words."""
+    """Calls that compile some kernels, and a title that says which, for the progress that is shown."""
 
     title: str
     run: Callable[[], None]

@@ -50,7 +50,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, is_masked, make_inverse, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_place_of
+from tikv.kernels.attention.tree import make_depth_of
 from tikv.kernels.attention.visible import V, first_position, make_query_bounds, make_rows_range
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
@@ -149,7 +149,7 @@ def make_attend_cpu(workers, parts, c):
     """
     Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
     rows = -(-c.rows // band_of(c)) * band_of(c)
     worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
@@ -176,11 +176,11 @@ def make_attend_cpu(workers, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN,
+                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: INDEX,
                           strides: STRIDES, params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         terms = ti.static((sink_logits, slopes, tree, numbers))
-        if ti.static(c.chosen > 0):
-            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse, work))
+        if ti.static(c.index_bits > 0):
+            arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse, work))
             attend_all(arrays, terms, strides, params, scalars)
         else:
             attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse, work), terms, strides, params, scalars)
@@ -365,7 +365,7 @@ def make_take_scores(uid, c):
     def take(k: FLOATS, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
         begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
         together = 0
-        if ti.static(c.place != "table" and not c.chosen):
+        if ti.static(c.kind != "table" and not c.index_bits):
             together = ti.select(end - begin == n - 1, ti.min(n, CHUNK), 0)
         at, behind = before(begin + first, CHUNK), before(to, ROW)
         for j in range(together):
@@ -390,7 +390,7 @@ def make_decode_visible_task(c):
     @ti.func
     def decode_visible_task(number, lens: ti.template(), strides, params):
         visible, task = decode_task(number, lens, strides, params)
-        if ti.static(c.chosen == 0):
+        if ti.static(c.index_bits == 0):
             seen = rows_range(task[T.row], visible, params)
             if ti.static(c.invariant):  # counted by position, from the beginning of a chunk
                 ahead = first_position(visible) - visible[V.sinks]
@@ -426,16 +426,16 @@ def make_list_chunk(list_keys, uid, c):
     """list_chunk(begin, ...) -> (keys listed, the index after the last): lists the next keys, at most a chunk."""
     find_key, (k_offset, v_offset, scale_offset) = make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
-    if c.chosen:  # one key at a time
+    if c.index_bits:  # one key at a time
         list_keys = make_note_key()
 
     @ti.func
     def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         at, n = begin, 0
         while at < task[T.end] and n < CHUNK:
-            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, at, visible, table, strides,
-                             params)  # fmt: skip
-            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
+            key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, at, visible, table, strides,
+                           params)  # fmt: skip
+            slot, count, index = key[0], ti.min(ti.min(key[1], task[T.end] - at), CHUNK - n), key[2]
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
                 if ti.static(c.scored):
@@ -490,7 +490,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
     If a row's maximum grows, its sum and accumulators are rescaled.
     """
-    query_bounds, place_of, slope_of, origin = make_query_bounds(), make_place_of(c), make_slope_of(c), make_origin(c)
+    query_bounds, depth_of, slope_of, origin = make_query_bounds(), make_depth_of(c), make_slope_of(c), make_origin(c)
     DV = c.width_v
 
     @ti.func
@@ -507,13 +507,13 @@ def make_softmax(load_scales, row_loops, uid, c):
                 z = h * rows + g
                 scores = memory[M.scores] + z * ROW
                 r = ti.min(task[T.row] + g, params[P.queries] * c.group - 1)
-                bounds = query_bounds(place_of(task[T.sequence], r // c.group, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], r // c.group, terms, params), visible, params)
                 indices = memory[M.indices]
                 if ti.static(c.tree):
                     _sinks, _slopes, tree, numbers = ti.static(terms)
                     new = visible[V.count] - params[P.queries] + params[P.ahead]
                     newest = ti.bit_cast(work[indices + n - 1], ti.i32)
-                    if ti.static(c.chosen > 0):
+                    if ti.static(c.index_bits > 0):
                         newest = new  # chosen tokens come in any order
                     if newest >= new:
                         first = numbers[N.tree_first] + task[T.sequence] * params[P.queries] * numbers[N.tree_words]

@@ -39,7 +39,7 @@ def work_floats(rows, width, width_v):
     return groups * ROW, (CHUNK + 1) * groups * 2, rows * groups
 
 
-class KeyLoops(NamedTuple):
+class CodeLoops(NamedTuple):
     """Loops over the codes of listed keys of a head."""
 
     load_query: Any
@@ -58,10 +58,10 @@ class ValueLoops(NamedTuple):
 
 
 def make_key_loops(c):
-    """The `KeyLoops` of one set of choices."""
+    """The `CodeLoops` of one set of choices."""
     name = c.cache
-    return KeyLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
-                    make_dots(name, c))  # fmt: skip
+    return CodeLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
+                     make_dots(name, c))  # fmt: skip
 
 
 def make_value_loops(c):
@@ -120,17 +120,17 @@ def make_load_numbers(name, width, c):
     def load_numbers(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
         begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
         together = 0  # keys that follow one another in memory; pages and chosen tokens may not
-        if ti.static(c.place != "table" and not c.chosen):
+        if ti.static(c.kind != "table" and not c.index_bits):
             together = ti.select(end - begin == (n - 1) * numbers, ti.min(n, CHUNK), 0)
         at, behind = before(begin + first, CHUNK * numbers), before(to, CHUNK * numbers)
         for x in range(together * numbers):
             work[behind + x] = value(scales[at + x])
         for j in range(together, n):
             at = before(ti.bit_cast(work[lists + j], ti.i32) + first, numbers)
-            found = [value(scales[at + x]) for x in range(numbers)]
+            row_numbers = [value(scales[at + x]) for x in range(numbers)]
             behind = before(to + j * numbers, numbers)
             for x in ti.static(range(numbers)):
-                work[behind + x] = found[x]
+                work[behind + x] = row_numbers[x]
 
     return load_numbers
 
@@ -141,12 +141,12 @@ def make_bias_of(name):
 
     @ti.func
     def bias_of(work: ti.template(), at):
-        found = ti.f32(0.0)
+        bias = ti.f32(0.0)
         if ti.static(two):
-            found = work[at + 1]
+            bias = work[at + 1]
         else:
-            found = work[at] * ti.f32(offset)
-        return found
+            bias = work[at] * ti.f32(offset)
+        return bias
 
     return bias_of
 
@@ -176,10 +176,10 @@ def make_dots(name, c):
     def dot(k: ti.template(), work: ti.template(), rows: ti.template(), q, u, steps: ti.template()):
         """The products of a unit of each key with each row of queries, times the unit's scales."""
         sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
-        found = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
+        packed = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
         for e in ti.static(range(count)):
             for x in ti.static(range(KEYS)):
-                number = code(found[x], e)
+                number = code(packed[x], e)
                 if ti.static(B > 1):
                     number = number * steps[x]
                 for g in ti.static(range(B)):
@@ -281,12 +281,12 @@ def make_code_of_part(name):
 
     @ti.func
     def code_of_part(x, e: ti.template()):
-        found = x
+        code = x
         if ti.static((e + 1) * bits == 32):
-            found = x >> ti.u32(ti.static(e * bits))
+            code = x >> ti.u32(ti.static(e * bits))
         else:
-            found = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
-        return ti.cast(ti.bit_cast(found, ti.i32), ti.f32)
+            code = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
+        return ti.cast(ti.bit_cast(code, ti.i32), ti.f32)
 
     return (float_of_part if is_float else code_of_part), steps
 
@@ -366,15 +366,15 @@ def make_add_values(c, careful):
                 block, of_unit = turn // p.parts, turn % p.parts
                 of_group, of_key = factors + block * L // per_group * GROUP, begin
                 sums = ti.Vector([ti.f32(0.0) for _ in range(B * E * L)])
-                place, key = lists, ti.bit_cast(work[lists], ti.i32)
+                entry, key = lists, ti.bit_cast(work[lists], ti.i32)
                 while key != ENDED:  # if the loop had a count, LLVM would gather from several keys at once
                     at = before(key + first + block * (L * words), L * words)
-                    found = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
+                    packed = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
                     steps_of_key = [work[of_group + i * GROUP] for i in range(of_lane[-1] + 1)]
                     shares = before(of_key, B * ROW)
                     for e in ti.static(range(E)):
                         for lane in ti.static(range(L)):
-                            x = code(found[lane], e) * steps_of_key[of_lane[lane]]
+                            x = code(packed[lane], e) * steps_of_key[of_lane[lane]]
                             for g in ti.static(range(B)):
                                 if ti.static(B == 1):
                                     sums[e * L + lane] += x
@@ -382,8 +382,8 @@ def make_add_values(c, careful):
                                     sums[(g * E + e) * L + lane] += x * work[shares + ti.static(g * ROW)]
                     of_group += KEY
                     of_key += 1
-                    place += 1
-                    key = ti.bit_cast(work[place], ti.i32)
+                    entry += 1
+                    key = ti.bit_cast(work[entry], ti.i32)
                 result = before(acc + of_unit * (E * units) + block * L, B * width)
                 for g in ti.static(range(B)):
                     for e in ti.static(range(E)):

@@ -74,8 +74,8 @@ def make_attend_invariant(uid, floats, functions, memory_of, c):
         rows = bands * B
         start_rows(heads, rows, task, memory, q, work, terms, strides, params)
         for tile in range((task[T.end] - task[T.begin] + CHUNK - 1) // CHUNK):
-            n, found = list_tile(task[T.begin] + tile * CHUNK, visible, task, memory, table, work, strides, params)
-            if found > 0:
+            n, present = list_tile(task[T.begin] + tile * CHUNK, visible, task, memory, table, work, strides, params)
+            if present > 0:
                 multiply_keys(n, heads, bands, to, task, memory, k, k_scale, work, strides, params)
                 masked = softmax(heads, rows, CHUNK, visible, task, memory, k_scale, v_scale, work, terms, strides,
                                  params, scalars)  # fmt: skip
@@ -95,32 +95,32 @@ def make_attend_invariant(uid, floats, functions, memory_of, c):
 
 
 def make_list_tile(list_keys, uid, memory_of, c):
-    """list_tile(begin, ...) -> (places, keys): lists the keys at a chunk's positions, each in its place.
+    """list_tile(begin, ...) -> (positions, keys): lists the keys at a chunk's positions, in order.
 
-    A place without a key gets the address of the first row, and an index that no query sees.
+    A position without a key gets the address of the first row, and an index that no query sees.
     """
     M, find_key, (k_offset, v_offset, scale_offset) = memory_of, make_find_key(c), make_slot_offsets(c)
     score_offset = make_score_offset(c)
-    note = make_note_key() if c.chosen else list_keys
+    note = make_note_key() if c.index_bits else list_keys
 
     @ti.func
     def list_tile(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         list_keys(work, memory[M.indices], CHUNK, HIDDEN, 0, uid)
-        n, keys, places = 0, 0, ti.min(CHUNK, task[T.end] - begin)
-        while n < places:
-            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, begin + n, visible, table, strides,
-                             params)  # fmt: skip
-            slot, count = found[0], ti.min(found[1], places - n)
+        n, keys, positions = 0, 0, ti.min(CHUNK, task[T.end] - begin)
+        while n < positions:
+            key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, begin + n, visible, table, strides,
+                           params)  # fmt: skip
+            slot, count = key[0], ti.min(key[1], positions - n)
             if slot >= 0:
                 k_first = k_offset(slot, strides)
                 if ti.static(c.scored):
-                    k_first = score_offset(slot, found[2], visible)
+                    k_first = score_offset(slot, key[2], visible)
                 note(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
                 note(work, memory[M.v_list] + n, count, v_offset(slot, strides), strides[S.v_token], uid)
                 if ti.static(c.scale != ""):
                     scale_first = scale_offset(slot, strides)
                     note(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
-                note(work, memory[M.indices] + n, count, found[2], 1, uid)
+                note(work, memory[M.indices] + n, count, key[2], 1, uid)
                 keys += count
             else:
                 note(work, memory[M.k_list] + n, count, 0, 0, uid)
@@ -128,7 +128,7 @@ def make_list_tile(list_keys, uid, memory_of, c):
                 if ti.static(c.scale != ""):
                     note(work, memory[M.scale_list] + n, count, 0, 0, uid)
             n += count
-        return places, keys
+        return positions, keys
 
     return list_tile
 

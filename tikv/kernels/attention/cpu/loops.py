@@ -49,11 +49,11 @@ def before(at, n: ti.template()):
 @ti.func
 def ordered(x):
     """The bits of a float as an integer with the same order."""
-    return turned(ti.bit_cast(x, ti.i32))
+    return flipped(ti.bit_cast(x, ti.i32))
 
 
 @ti.func
-def turned(i):
+def flipped(i):
     """Flip all bits of a negative number except its sign; a second call restores the number.
 
     It uses shifts: LLVM would turn a mask into a `select`, and one after the loop into a freeze of the loop's maximum,
@@ -123,7 +123,7 @@ def make_prefetch(c):
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value = make_element_to_f32(c.cache)
-    PER_PAGE = 1 if c.chosen else min(c.page or CHUNK, CHUNK)
+    PER_PAGE = 1 if c.index_bits else min(c.page or CHUNK, CHUNK)
     PER_LINE = LINE_BYTES // SIZE[c.cache]
 
     @ti.real_func
@@ -273,8 +273,8 @@ def make_tree_indices():
         source, target = before(indices, ROW), before(to, ROW)
         for j in range(ti.min(n, CHUNK)):
             index = ti.bit_cast(work[source + j], ti.i32)
-            found = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
-            work[target + j] = ti.bit_cast(found, ti.f32)
+            counts_as = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
+            work[target + j] = ti.bit_cast(counts_as, ti.f32)
 
     return tree_indices
 
@@ -308,7 +308,7 @@ def make_softmax_loops(c):
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
             top = ti.max(top, ordered(work[first + j]))
-        return ti.bit_cast(turned(top), ti.f32)
+        return ti.bit_cast(flipped(top), ti.f32)
 
     @ti.real_func
     def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:

@@ -16,13 +16,13 @@ from tikv.runtime import ti
 
 
 def make_mass_cpu(workers, by_slot, c):
-    """mass(q, k, lens, table, chosen, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
+    """mass(q, k, lens, table, indices, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
 
     The function is not cached, since its real functions belong to one Taichi program. `work` is as in
     `cpu.attend.make_attend_cpu`.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     uid = zlib.crc32(repr(("mass", workers, by_slot, c)).encode()) >> 1
     rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
     worker_memory, mass_task = make_worker_memory(rows, c), make_mass_task(rows, uid, by_slot, c)
@@ -30,7 +30,7 @@ def make_mass_cpu(workers, by_slot, c):
     every = LEAST_ITERATIONS if workers > 1 else 1
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, indices: INDEX, k_scale: SC, lse: BITS, mass: FLOATS,
                      work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
@@ -41,8 +41,8 @@ def make_mass_cpu(workers, by_slot, c):
             memory = worker_memory(worker, params)
             for turn in range(tasks):
                 number = turn * workers + worker
-                if ti.static(c.chosen > 0):
-                    arrays = ti.static((q, k, lens, (table, chosen), k_scale, lse, mass, work))
+                if ti.static(c.index_bits > 0):
+                    arrays = ti.static((q, k, lens, (table, indices), k_scale, lse, mass, work))
                     mass_task(number, memory, arrays, strides, params, scalars)
                 else:
                     arrays = ti.static((q, k, lens, table, k_scale, lse, mass, work))
@@ -69,7 +69,7 @@ def make_mass_task(rows, uid, by_slot, c):
         q, k, lens, table, k_scale, lse, mass, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         t, first_row, last = 0, 0, params[P.queries] * c.group - 1
-        if ti.static(c.chosen > 0):
+        if ti.static(c.index_bits > 0):
             t = task[T.row] // c.rows  # a query is a block of tasks
             first_row, last = t * c.group, (t + 1) * c.group - 1
         index = task[T.begin]
@@ -99,15 +99,15 @@ def make_mass_task(rows, uid, by_slot, c):
 def make_list_chunk(keys, uid, by_slot, c):
     """list_chunk(t, begin, ...) -> (keys listed, the index after the last): `cpu.attend`'s, with places in `mass`."""
     find_key, (k_offset, _, scale_offset) = make_find_key(c), make_slot_offsets(c)
-    mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.chosen else keys.list_keys
+    mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.index_bits else keys.list_keys
 
     @ti.func
     def list_chunk(t, begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         at, n = begin, 0
         b, h = task[T.sequence], task[T.head]
         while at < task[T.end] and n < CHUNK:
-            found = find_key(b, h, t, at, visible, table, strides, params)
-            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
+            key = find_key(b, h, t, at, visible, table, strides, params)
+            slot, count, index = key[0], ti.min(ti.min(key[1], task[T.end] - at), CHUNK - n), key[2]
             if slot >= 0:
                 to = mass_offset(b, h, t, at, index, slot, visible, strides, params)
                 list_keys(work, memory[M.k_list] + n, count, k_offset(slot, strides), strides[S.k_token], uid)

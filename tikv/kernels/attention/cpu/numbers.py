@@ -60,7 +60,7 @@ def make_numbers_of_codes(c, width):
                     if ti.static(e * bits % 32 + bits > 32):
                         more = rows[row_at + u * words + ti.static(e * bits // 32 + 1)]
                         code = code | (more << ti.u32(ti.static(32 - e * bits % 32)))
-                    found = value_of_code(code & ti.u32(ti.static((1 << bits) - 1)), step, bias, 0)
-                    work[target + column(u * count + e)] = found
+                    value = value_of_code(code & ti.u32(ti.static((1 << bits) - 1)), step, bias, 0)
+                    work[target + column(u * count + e)] = value
 
     return numbers

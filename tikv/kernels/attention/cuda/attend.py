@@ -23,7 +23,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import is_masked, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import FLOAT8, SIZE, make_bits_to_f32, make_decode, make_load, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle, shuffle_xor
@@ -35,7 +35,7 @@ LN2 = 0.6931471805599453
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below e ** LAG
 
 
-class Shape(NamedTuple):
+class LaneShape(NamedTuple):
     """How the threads of a block share the work."""
 
     lanes: int  # threads that share a key
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     owners: int  # at most so many lanes of a row share the scores of its keys
 
 
-def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
+def shape_of(width: int, unit: int, rows: int, long: bool) -> LaneShape:
     """The shape for a head width, elements in a word and query rows of a task that was fastest on an H200.
 
     If the code for a key is `long`, see `is_long`, LLVM makes one function of it only for fewer keys.
@@ -60,12 +60,12 @@ def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
     if long:
         keys = 4 if held <= 32 else 2
     owners = 1 if unit < 8 and 2 < rows <= 4 else lanes
-    return Shape(lanes, keys, 4 if registers <= 96 and rows <= 2 else 3, owners)
+    return LaneShape(lanes, keys, 4 if registers <= 96 and rows <= 2 else 3, owners)
 
 
 def is_long(c: Choices) -> bool:
     """Whether a key takes much code: keys are chosen, or masked for some rows, or are 8-bit floats to decode."""
-    return c.masked or c.chosen > 0 or c.cache in FLOAT8
+    return c.masked or c.index_bits > 0 or c.cache in FLOAT8
 
 
 def rows_kept(rows: int) -> int:
@@ -98,9 +98,9 @@ class Exchange:
         self.key_owner = distances_to_owners(self.shared_keys, self.key_distances, self.keys_left)
 
 
-def distances_to_owners(count, distances, left):
+def distances_to_owners(count, distances, masks):
     """For each of `count` rows or keys, the distance to its owner after the halvings."""
-    return [sum(d for d, n in zip(distances, left, strict=True) if i & n) for i in range(count)]
+    return [sum(d for d, n in zip(distances, masks, strict=True) if i & n) for i in range(count)]
 
 
 def make_attend_lanes(shape, parts, c):
@@ -214,10 +214,10 @@ def make_load_queries(x, c):
             for w in ti.static(range(x.k_rounds)):
                 column = ti.min(w * L + lane, x.k_words - 1) * UNIT
                 for e in ti.static(range(UNIT)):
-                    found = load_q(q, at + column + e)[0] * scale
+                    value = load_q(q, at + column + e)[0] * scale
                     if ti.static((w + 1) * L > x.k_words):
-                        found = ti.select(w * L + lane < x.k_words, found, ti.f32(0.0))
-                    queries[g * x.k_elements + w * UNIT + e] = found
+                        value = ti.select(w * L + lane < x.k_words, value, ti.f32(0.0))
+                    queries[g * x.k_elements + w * UNIT + e] = value
 
     return load_queries
 
@@ -237,13 +237,13 @@ def make_slot_of(x, c):
         last = ti.min(n, task[T.end] - 1)
         if ti.static(x.shared_keys == 1):
             last = ti.select(counts != 0, n, task[T.end] - 1)
-        found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, last, visible, table, strides, params)
-        slot = found[0]
+        key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, last, visible, table, strides, params)
+        slot = key[0]
         if ti.static(c.gaps):
             counts = ti.select(slot >= 0, counts, 0)
             slot = ti.max(slot, 0)
-        if ti.static(c.chosen > 0):
-            index = found[2]
+        if ti.static(c.index_bits > 0):
+            index = key[2]
         return slot, counts, index
 
     return slot_of
@@ -320,7 +320,7 @@ def make_logits(x, c):
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
     query_bounds, bias, origin = make_query_bounds(), make_bias(c), make_origin(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     K = x.shared_keys
     own_keys = x.keys // K
 
@@ -338,23 +338,23 @@ def make_logits(x, c):
                 k_factor[o] = scale_value(k_scale[strides[S.k_scale_first] + at])
                 v_factor[o] = scale_value(v_scale[strides[S.v_scale_first] + at])
             if ti.static(c.masked):
-                place, counts_as = place_of(task[T.sequence], query, terms, params), index
+                depth, counts_as = depth_of(task[T.sequence], query, terms, params), index
                 if ti.static(c.tree):
-                    bounds = query_bounds(place, visible, params)
+                    bounds = query_bounds(depth, visible, params)
                     counts_as = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
-                if not is_visible(place, counts_as, visible, params):
+                if not is_visible(depth, counts_as, visible, params):
                     counts[o] = 0
         high = m
         for o in ti.static(range(own_keys)):
-            found = scores[o * K] * k_factor[o]
+            logit = scores[o * K] * k_factor[o]
             if ti.static(c.softcap):
-                found = logit_of(found, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
+                logit = logit_of(logit, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
             if ti.static(c.alibi):
-                bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], query, terms, params), visible, params)
                 index = index_of(task[T.sequence], query, indices[o], bounds, visible, terms, params)
                 stands = origin(query, terms)
-                found = found + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
-            scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
+                logit = logit + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
+            scores[o * K] = ti.select(counts[o] != 0, logit, ti.f32(MASKED))
             high = ti.max(high, scores[o * K])
         return high
 

@@ -148,7 +148,7 @@ def make_attend_tensor(tile, parts, c):
     `cpu.attend.make_attend_cpu`. If tokens are chosen, arguments are as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
-    CHOSEN = index_array(c.chosen)
+    INDEX = index_array(c.index_bits)
     V, KSC, VSC = KV, SC, SC
     if c.cache not in HALVES:
         kind = kind_of(c.cache)
@@ -166,14 +166,14 @@ def make_attend_tensor(tile, parts, c):
 
     @ti.kernel
     def attend_chosen(q: Q, k: KV, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                      sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
+                      sink_logits: FLOATS, slopes: FLOATS, tree: BITS, indices: INDEX, strides: STRIDES,
                       params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         for i in range(q.shape[0]):
-            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse))
+            arrays = ti.static((q, k, v, lens, (table, indices), k_scale, v_scale, out, lse))
             attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
 
-    return attend_chosen if c.chosen else attend
+    return attend_chosen if c.index_bits else attend
 
 
 make_attend_tensor.fast_math = True
@@ -212,7 +212,7 @@ def make_attend_task(x, parts, c):
     attend_copied = copies.make_attend_copied(x, f, add_tile, step_of(x), c) if x.stages else None
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
     restore = infinities.make_restore(x, parts, c) if c.masked else None
-    G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
+    G, STEP, share = x.row_tiles, step_of(x), share_of(x, c)
     EARLY = max(c.width, c.width_v) <= 128  # if there are registers for it
 
     @ti.func
@@ -224,7 +224,7 @@ def make_attend_task(x, parts, c):
         if ti.static(x.shared_out == "rows"):
             row, ahead = task[T.row] + warp * ti.static(ROWS * G), 0
         elif ti.static(COLUMNS):
-            column = warp * own.width
+            column = warp * share.width
         seen = limits(row, visible, task, params)
         qf = [ti.u32(0) for _ in range(f.queries)]
         f.load_queries(row, lane, column, task, q, k_scale, qf, strides, params)
@@ -309,8 +309,8 @@ def is_staged(x, c) -> bool:
         and c.cache in HALVES
         and c.width == c.width_v
         and c.width in staged.WIDTHS
-        and not c.chosen
-        and (c.place != "table" or has_whole_tiles(c))
+        and not c.index_bits
+        and (c.kind != "table" or has_whole_tiles(c))
     )
 
 
@@ -453,9 +453,9 @@ def make_attend_columns(x, f, c):
         k, v, table, k_scale, v_scale = ti.static((arrays[1], arrays[2], arrays[4], arrays[5], arrays[6]))
         logits = ti.simt.block.SharedArray((2 * WARPS * SIZE_OF_PART,), ti.f32)
         lane, warp = thread % 32, thread // 32
-        own = task
-        own[T.k_first] += warp * K_WORDS
-        own[T.v_first] += warp * V_WORDS
+        warp_task = task
+        warp_task[T.k_first] += warp * K_WORDS
+        warp_task[T.v_first] += warp * V_WORDS
         kf = [ti.u32(0) for _ in range(f.keys)]
         vf = [ti.u32(0) for _ in range(f.values)]
         k_slots = [0 for _ in range(2)]
@@ -466,22 +466,22 @@ def make_attend_columns(x, f, c):
         coming = look_up(at + KEYS, seen, visible, task, table, strides, params)
         if seen[L.begin] < seen[L.end]:
             find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
-            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+            f.load_keys(lane, k_slots, warp_task, k, k_scale, kf, strides)
         for _ in range((seen[L.end] - seen[L.begin] + (KEYS - 1)) // KEYS):
             whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
-            f.load_values(lane, v_slots, own, v, v_scale, vf, strides)
+            f.load_values(lane, v_slots, warp_task, v, v_scale, vf, strides)
             p = [ti.f32(0.0) for _ in range(COUNT)]
             products(kf, qf, p)
             find_keys(at + KEYS, coming, lane, seen, visible, task, table, k_slots, strides, params)
-            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+            f.load_keys(lane, k_slots, warp_task, k, k_scale, kf, strides)
             for i in ti.static(range(COUNT)):
                 logits[part + warp * SIZE_OF_PART + i * 32 + lane] = p[i]
             ti.simt.block.sync()
             for i in ti.static(range(COUNT)):
-                found = logits[part + i * 32 + lane]
+                dot = logits[part + i * 32 + lane]
                 for w in ti.static(range(1, WARPS)):
-                    found += logits[part + w * SIZE_OF_PART + i * 32 + lane]
-                p[i] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
+                    dot += logits[part + w * SIZE_OF_PART + i * 32 + lane]
+                p[i] = logit_of(dot, scalars[X.logit_scale], scalars[X.softcap])
             block, coming = coming, look_up(at + 2 * KEYS, seen, visible, task, table, strides, params)
             add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
             at, part = at + KEYS, WARPS * SIZE_OF_PART - part
@@ -536,13 +536,13 @@ def make_mask(x, c):
             behind = (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
             t = ti.min(row + behind, params[P.queries] * c.group - 1) // c.group
             for i in ti.static(range(2)):
-                found = counts[i]
+                seen = counts[i]
                 if ti.static(has_bounds(c)):
                     bounds = tile_bounds(t, visible, params)
                     index = at + (lane >> 2) + ti.static(i * 8)
-                    found = found * in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3])
+                    seen = seen * in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3])
                 n = ti.static(r // 2 * 4 + i * 2 + r % 2)
-                p[n] = ti.select(found != 0, p[n], ti.f32(MASKED))
+                p[n] = ti.select(seen != 0, p[n], ti.f32(MASKED))
 
     return mask
 
@@ -584,20 +584,20 @@ def make_store_rows(x, f, parts, c):
     # Float32 results, such as the two parts of `extend`, are stored directly.
     in_pairs = not parts and c.out in HALVES and not c.invariant
     pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
-    own, COLUMNS = share_of(x, c), divides_columns(x)
-    NV = own.width_v // KEYS
+    share, COLUMNS = share_of(x, c), divides_columns(x)
+    NV = share.width_v // KEYS
 
     @ti.func
     def store_rows(thread, row, task, m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template(),
                    out: ti.template(), lse: ti.template(), strides, params, scalars):  # fmt: skip
         lane, column = thread % 32, 0
         if ti.static(COLUMNS):
-            column = thread // 32 * own.width_v
+            column = thread // 32 * share.width_v
         for r in ti.static(range(2 * x.row_tiles)):
             i = ti.static(r // 2 * 4 + r % 2)
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
             behind = params[P.queries] * c.group
-            if ti.static(c.chosen > 0):
+            if ti.static(c.index_bits > 0):
                 behind = task[T.row] + c.rows  # the next rows may belong to a query with a different choice
             if at_row < behind:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)

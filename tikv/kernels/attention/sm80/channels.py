@@ -45,7 +45,7 @@ MOST_BITS = {2: 256, 3: 128}  # of a token, in the channels whose codes are read
 
 
 def tile_of(cache: str, values: str) -> Tile:
-    """How the work is shared out, for the formats of K and V."""
+    """How the warps of a block share the work, for the formats of K and V."""
     both = codes_of(cache, GROUP), codes_of(values, GROUP)
     return TILE_OF_4_BITS if all(codes is not None and codes.bits == 4 for codes in both) else TILE
 
@@ -221,7 +221,7 @@ def make_multiply_keys(codes):
         high = [ti.u32(0) for _ in range(2)]  # what queries times scales are: the sums of both
         low = [ti.u32(0) for _ in range(2)]
         bias = [ti.u32(0) for _ in range(2)]
-        found = [ti.u32(0) for _ in range(2 * OF_LANE)]  # the codes of a token in two channels, for two such pairs
+        halves = [ti.u32(0) for _ in range(2 * OF_LANE)]  # the codes of a token in two channels, for two such pairs
         for h in ti.static(range(2)):
             first = ti.static(4 * n + 2 * h)
             scale, nothing = ti.u32(0), ti.u32(0x80008000)  # -0
@@ -243,17 +243,19 @@ def make_multiply_keys(codes):
                     part = [ti.u32(0) for _ in range(COUNT)]
                     to_halves(mixed[i], part)
                     for e in ti.static(range(COUNT)):
-                        found[ti.static(h * OF_LANE + (2 * w + i) * COUNT + e)] = part[e]
+                        halves[ti.static(h * OF_LANE + (2 * w + i) * COUNT + e)] = part[e]
         ext.multiply_f16(biased[0], biased[1], biased[2], biased[3], bias[0], bias[0], bias[1], bias[1],
                          qf[ti.static(2 * n)], qf[ti.static(2 * n + 1)])  # fmt: skip
         for t in ti.static(range(TILES)):
             o, a, b = ti.static(4 * t, 2 * t, OF_LANE + 2 * t)
-            ext.multiply_f16(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)], found[a],
-                             found[ti.static(a + 1)], found[b], found[ti.static(b + 1)], high[0], high[1])  # fmt: skip
+            ext.multiply_f16(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)],
+                             halves[a], halves[ti.static(a + 1)], halves[b], halves[ti.static(b + 1)],
+                             high[0], high[1])  # fmt: skip
         for t in ti.static(range(TILES)):
             o, a, b = ti.static(4 * t, 2 * t, OF_LANE + 2 * t)
-            ext.multiply_f16(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)], found[a],
-                             found[ti.static(a + 1)], found[b], found[ti.static(b + 1)], low[0], low[1])  # fmt: skip
+            ext.multiply_f16(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)],
+                             halves[a], halves[ti.static(a + 1)], halves[b], halves[ti.static(b + 1)],
+                             low[0], low[1])  # fmt: skip
 
     return multiply_keys
 

@@ -315,27 +315,27 @@ def make_value_at(c):
         word = v[task[T.v_first] + v_offset(slot, strides) + bit // bits]
         code = ti.cast(word >> ti.cast(bit % bits, WORD_TYPE), ti.u32) & ti.u32(mask)
         number = ti.cast(ti.cast(code ^ ti.u32(codes.flip & mask), ti.i32) - codes.zero, ti.f32)
-        found = number * to_f32(numbers & ti.u32(0xFFFF))
+        value = number * to_f32(numbers & ti.u32(0xFFFF))
         if ti.static(codes.numbers == 2):
-            found = found + to_f32(numbers >> ti.u32(16))
-        return found
+            value = value + to_f32(numbers >> ti.u32(16))
+        return value
 
     return value_at
 
 
 def make_to_halves(codes):
-    """to_halves(word, found, factor, by16, less, less16): a word's codes, in pairs, less zero, times a power of two.
+    """to_halves(word, halves, factor, by16, less, less16): a word's codes, in pairs, less zero, times a power of two.
 
     The last four are `offsets_of` it.
     """
     ext = instructions()
 
     @ti.func
-    def to_halves(word, found: ti.template(), factor, by16, less, less16):
+    def to_halves(word, halves: ti.template(), factor, by16, less, less16):
         if ti.static(codes.bits == 8):
-            ext.halves_8(found[0], found[1], word, factor, less)
+            ext.halves_8(halves[0], halves[1], word, factor, less)
         else:
-            ext.halves_4(found[0], found[1], found[2], found[3], word, factor, less, by16, less16)
+            ext.halves_4(halves[0], halves[1], halves[2], halves[3], word, factor, less, by16, less16)
 
     return to_halves
 
@@ -347,22 +347,22 @@ def offsets_of(codes: Codes, factor: float) -> tuple[int, int, int, int]:
 
 
 def make_to_small_halves(codes):
-    """to_small_halves(word, found): the codes of a word in pairs, each 2 ** -24 of `times_of` it: halves below normal.
+    """to_small_halves(word, halves): the codes of a word in pairs, each 2 ** -24 of `times_of` it: halves below normal.
 
     Of codes without a sign: zero is still to be taken away.
     """
     ext = instructions()
 
     @ti.func
-    def to_small_halves(word, found: ti.template()):
+    def to_small_halves(word, halves: ti.template()):
         if ti.static(codes.bits == 8):
             nothing = ti.u32(0)
-            ext.low_bytes(found[0], word, nothing)
-            ext.high_bytes(found[1], word, nothing)
+            ext.low_bytes(halves[0], word, nothing)
+            ext.high_bytes(halves[1], word, nothing)
         else:
-            found[0], found[1] = word & ti.u32(0x000F000F), word & ti.u32(0x00F000F0)
+            halves[0], halves[1] = word & ti.u32(0x000F000F), word & ti.u32(0x00F000F0)
             rest = word >> ti.u32(8)
-            found[2], found[3] = rest & ti.u32(0x000F000F), rest & ti.u32(0x00F000F0)
+            halves[2], halves[3] = rest & ti.u32(0x000F000F), rest & ti.u32(0x00F000F0)
 
     return to_small_halves
 
@@ -456,7 +456,7 @@ def make_add_values(x, codes, piece, c):
                     ext.scale_halves(bias[i], bias[i], factor, nothing)
             for w in ti.static(range(n * piece.words, (n + 1) * piece.words)):
                 # Of the word's columns, each in two rows of V; of the first two rows, then of the others.
-                found = [ti.u32(0) for _ in range(2 * CODES_OF_WORD)]
+                halves = [ti.u32(0) for _ in range(2 * CODES_OF_WORD)]
                 for i in ti.static(range(2)):
                     first = ti.static(2 * i * WORDS + w)
                     near, far = vf[first] ^ ti.u32(codes.flip), vf[ti.static(first + WORDS)] ^ ti.u32(codes.flip)
@@ -471,14 +471,14 @@ def make_add_values(x, codes, piece, c):
                         part = [ti.u32(0) for _ in range(COUNT)]
                         to_halves(mixed[h], part, factor, by16, less, less16)
                         for e in ti.static(range(COUNT)):
-                            ext.scale_halves(found[ti.static(i * CODES_OF_WORD + h * COUNT + e)], part[e], scale[i],
+                            ext.scale_halves(halves[ti.static(i * CODES_OF_WORD + h * COUNT + e)], part[e], scale[i],
                                              bias[i])  # fmt: skip
                 for t in ti.static(range(CODES_OF_WORD // 2)):
                     for g in ti.static(range(G)):
                         a = ti.static((g * NV + w * CODES_OF_WORD // 2 + t) * 4)
                         multiply(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)],
-                                 found[ti.static(2 * t)], found[ti.static(2 * t + 1)],
-                                 found[ti.static(CODES_OF_WORD + 2 * t)], found[ti.static(CODES_OF_WORD + 2 * t + 1)],
+                                 halves[ti.static(2 * t)], halves[ti.static(2 * t + 1)],
+                                 halves[ti.static(CODES_OF_WORD + 2 * t)], halves[ti.static(CODES_OF_WORD + 2 * t + 1)],
                                  b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
 
     return add_values

@@ -45,7 +45,7 @@ BLOCKS = {("int8", 8): 3, ("affine", 8): 3, ("q8_0", 8): 3, ("mxfp8", 8): 3, ("a
           ("nvfp4", 4): 4}  # fmt: skip
 
 
-class Copied(NamedTuple):
+class CopiedTile(NamedTuple):
     """How a tile lies in the shared memory of a warp, in bytes: rows of K, rows of V, numbers of K, numbers of V."""
 
     row: int
@@ -70,18 +70,18 @@ class Copied(NamedTuple):
         return self.numbers == 2
 
 
-def copied(cache: str, width: int, width_v: int) -> Copied | None:
+def copied(cache: str, width: int, width_v: int) -> CopiedTile | None:
     """How tiles of a cache are copied; None if they cannot be."""
     codes = codes_of(cache, width)
     if codes is None or width != width_v:
         return None
     row, number = width * codes.bits // 8, 2 * codes.numbers
     if cache in KINDS:
-        found = layout_of(cache, width, width_v)
-        of_k, of_v, number = found.of_k, found.of_v, int(found.scale != "")
+        layout = layout_of(cache, width, width_v)
+        of_k, of_v, number = layout.of_k, layout.of_v, int(layout.scale != "")
     else:
         of_k, of_v = pieces(cache, width, width_v)
-    made = Copied(row, number, width // codes.group if number else 0, of_k, of_v)
+    made = CopiedTile(row, number, width // codes.group if number else 0, of_k, of_v)
     if row not in ROW_BYTES or 0 in (of_k.words, of_v.words) or (made.numbers % WORD and not made.one_each):
         return None
     return made
@@ -105,13 +105,13 @@ def shared_bytes(stages: int, cache: str, width: int, width_v: int) -> int:
     return WARPS * stages * copied(cache, width, width_v).nbytes + BANKS
 
 
-def exchange_of_key(tile: Copied):
-    """exchange(key): which bits of the number of a piece of K are turned."""
+def exchange_of_key(tile: CopiedTile):
+    """exchange(key): which bits of the number of a piece of K are flipped."""
     span = tile.of_k.words  # pieces of a row that four lanes read at once
     return make_exchange(BANKS // (span * PIECE), span, tile)
 
 
-def make_exchange(rows, span, tile: Copied):
+def make_exchange(rows, span, tile: CopiedTile):
     """exchange(row) for rows that follow each other, of which so many are read at once, `span` pieces of each."""
     per = BANKS // tile.row  # rows that lie in different banks
     count = max(1, rows // per)
@@ -123,13 +123,13 @@ def make_exchange(rows, span, tile: Copied):
     return exchange
 
 
-def exchange_of_value(tile: Copied):
-    """exchange(place): the same of V; lanes read two pieces of each of four rows at once."""
+def exchange_of_value(tile: CopiedTile):
+    """exchange(row): the same of V; lanes read two pieces of each of four rows at once."""
     return make_exchange(4, 2, tile)
 
 
 @ti.func
-def place_of_value(key):
+def row_of_value(key):
     """Where the row of a key lies in V: even keys first."""
     return (key >> 1) + (key & 1) * ti.static(KEYS // 2)
 
@@ -159,9 +159,9 @@ def make_copy(slot_behind, tile, c):
             v_at = task[T.v_first] + piece * ti.static(PIECE // V_BYTES) + v_offset(slot, strides)
             k_from = bases[0] + ti.cast(k_at, ti.u64) * ti.u64(K_BYTES)
             v_from = bases[1] + ti.cast(v_at, ti.u64) * ti.u64(V_BYTES)
-            place = place_of_value(key)
+            value_row = row_of_value(key)
             k_to = to + ti.cast(key * tile.row + (piece ^ of_key(key)) * PIECE, ti.u32)
-            v_to = to + ti.cast(V_AT + place * tile.row + (piece ^ of_value(place)) * PIECE, ti.u32)
+            v_to = to + ti.cast(V_AT + value_row * tile.row + (piece ^ of_value(value_row)) * PIECE, ti.u32)
             ext.copy_16(k_to, k_from)
             ext.copy_16(v_to, v_from)
         for n in ti.static(range(-(-KEYS * WORDS // 32))):
@@ -191,9 +191,9 @@ def make_numbers_of_lane(slot_behind, c):
         first = ti.select(lane < KEYS, strides[S.k_scale_first], strides[S.v_scale_first]) + task[T.scale_first]
         index = first + scale_offset(ti.max(slot, 0), strides)
         address = ti.select(lane < KEYS, bases[2], bases[3]) + ti.cast(index, ti.u64) * ti.u64(SCALE)
-        found = ti.u32(0)
-        ext.read_global_2(found, address)
-        return found
+        number = ti.u32(0)
+        ext.read_global_2(number, address)
+        return number
 
     return numbers_of_lane
 
@@ -241,11 +241,11 @@ def make_take_keys(tile, c):
                 if ti.static(tile.one_each):
                     ext.read_2(kf[ti.static(FIRST + i)], at)
                 elif ti.static(SHARED_OUT):
-                    own = at + ti.cast((lane & 3) * EACH, ti.u32)
+                    lane_at = at + ti.cast((lane & 3) * EACH, ti.u32)
                     if ti.static(EACH == 2):
-                        ext.read_2(kf[ti.static(FIRST + i)], own)
+                        ext.read_2(kf[ti.static(FIRST + i)], lane_at)
                     else:
-                        ext.read_1(kf[ti.static(FIRST + i)], own)
+                        ext.read_1(kf[ti.static(FIRST + i)], lane_at)
                 elif ti.static(tile.number == 2):
                     words = [ti.u32(0) for _ in range(tile.numbers // 4)]
                     read_words(at, ti.static(tile.numbers // 4), words, 0)
@@ -267,12 +267,12 @@ def make_take_values(tile, codes, c):
 
     @ti.func
     def take_values(lane, shared, vf: ti.template()):
-        place = lane & 3
+        row = lane & 3
         for n in ti.static(range(piece.count)):
             which = (lane >> 2) + ti.static(8 * n)
             behind = which * SIZE
-            changed = (((behind >> 4) ^ exchange(place)) << 4) | (behind & 15)
-            first = shared + ti.cast(AT + place * tile.row + changed, ti.u32)
+            changed = (((behind >> 4) ^ exchange(row)) << 4) | (behind & 15)
+            first = shared + ti.cast(AT + row * tile.row + changed, ti.u32)
             group = ti.cast(ti.cast(which * piece.codes, ti.u32) // ti.u32(codes.group), ti.i32)
             numbers = shared + ti.cast(NUMBERS + (lane & 3) * 2 * tile.numbers + group * tile.number, ti.u32)
             for i in ti.static(range(4)):
@@ -316,10 +316,10 @@ def make_attend_copied(x, f, add_tile, step, c):
         ext.address_v(bases[1])
         ext.address_k_scale(bases[2])
         ext.address_v_scale(bases[3])
-        own = ti.u32(0)
-        ext.shared_memory(own)
-        own = (own + ti.u32(BANKS - 1)) // ti.u32(BANKS) * ti.u32(BANKS)
-        own += ti.cast(thread // 32 * ti.static(x.stages * BYTES), ti.u32)
+        memory = ti.u32(0)
+        ext.shared_memory(memory)
+        memory = (memory + ti.u32(BANKS - 1)) // ti.u32(BANKS) * ti.u32(BANKS)
+        memory += ti.cast(thread // 32 * ti.static(x.stages * BYTES), ti.u32)
         kf = [ti.u32(0) for _ in range(f.keys)]
         vf = [ti.u32(0) for _ in range(f.values)]
         slots = [0 for _ in range(4)]
@@ -330,35 +330,35 @@ def make_attend_copied(x, f, add_tile, step, c):
         use, fill = ti.u32(BYTES), ti.u32(0)  # the stages of the tile that is used and of the one that is copied
         tiles = (seen[L.end] - seen[L.begin] + (step - 1)) // step
         numbers = ti.u32(0)  # that a lane read of the tile before, if it reads any
-        to = own + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
+        to = memory + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
         for n in range(ti.select(tiles > 0, tiles + LAST, 0)):
             if ti.static(layout.one_each):
                 if n > 0:
                     ext.write_2(to, numbers)
-                to = own + fill + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
+                to = memory + fill + ti.u32(NUMBERS) + ti.cast(lane * 2, ti.u32)
             wait()
             ext.warp_meets()
             if coming < seen[L.end]:
                 tile = tile_at(block, task, strides)
-                found = copy(coming, block, lane, own + fill, bases, seen, visible, tile, table, strides, params)
+                lacks_key = copy(coming, block, lane, memory + fill, bases, seen, visible, tile, table, strides, params)
                 if ti.static(layout.one_each):
                     numbers = numbers_of_lane(coming, block, lane, bases, seen, visible, tile, table, strides, params)
                 if ti.static(counts_in_page(c)):
-                    found = ti.select(block < 0, 1, 0)
+                    lacks_key = ti.select(block < 0, 1, 0)
                 if ti.static(c.gaps):
-                    missing = missing | (ti.cast(found, ti.u32) << ti.u32(LAST))
+                    missing = missing | (ti.cast(lacks_key, ti.u32) << ti.u32(LAST))
             ext.copies_commit()
             at, coming = coming - LAST * step, coming + step
             block = look_up(coming, seen, visible, task, table, strides, params)
             if n >= LAST and at < seen[L.end]:
-                take_keys(lane, own + use, kf)
+                take_keys(lane, memory + use, kf)
                 p = [ti.f32(0.0) for _ in range(4 * x.row_tiles)]
                 f.scores(kf, qf, p, scalars)
-                take_values(lane, own + use, vf)
+                take_values(lane, memory + use, vf)
                 whole = is_whole(at, seen, visible, task)
                 if ti.static(c.gaps):
-                    some = ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(missing & ti.u32(1), ti.i32))
-                    whole = ti.select(some != 0, 0, whole)
+                    lacking = ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(missing & ti.u32(1), ti.i32))
+                    whole = ti.select(lacking != 0, 0, whole)
                 if whole == 0:
                     of_tile = look_up(at, seen, visible, task, table, strides, params)
                     find_values(at, of_tile, lane, seen, visible, task, table, slots, counts, strides, params)

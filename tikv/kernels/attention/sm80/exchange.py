@@ -20,10 +20,10 @@ STEP = KEYS * WARPS  # keys that a block takes at a time
 @ti.func
 def block_of(blocks: ti.template(), tile):
     """The block of one of four tiles."""
-    found = blocks[0]
+    block = blocks[0]
     for j in ti.static(range(1, WARPS)):
-        found = ti.select(tile == j, blocks[j], found)
-    return found
+        block = ti.select(tile == j, blocks[j], block)
+    return block
 
 
 def make_attend_exchange(x, f, add_tile, c):
@@ -44,8 +44,8 @@ def make_attend_exchange(x, f, add_tile, c):
         logits = ti.simt.block.SharedArray((2 * WARPS * SIZE_OF_TILE,), ti.f32)
         values = ti.simt.block.SharedArray((WARPS * WARPS * f.values * 32,), ti.u32)
         lane, warp = thread % 32, thread // 32
-        own = task
-        own[T.v_first] += warp * V_WORDS
+        warp_task = task
+        warp_task[T.v_first] += warp * V_WORDS
         kf = [ti.u32(0) for _ in range(f.keys)]
         vf = [ti.u32(0) for _ in range(f.values)]
         held = [ti.u32(0) for _ in range(WARPS * f.values)]
@@ -61,19 +61,19 @@ def make_attend_exchange(x, f, add_tile, c):
         if seen[L.begin] < seen[L.end]:
             find_keys(at + warp * KEYS, block_of(blocks, warp), lane, seen, visible, task, table, k_slots, strides,
                       params)  # fmt: skip
-            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+            f.load_keys(lane, k_slots, warp_task, k, k_scale, kf, strides)
         for _ in range((seen[L.end] - seen[L.begin] + (STEP - 1)) // STEP):
             for j in ti.static(range(WARPS)):
                 here = at + ti.static(j * KEYS)
                 find_value_slots(here, blocks[j], lane, seen, visible, task, table, v_slots, strides, params)
-                f.load_values(lane, v_slots, own, v, v_scale, vf, strides)
+                f.load_values(lane, v_slots, warp_task, v, v_scale, vf, strides)
                 for i in ti.static(range(f.values)):
                     held[ti.static(j * f.values + i)] = vf[i]
             p = [ti.f32(0.0) for _ in range(COUNT)]
             f.scores(kf, qf, p, scalars)
             find_keys(at + STEP + warp * KEYS, block_of(coming, warp), lane, seen, visible, task, table, k_slots,
                       strides, params)  # fmt: skip
-            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+            f.load_keys(lane, k_slots, warp_task, k, k_scale, kf, strides)
             for i in ti.static(range(COUNT)):
                 logits[part + warp * SIZE_OF_TILE + i * 32 + lane] = p[i]
             for i in ti.static(range(WARPS * f.values)):

@@ -97,17 +97,17 @@ def layout_of(cache: str, width: int, width_v: int) -> Layout:
 
 def word_bits(cache: str, width: int, width_v: int) -> tuple[int, int]:
     """Bits of the words in which K and V are read; 0 if a lane's piece is not a whole word of 32 bits."""
-    found = layout_of(cache, width, width_v)
-    return found.of_k.bits, found.of_v.bits
+    layout = layout_of(cache, width, width_v)
+    return layout.of_k.bits, layout.of_v.bits
 
 
 def scales_per_word(cache: str, width: int, width_v: int) -> int:
     """How many scales of a row of K a lane reads at once: up to four of all, or its own if they scale halves."""
-    found = layout_of(cache, width, width_v)
-    if found.scale == "":
+    layout = layout_of(cache, width, width_v)
+    if layout.scale == "":
         return 1
-    groups = width // found.key.group
-    return math.gcd(groups, 4) if found.by_sums else groups // 4
+    groups = width // layout.key.group
+    return math.gcd(groups, 4) if layout.by_sums else groups // 4
 
 
 def numbers_arrays(c):
@@ -119,61 +119,61 @@ def numbers_arrays(c):
 
 def make_fragments(x, c):
     """The `Fragments` of a tile for choices whose K and V are codes of `KINDS`."""
-    found = layout_of(c.cache, c.width, c.width_v)
-    of_k, of_v = found.of_k, found.of_v
+    layout = layout_of(c.cache, c.width, c.width_v)
+    of_k, of_v = layout.of_k, layout.of_v
     return Fragments(
-        keys=2 * (of_k.count * of_k.words + words_of_scales(found, c)),
-        values=4 * of_v.count * (of_v.words + (found.scale != "")),
+        keys=2 * (of_k.count * of_k.words + words_of_scales(layout, c)),
+        values=4 * of_v.count * (of_v.words + (layout.scale != "")),
         queries=(2 * (c.width // KEYS) + 2) * x.row_tiles,
         results=4 * (c.width_v // KEYS) * x.row_tiles,
-        load_queries=make_load_queries(x, found, c),
-        load_keys=make_load_scaled_keys(found, c),
-        load_values=make_load_values(found.value._replace(numbers=int(found.scale != "")), of_v, c),
-        scores=make_scores(x, found, c),
-        clear=make_clear(found, c),
-        add_values=make_add_values(x, found, c),
-        settle=make_settle(x, found, c),
+        load_queries=make_load_queries(x, layout, c),
+        load_keys=make_load_scaled_keys(layout, c),
+        load_values=make_load_values(layout.value._replace(numbers=int(layout.scale != "")), of_v, c),
+        scores=make_scores(x, layout, c),
+        clear=make_clear(layout, c),
+        add_values=make_add_values(x, layout, c),
+        settle=make_settle(x, layout, c),
         column_of=make_column_of(of_v, c),
         apart=1,
     )
 
 
-def words_of_scales(found, c):
+def words_of_scales(layout, c):
     """How many registers hold the scales of a key."""
-    if not found.by_sums:
-        return int(found.scale != "")
-    return c.width // found.key.group // scales_per_word(c.cache, c.width, c.width_v)
+    if not layout.by_sums:
+        return int(layout.scale != "")
+    return c.width // layout.key.group // scales_per_word(c.cache, c.width, c.width_v)
 
 
 def make_scale_of_head(first, c):
     """scale_of_head(scales, task, strides): the scale of a KV head, of K or of V; without one, 1."""
-    own = c.scale != "" and KINDS[c.cache][1] == ""
-    to_f32 = make_bits_to_f32(c.scale if own else "f32")
+    by_head = c.scale != "" and KINDS[c.cache][1] == ""
+    to_f32 = make_bits_to_f32(c.scale if by_head else "f32")
 
     @ti.func
     def scale_of_head(scales: ti.template(), task, strides):
-        found = ti.f32(1.0)
-        if ti.static(own):
-            found = to_f32(ti.cast(scales[strides[first] + task[T.scale_first]], ti.u32))
-        return found
+        scale = ti.f32(1.0)
+        if ti.static(by_head):
+            scale = to_f32(ti.cast(scales[strides[first] + task[T.scale_first]], ti.u32))
+        return scale
 
     return scale_of_head
 
 
-def make_load_queries(x, found, c):
+def make_load_queries(x, layout, c):
     """load_queries(row, lane, start, task, q, k_scale, qf, ...): a lane's fragments of Q^T, in the order of K's codes.
 
     They are followed by the factor that the logits of two rows of each tile lack: it undoes the power of two of
     `make_load_halves` and `FEWER`, and includes the scale of K.
     """
-    load_halves = make_load_halves(x, found.of_k, found.pairs, [1.0], c)
+    load_halves = make_load_halves(x, layout.of_k, layout.pairs, [1.0], c)
     scale_of_head = make_scale_of_head(S.k_scale_first, c)
     POWERS = 2 * (c.width // KEYS) * x.row_tiles
 
     @ti.func
     def load_queries(row, lane, start, task, q: ti.template(), k_scale: ti.template(), qf: ti.template(), strides,
                      params):  # fmt: skip
-        scale = scale_of_head(k_scale, task, strides) * ti.f32(2.0 ** FEWER[found.number])
+        scale = scale_of_head(k_scale, task, strides) * ti.f32(2.0 ** FEWER[layout.number])
         for g in ti.static(range(x.row_tiles)):
             exponent = load_halves(g, row, lane, start, task, q, qf, strides, params)
             for e in ti.static(range(2)):
@@ -184,11 +184,11 @@ def make_load_queries(x, found, c):
     return load_queries
 
 
-def make_load_scaled_keys(found, c):
+def make_load_scaled_keys(layout, c):
     """load_keys(lane, slots, task, k, k_scale, kf, strides): start to read a lane's pieces of two keys, then scales."""
-    load_words = make_load_keys(found.key._replace(numbers=0), found.of_k, c)
+    load_words = make_load_keys(layout.key._replace(numbers=0), layout.of_k, c)
     _, _, scale_offset = make_slot_offsets(c)
-    FIRST, COUNT = 2 * found.of_k.count * found.of_k.words, words_of_scales(found, c)
+    FIRST, COUNT = 2 * layout.of_k.count * layout.of_k.words, words_of_scales(layout, c)
     shift = scales_per_word(c.cache, c.width, c.width_v).bit_length() - 1
 
     @ti.func
@@ -197,7 +197,7 @@ def make_load_scaled_keys(found, c):
         load_words(lane, slots, task, k, k_scale, kf, strides)
         for i in ti.static(range(2 * (COUNT > 0))):
             at = (strides[S.k_scale_first] + task[T.scale_first] + scale_offset(slots[i], strides)) >> shift
-            if ti.static(not found.by_sums):
+            if ti.static(not layout.by_sums):
                 at = at + (lane & 3)
             for j in ti.static(range(COUNT)):
                 kf[ti.static(FIRST + i * COUNT + j)] = ti.cast(k_scale[at + j], ti.u32)
@@ -206,32 +206,32 @@ def make_load_scaled_keys(found, c):
 
 
 def make_to_halves(number):
-    """to_halves(word, found): the codes of a word as halves, 2 ** -FEWER times their numbers, in pairs."""
+    """to_halves(word, halves): the codes of a word as halves, 2 ** -FEWER times their numbers, in pairs."""
     ext = instructions()
     convert = getattr(ext, f"halves_{number}")
 
     @ti.func
-    def to_halves(word, found: ti.template()):
+    def to_halves(word, halves: ti.template()):
         if ti.static(number == "e2m1"):
-            convert(found[0], found[1], found[2], found[3], word)
+            convert(halves[0], halves[1], halves[2], halves[3], word)
         else:
-            convert(found[0], found[1], word)
+            convert(halves[0], halves[1], word)
 
     return to_halves
 
 
-def make_scores(x, found, c):
+def make_scores(x, layout, c):
     """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows.
 
     Sums of a group times a scale from 2 ** 98 on may leave float32's range, although the logit does not.
     """
-    ext, logit_of, to_halves = instructions(), make_logit(c), make_to_halves(found.number)
-    WORDS, NK, G, COUNT = found.of_k.count * found.of_k.words, c.width // KEYS, x.row_tiles, len(found.pairs)
+    ext, logit_of, to_halves = instructions(), make_logit(c), make_to_halves(layout.number)
+    WORDS, NK, G, COUNT = layout.of_k.count * layout.of_k.words, c.width // KEYS, x.row_tiles, len(layout.pairs)
     POWERS = 2 * NK * G
-    GROUPS = c.width // found.key.group if found.by_sums else 1
-    IN_GROUP, SCALES, SUMS = WORDS // GROUPS, words_of_scales(found, c), 1 if found.by_sums else 2
-    EACH = 32 // found.key.bits
-    scale_of = make_scale_of_sums(found, c)
+    GROUPS = c.width // layout.key.group if layout.by_sums else 1
+    IN_GROUP, SCALES, SUMS = WORDS // GROUPS, words_of_scales(layout, c), 1 if layout.by_sums else 2
+    EACH = 32 // layout.key.bits
+    scale_of = make_scale_of_sums(layout, c)
 
     @ti.func
     def products(j: ti.template(), kf: ti.template(), qf: ti.template(), s: ti.template()):
@@ -241,7 +241,7 @@ def make_scores(x, found, c):
             far = [ti.u32(0) for _ in range(COUNT)]
             to_halves(kf[w], near)
             to_halves(kf[ti.static(WORDS + w)], far)
-            if ti.static(found.scale == "e4m3"):
+            if ti.static(layout.scale == "e4m3"):
                 scale_halves_of(kf, w, near, far)
             for n in ti.static(range(COUNT // 2)):
                 for g in ti.static(range(G)):
@@ -253,7 +253,7 @@ def make_scores(x, found, c):
     @ti.func
     def scale_halves_of(kf: ti.template(), w: ti.template(), near: ti.template(), far: ti.template()):
         nothing = ti.u32(0x80008000)  # -0
-        byte = ti.static(w * EACH // found.key.group)
+        byte = ti.static(w * EACH // layout.key.group)
         scale = [ti.u32(0) for _ in range(4)]
         for i in ti.static(range(2)):
             both = (kf[ti.static(2 * WORDS + i)] >> ti.u32(ti.static(8 * byte)) & ti.u32(0xFF)) * ti.u32(0x0101)
@@ -268,14 +268,14 @@ def make_scores(x, found, c):
             s = [ti.f32(0.0) for _ in range(4 * G * SUMS)]
             products(j, kf, qf, s)
             for i in ti.static(range(4 * G)):
-                if ti.static(found.by_sums):
+                if ti.static(layout.by_sums):
                     p[i] += s[i] * scale_of(kf, ti.static(i % 4 // 2), j)
                 else:
                     p[i] = s[i] + s[ti.static(4 * G + i)]
         for i in ti.static(range(4 * G)):
             lacking = ti.bit_cast(qf[ti.static(POWERS + i // 4 * 2 + i % 2)], ti.f32)
             p[i] = logit_of(p[i] * lacking, scalars[X.logit_scale], scalars[X.softcap])
-        if ti.static(found.by_sums):
+        if ti.static(layout.by_sums):
             for i in ti.static(range(2)):
                 nan = ti.u32(0)
                 for n in ti.static(range(SCALES)):
@@ -289,9 +289,9 @@ def make_scores(x, found, c):
     return scores
 
 
-def make_scale_of_sums(found, c):
+def make_scale_of_sums(layout, c):
     """scale_of_sums(kf, i, j): the scale of group j of a lane's key i, a power of two; infinite for NaN."""
-    WORDS, SCALES = found.of_k.count * found.of_k.words, words_of_scales(found, c)
+    WORDS, SCALES = layout.of_k.count * layout.of_k.words, words_of_scales(layout, c)
     EACH = scales_per_word(c.cache, c.width, c.width_v)
 
     @ti.func
@@ -307,19 +307,19 @@ def make_scale_of_sums(found, c):
     return scale_of_sums
 
 
-def make_clear(found, c):
+def make_clear(layout, c):
     """clear(counts, vf) -> not 0 if rows may miss something: `sm80.instructions.make_clear`, of these codes."""
-    WORDS, PIECES = found.of_v.count * found.of_v.words, found.of_v.count * (found.scale != "")
+    WORDS, PIECES = layout.of_v.count * layout.of_v.words, layout.of_v.count * (layout.scale != "")
     ROW_OF = [n // WORDS for n in range(4 * WORDS)] + [n // max(1, PIECES) for n in range(4 * PIECES)]
-    CODES = 4 * WORDS if found.number in CARRY else 0  # registers of codes that may be infinite or NaN
-    NANS = 0x7F if found.scale == "e4m3" else 0xFF  # the bits of a scale that is NaN
+    CODES = 4 * WORDS if layout.number in CARRY else 0  # registers of codes that may be infinite or NaN
+    NANS = 0x7F if layout.scale == "e4m3" else 0xFF  # the bits of a scale that is NaN
 
     @ti.func
     def clear(counts: ti.template(), vf: ti.template()):
         missing = ti.u32(0)
         if ti.static(c.masked):
             for n in ti.static(range(CODES)):
-                infinite = ((vf[n] & ~ti.u32(SIGNS)) + ti.u32(CARRY[found.number])) & ti.u32(SIGNS)
+                infinite = ((vf[n] & ~ti.u32(SIGNS)) + ti.u32(CARRY[layout.number])) & ti.u32(SIGNS)
                 vf[n] = vf[n] & ~((infinite >> ti.u32(7)) * ti.u32(0xFF))
                 missing = missing | infinite
             for n in ti.static(range(4 * WORDS, len(ROW_OF))):
@@ -334,10 +334,10 @@ def make_clear(found, c):
     return clear
 
 
-def make_values_of_word(found):
+def make_values_of_word(layout):
     """values_of_word(vf, w, scale, y): the columns of word w in two rows of V, side by side, then in two other rows."""
-    ext, to_halves = instructions(), make_to_halves(found.number)
-    WORDS, EACH, COUNT = found.of_v.count * found.of_v.words, 32 // found.value.bits, len(found.pairs)
+    ext, to_halves = instructions(), make_to_halves(layout.number)
+    WORDS, EACH, COUNT = layout.of_v.count * layout.of_v.words, 32 // layout.value.bits, len(layout.pairs)
     # The column of each register that a mixed word becomes; its bytes belong to the two rows in turn.
     PLACES = [0, 1] if COUNT == 2 else [0, 2, 1, 3]
 
@@ -354,7 +354,7 @@ def make_values_of_word(found):
                 to_halves(mixed[h], part)
                 for e in ti.static(range(COUNT)):
                     to = ti.static(i * EACH + h * COUNT + PLACES[e])
-                    if ti.static(found.scale != ""):
+                    if ti.static(layout.scale != ""):
                         ext.scale_halves(y[to], part[e], scale[i], nothing)
                     else:
                         y[to] = part[e]
@@ -362,21 +362,21 @@ def make_values_of_word(found):
     return values_of_word
 
 
-def make_add_values(x, found, c):
+def make_add_values(x, layout, c):
     """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`."""
-    ext, weigh, values_of_word = instructions(), make_weigh(x, "f16"), make_values_of_word(found)
-    piece, NV, G = found.of_v, c.width_v // KEYS, x.row_tiles
-    WORDS, EACH = piece.count * piece.words, 32 // found.value.bits
+    ext, weigh, values_of_word = instructions(), make_weigh(x, "f16"), make_values_of_word(layout)
+    piece, NV, G = layout.of_v, c.width_v // KEYS, x.row_tiles
+    WORDS, EACH = piece.count * piece.words, 32 // layout.value.bits
     window = WINDOWS.get(c.cache, Window(0, 0, 0))
-    add_apart = make_add_apart(x, found, values_of_word, c) if found.by_sums else None
+    add_apart = make_add_apart(x, layout, values_of_word, c) if layout.by_sums else None
 
     @ti.func
     def scales_of_piece(vf: ti.template(), n: ti.template(), scale: ti.template()):
         """The scales of a piece as halves, for two rows of V, then for two others."""
-        for i in ti.static(range(2 * (found.scale != ""))):
+        for i in ti.static(range(2 * (layout.scale != ""))):
             first = ti.static(4 * WORDS + 2 * i * piece.count + n)
             near, far = vf[first], vf[ti.static(first + piece.count)]
-            if ti.static(found.scale == "e4m3"):
+            if ti.static(layout.scale == "e4m3"):
                 both, unused = near | (far << ti.u32(8)), ti.u32(0)
                 ext.halves_e4m3(scale[i], unused, both)
             else:
@@ -402,20 +402,20 @@ def make_add_values(x, found, c):
     @ti.func
     def is_outside(vf: ti.template()):
         """Nonzero if one of a lane's scales lies outside the window."""
-        found_one = ti.u32(0)
+        outside = ti.u32(0)
         for n in ti.static(range(piece.count)):
             for i in ti.static(range(2)):
                 first = ti.static(4 * WORDS + 2 * i * piece.count + n)
                 both = vf[first] | (vf[ti.static(first + piece.count)] << ti.u32(16))
                 low, high = ti.static(window.origin + window.low, window.origin + window.high)
-                found_one = found_one | (both - ti.u32(low * 0x10001)) | (ti.u32(high * 0x10001) - both)
-        return ti.cast((found_one >> ti.u32(15)) & ti.u32(0x10001), ti.i32)
+                outside = outside | (both - ti.u32(low * 0x10001)) | (ti.u32(high * 0x10001) - both)
+        return ti.cast((outside >> ti.u32(15)) & ti.u32(0x10001), ti.i32)
 
     @ti.func
     def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
         b = [ti.u32(0) for _ in range(2 * G)]
         weigh(lane, p, b, sums)
-        if ti.static(found.by_sums):
+        if ti.static(layout.by_sums):
             if ti.simt.warp.any_nonzero(ti.u32(ALL), is_outside(vf)) != 0:
                 add_apart(lane, vf, b, acc)
             else:
@@ -426,15 +426,15 @@ def make_add_values(x, found, c):
     return add_values
 
 
-def make_add_apart(x, found, values_of_word, c):
+def make_add_apart(x, layout, values_of_word, c):
     """add_apart(lane, vf, b, acc): add the values of a tile if some of its scales lie outside the window.
 
     Each pass places the window's end at the largest scale that is left, multiplies the values whose scales lie in it,
     and adds these products to the results, times the distance of the two windows.
     """
     ext, row_max, window = instructions(), make_row_max("cuda", 32), WINDOWS[c.cache]
-    piece, NV, G = found.of_v, c.width_v // KEYS, x.row_tiles
-    WORDS, EACH = piece.count * piece.words, 32 // found.value.bits
+    piece, NV, G = layout.of_v, c.width_v // KEYS, x.row_tiles
+    WORDS, EACH = piece.count * piece.words, 32 // layout.value.bits
 
     @ti.func
     def half_of(scale, origin):
@@ -476,27 +476,27 @@ def make_add_apart(x, found, values_of_word, c):
                                              b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
                             for e in ti.static(range(4)):
                                 acc[ti.static(a + e)] += s[e] * factor * rest
-            some = 0
+            more = 0
             for n in ti.static(range(4 * piece.count)):
                 byte = ti.cast(vf[ti.static(4 * WORDS + n)], ti.i32)
                 byte = ti.select(byte == 0xFF, ADDED, ti.select(byte >= origin + window.low, ADDED, byte))
                 vf[ti.static(4 * WORDS + n)] = ti.cast(byte, ti.u32)
-                some = ti.select(byte != ADDED, 1, some)
-            going = ti.simt.warp.any_nonzero(ti.u32(ALL), some)
+                more = ti.select(byte != ADDED, 1, more)
+            going = ti.simt.warp.any_nonzero(ti.u32(ALL), more)
 
     return add_apart
 
 
-def make_settle(x, found, c):
+def make_settle(x, layout, c):
     """settle(acc, task, v_scale, strides, scalars): give the results their true size, with the scale of V."""
     scale_of_head, COUNT = make_scale_of_head(S.v_scale_first, c), 4 * (c.width_v // KEYS) * x.row_tiles
-    power = FEWER[found.number] + (WINDOWS[c.cache].origin - 112 if found.by_sums else 0)
+    power = FEWER[layout.number] + (WINDOWS[c.cache].origin - 112 if layout.by_sums else 0)
 
     @ti.func
     def settle(acc: ti.template(), task, v_scale: ti.template(), strides, scalars):
         if ti.static(power != 0 or c.scale != ""):
             scale = scale_of_head(v_scale, task, strides) * ti.f32(2.0**power)
-            if ti.static(found.scale == "e4m3"):
+            if ti.static(layout.scale == "e4m3"):
                 scale = scale * scalars[X.value_scale]
             for i in ti.static(range(COUNT)):
                 acc[i] *= scale
@@ -507,9 +507,9 @@ def make_settle(x, found, c):
 def make_value_at(c):
     """value_at(slot, column, task, v, v_scale, strides): a number of V."""
     _, v_offset, scale_offset = make_slot_offsets(c)
-    scale_of_head, own = make_scale_of_head(S.v_scale_first, c), KINDS[c.cache][1] != ""
+    scale_of_head, by_group = make_scale_of_head(S.v_scale_first, c), KINDS[c.cache][1] != ""
     value, row = codes_of(c.cache, c.width_v), OF_CODE[c.cache]
-    to_f32 = make_code_to_f32(row) if own else make_bits_to_f32(c.cache)
+    to_f32 = make_code_to_f32(row) if by_group else make_bits_to_f32(c.cache)
     scale_to_f32 = make_bits_to_f32(c.scale or "f32")
     mask = (1 << value.bits) - 1
     bits = layout_of(c.cache, c.width, c.width_v).of_v.bits
@@ -519,7 +519,7 @@ def make_value_at(c):
         bit = column * value.bits
         word = v[task[T.v_first] + v_offset(slot, strides) + bit // bits]
         scale = scale_of_head(v_scale, task, strides)
-        if ti.static(own):
+        if ti.static(by_group):
             at = strides[S.v_scale_first] + task[T.scale_first] + scale_offset(slot, strides)
             scale = scale_to_f32(ti.cast(v_scale[at + column // value.group], ti.u32))
         return to_f32(ti.cast(word >> ti.cast(bit % bits, WORD[bits]), ti.u32) & ti.u32(mask)) * scale

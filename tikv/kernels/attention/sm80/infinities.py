@@ -77,7 +77,7 @@ def make_restore(x, parts, c):
     def left_out(t, column, begin, end, visible, task, arrays: ti.template(), strides, params):
         """The sum of the infinities and NaNs in a column that query t sees."""
         v, table, v_scale = ti.static((arrays[2], arrays[4], arrays[6]))
-        found, bounds = ti.f32(0.0), tile_bounds(t, visible, params)
+        total, bounds = ti.f32(0.0), tile_bounds(t, visible, params)
         for n in range(ti.max(begin, first_of(task, visible)), ti.min(end, task[T.end])):
             seen = 1
             if ti.static(has_bounds(c)):
@@ -87,8 +87,8 @@ def make_restore(x, parts, c):
                 if slot >= 0:
                     value = value_at(slot, column, task, v, v_scale, strides)
                     if not is_finite(value):
-                        found += value
-        return found
+                        total += value
+        return total
 
     @ti.func
     def restore(thread, notes: ti.template(), arrays: ti.template(), strides, params):
@@ -105,7 +105,7 @@ def make_restore(x, parts, c):
             if ti.static(by_warp):
                 row = row + thread // 32 * most
             behind = params[P.queries] * c.group
-            if ti.static(c.chosen > 0):
+            if ti.static(c.index_bits > 0):
                 behind = task[T.row] + c.rows
             count = ti.min(most, behind - row) * DV
             for n in range((count - thread % threads + threads - 1) // threads):

@@ -47,7 +47,7 @@ def lane_bits(bits, lane):
 
 
 @ti.func
-def turned(y, lane):
+def transposed(y, lane):
     """The 8 x 8 halves that the warp holds, transposed."""
     source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
     low, high = lane_bits(y, source), lane_bits(y, source + 4)
@@ -66,15 +66,15 @@ def make_clear(first, each, infinite, c):
 
     @ti.func
     def clear(counts: ti.template(), vf: ti.template()):
-        found, step = ti.u32(0), ti.u32(carry)
+        infinite, step = ti.u32(0), ti.u32(carry)
         if ti.static(c.masked):
             for n in ti.static(range(first, first + 4 * each, 4)):
-                clear_infinite(vf[n], vf[ti.static(n + 1)], vf[ti.static(n + 2)], vf[ti.static(n + 3)], found, step)
+                clear_infinite(vf[n], vf[ti.static(n + 1)], vf[ti.static(n + 2)], vf[ti.static(n + 3)], infinite, step)
         else:
             for i in ti.static(range(4)):
                 for n in ti.static(range(first + i * each, first + (i + 1) * each)):
                     vf[n] = ti.select(counts[ti.static(i + 2)] != 0, vf[n], ti.u32(0))
-        return ti.select((found & ti.u32(0x80008000)) != ti.u32(0), 1, 0)
+        return ti.select((infinite & ti.u32(0x80008000)) != ti.u32(0), 1, 0)
 
     return clear
 
@@ -91,7 +91,7 @@ def make_weigh(x, half):
             for i in ti.static(range(2)):
                 word = ti.u32(0)
                 pack(word, p[ti.static(4 * g + 2 * i)], p[ti.static(4 * g + 2 * i + 1)])
-                b[ti.static(2 * g + i)] = turned(word, lane)
+                b[ti.static(2 * g + i)] = transposed(word, lane)
             o = ti.static(4 * g)
             multiply(sums[o], sums[ti.static(o + 1)], sums[ti.static(o + 2)], sums[ti.static(o + 3)], ones, ones, ones,
                      ones, b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip

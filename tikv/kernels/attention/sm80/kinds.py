@@ -1,4 +1,4 @@
-"""Which module makes fragments of tensor cores from what a cache is kept as."""
+"""Which module makes fragments of tensor cores from K and V of a dtype or a format."""
 
 from tikv.kernels.attention.sm80 import coded, floats, halves
 from tikv.kernels.attention.sm80.instructions import HALVES

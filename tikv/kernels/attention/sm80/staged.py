@@ -92,9 +92,9 @@ def make_take_keys(c):
             changed = (lane & 3) * 2 ^ exchange_of_key(row)
             for n in ti.static(range(NK)):
                 word = ti.static(n // 2 * 8 + n % 2)
-                found = keys[row * WORDS + (changed ^ ti.static(word & 15)) + ti.static(word & ~15)]
-                kf[ti.static(2 * NK * i + 2 * n)] = ti.cast(found, ti.u32)
-                kf[ti.static(2 * NK * i + 2 * n + 1)] = ti.cast(found >> ti.u64(32), ti.u32)
+                pair = keys[row * WORDS + (changed ^ ti.static(word & 15)) + ti.static(word & ~15)]
+                kf[ti.static(2 * NK * i + 2 * n)] = ti.cast(pair, ti.u32)
+                kf[ti.static(2 * NK * i + 2 * n + 1)] = ti.cast(pair >> ti.u64(32), ti.u32)
 
     return take_keys
 
@@ -109,8 +109,8 @@ def make_take_values(c):
             row = first + (lane & 3) * 2 + ti.static(i % 2 + i // 2 * 8)
             changed = (lane >> 2) * 2 ^ exchange_of_value(row)
             for n in ti.static(range(NV // 2)):
-                found = values[row * WORDS + (changed ^ ti.static(n % 2)) + ti.static(n // 2 * 16)]
-                vf[ti.static(NV * i + 2 * n)] = ti.cast(found, ti.u32)
-                vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(found >> ti.u64(32), ti.u32)
+                pair = values[row * WORDS + (changed ^ ti.static(n % 2)) + ti.static(n // 2 * 16)]
+                vf[ti.static(NV * i + 2 * n)] = ti.cast(pair, ti.u32)
+                vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(pair >> ti.u64(32), ti.u32)
 
     return take_values

@@ -33,12 +33,12 @@ L = Limits()
 
 def has_whole_tiles(c) -> bool:
     """Whether the keys of a tile lie in one page, which is then looked up once."""
-    return c.place == "table" and c.page % KEYS == 0 and not c.sinks and not c.chosen
+    return c.kind == "table" and c.page % KEYS == 0 and not c.sinks and not c.index_bits
 
 
 def has_bounds(c) -> bool:
     """Whether the rows of a task may see different keys of its range; the chosen tokens of a query are its own."""
-    return c.masked and c.causal and not c.chosen
+    return c.masked and c.causal and not c.index_bits
 
 
 def make_tile_bounds(c):
@@ -61,7 +61,7 @@ def make_first_of(c):
     @ti.func
     def first_of(task, visible):
         begin = task[T.begin]
-        if ti.static(c.invariant and not c.chosen and not c.sinks):
+        if ti.static(c.invariant and not c.index_bits and not c.sinks):
             begin = ti.max(begin, first_position(visible))
         return begin
 
@@ -100,7 +100,7 @@ def make_look_up(c):
 
     @ti.func
     def look_up(at, seen, visible, task, table: ti.template(), strides, params):
-        found = -1
+        valid_block = -1
         if ti.static(has_whole_tiles(c)):
             if seen[L.begin] < seen[L.end]:
                 p = position_of_tile(at, seen, visible)
@@ -110,8 +110,8 @@ def make_look_up(c):
                     first = first + task[T.head] * params[P.table_head]
                 block = table[first + page * strides[S.table_block]]
                 if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
-                    found = ti.cast(block, ti.i32)
-        return found
+                    valid_block = ti.cast(block, ti.i32)
+        return valid_block
 
     return look_up
 
@@ -138,7 +138,7 @@ def counts_in_page(c) -> bool:
 
 def in_tile(c):
     """The choices for addressing a tile's rows by slot: slots counted from their page follow each other."""
-    return c._replace(place="linear") if counts_in_page(c) else c
+    return c._replace(kind="linear") if counts_in_page(c) else c
 
 
 def make_tile_at(c):
@@ -146,20 +146,20 @@ def make_tile_at(c):
 
     @ti.func
     def tile_at(block, task, strides):
-        found = task
+        tile = task
         if ti.static(counts_in_page(c)):
             page = ti.max(block, 0)
-            found[T.k_first] += page * strides[S.k_block]
-            found[T.v_first] += page * strides[S.v_block]
-            found[T.scale_first] += page * strides[S.scale_block]
-        return found
+            tile[T.k_first] += page * strides[S.k_block]
+            tile[T.v_first] += page * strides[S.v_block]
+            tile[T.scale_first] += page * strides[S.scale_block]
+        return tile
 
     return tile_at
 
 
 def has_gaps(c) -> bool:
     """Whether a key between the first and the last of a tile may be missing."""
-    return c.place == "table" or c.chosen > 0 or (c.invariant and c.sinks)
+    return c.kind == "table" or c.index_bits > 0 or (c.invariant and c.sinks)
 
 
 def make_find_slot(c):
@@ -169,7 +169,7 @@ def make_find_slot(c):
     @ti.func
     def find_slot(task, query, n, visible, table: ti.template(), strides, params):
         slot = -1
-        if ti.static(c.chosen > 0 or (c.invariant and c.sinks)):
+        if ti.static(c.index_bits > 0 or (c.invariant and c.sinks)):
             slot = find_key(task[T.sequence], task[T.head], query, n, visible, table, strides, params)[0]
         else:
             index = n

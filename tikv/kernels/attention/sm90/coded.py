@@ -29,7 +29,7 @@ from tikv.kernels.attention.sm90.tiles import (
     make_tile_at,
     memory_for,
     panels,
-    place_of,
+    piece_offset,
 )
 from tikv.kernels.attention.task import T
 from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_f32_to_bits
@@ -41,7 +41,7 @@ COLUMNS = 64  # of a panel
 RULES = {"int8": 128, "q8_0": 128, "affine": 0, "q4_0": 8, "float8": 0}  # what is taken from a code without a sign
 
 
-class Codes(NamedTuple):
+class LaneCodes(NamedTuple):
     """How the codes of a format lie, and how the lanes of a warp share them out."""
 
     rule: str
@@ -57,14 +57,14 @@ class Codes(NamedTuple):
         return 32 // self.lanes
 
 
-def codes_of(cache: str, width: int, scaled: bool) -> Codes | None:
-    """The `Codes` of a cache of this width; None for what is not codes that the producer takes."""
+def codes_of(cache: str, width: int, scaled: bool) -> LaneCodes | None:
+    """The `LaneCodes` of a cache of this width; None for what is not codes that the producer takes."""
     row = OF_CODE.get(cache)
     if row is None or row.rule not in RULES or row.bits not in (8, 4):
         return None
     group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, int(scaled))
     lanes = 4 if has_halves(cache) else 8
-    return Codes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
+    return LaneCodes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
 
 
 def piece_bytes(cache: str, width: int) -> int:
@@ -225,7 +225,7 @@ def row_of(lane, lanes: ti.template()):
 
 
 def make_copy_row(threads, codes, c):
-    """copy_row(i, lane, base, row, to): a lane's codes of the i-th row that it has of a tile are on their way.
+    """copy_row(i, lane, base, row, to): starts to copy a lane's codes of the i-th row that it has of a tile.
 
     A lane knows where the row of one key begins, in words from `base` on. Of a last panel with 32 columns the upper
     lanes copy what the lower ones do, and no product reads what they write.
@@ -236,15 +236,15 @@ def make_copy_row(threads, codes, c):
 
     @ti.func
     def copy_row(i: ti.template(), lane, base, row, to):
-        source, own = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
+        source, piece = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
         first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
-        address = base + ti.cast(own * SIZE_OF, ti.u64)
+        address = base + ti.cast(piece * SIZE_OF, ti.u64)
         address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
         at = to + ti.u32(i * panels(c.width) * threads * SIZE_OF)
         copy(at, address)
         if ti.static(HALF):
             at += ti.u32(whole * threads * SIZE_OF)
-            address += ti.cast(ti.select(own < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
+            address += ti.cast(ti.select(piece < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
             copy_one(at, address)
 
     return copy_row
@@ -257,14 +257,14 @@ def make_read_row(threads, codes, c):
 
     @ti.func
     def read_row(i: ti.template(), at, words: ti.template()):
-        place = at + ti.u32(i * size)
-        read(*words, place)
+        address = at + ti.u32(i * size)
+        read(*words, address)
 
     return read_row
 
 
 def make_clear(OWN, c):
-    """clear(lane, warp, to, there): zeros in a warp's rows of V that have no bit in `there`: their weight is 0."""
+    """clear(lane, warp, to, there): a warp's rows of V without a bit in `there` become zeros: their weight is 0."""
     ext = instructions()
     keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
 
@@ -274,8 +274,8 @@ def make_clear(OWN, c):
             number, nothing = j * 32 + lane, ti.u32(0)
             row = number // pieces
             if (there >> ti.cast(row, ti.u32)) & ti.u32(1) == ti.u32(0):
-                place = to + place_of(warp * OWN, row, number % pieces, keys)
-                ext.write_16(place, nothing, nothing, nothing, nothing)
+                address = to + piece_offset(warp * OWN, row, number % pieces, keys)
+                ext.write_16(address, nothing, nothing, nothing, nothing)
 
     return clear
 
@@ -298,18 +298,18 @@ def make_write_row(OWN, codes, c):
             piece = (piece & 2) << 1 | piece & 1
         # Rows of which the first is a multiple of 8 lie alike.
         eight, behind = ti.static(i * codes.rows // 8 * 8, i * codes.rows % 8)
-        place = to + place_of(warp * OWN, row + behind, piece, keys)
+        address = to + piece_offset(warp * OWN, row + behind, piece, keys)
         of_row = [ti.u32(0) for _ in range(len(scales))]
         for j in ti.static(range(len(scales))):
             of_row[j] = lane_bits(scales[j], row + ti.static(i * codes.rows))
         for p in ti.static(range(panels(c.width))):
-            own = [ti.select(piece < 4, ti.u32(0x1010), ti.u32(0x3232)) for _ in range(N + OF_TWO)]
+            of_panel = [ti.select(piece < 4, ti.u32(0x1010), ti.u32(0x3232)) for _ in range(N + OF_TWO)]
             for j in ti.static(range(N)):
-                own[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
+                of_panel[j] = of_row[ti.static(p * COLUMNS // SPAN * N + j)]
                 if ti.static(not ALONE and (p + 1) * COLUMNS <= c.width):  # the panel has two groups
-                    own[j] = ti.select(piece < 4, own[j], of_row[ti.static((p * 2 + 1) * N + j)])
-            at = place + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
-            write_piece(at, words, p, own)
+                    of_panel[j] = ti.select(piece < 4, of_panel[j], of_row[ti.static((p * 2 + 1) * N + j)])
+            at = address + ti.u32(eight * PANEL_ROW + p * keys * PANEL_ROW)
+            write_piece(at, words, p, of_panel)
 
     return write_row
 
@@ -332,21 +332,21 @@ def make_write_piece(codes, c):
     @ti.func
     def write_piece(at, words: ti.template(), p: ti.template(), scales: ti.template()):
         word, other = words[ti.static(p * codes.words)], words[ti.static((p + 1) * codes.words - 1)]
-        own = [ti.bit_cast(scales[j], ti.f32 if by == c.query else ti.u32) for j in ti.static(range(GIVEN))]
+        numbers = [ti.bit_cast(scales[j], ti.f32 if by == c.query else ti.u32) for j in ti.static(range(GIVEN))]
         less = ti.u32(LESS)
         if ti.static(codes.rule == "float8"):
-            writes[0](at, word, other, *own)
+            writes[0](at, word, other, *numbers)
         elif ti.static(codes.bits == 8):
             word, other = word ^ ti.u32(FLIP), other ^ ti.u32(FLIP)
-            writes[0](at, word, other, less, *own)
+            writes[0](at, word, other, less, *numbers)
         elif ti.static(codes.rule != "q4_0"):
             factors, less = ti.u32(BY_TURNS), ti.u32(LESS_BY_TURNS)
-            writes[0](at, word, factors, less, *own)
+            writes[0](at, word, factors, less, *numbers)
         else:
-            writes[0](at, word, other, less, *own)
+            writes[0](at, word, other, less, *numbers)
             at = at ^ ti.u32(32)  # columns 16 further on, two pieces
             factor, less = ti.u32(BY_16), ti.u32(LESS_16)
-            writes[1](at, word, other, factor, less, *own)
+            writes[1](at, word, other, factor, less, *numbers)
 
     return write_piece
 
@@ -362,15 +362,15 @@ def by_halves(c) -> bool:
 
 
 def make_prepare(c):
-    """prepare(bits): a scale as what numbers are multiplied by: two equal halves, or a float."""
+    """prepare(bits): a scale in the form in which numbers are multiplied by it: two equal halves, or a float."""
     to_f32 = make_bits_to_f32(c.scale) if c.scale else None
 
     @ti.func
     def prepare(bits):
-        found = bits | (bits << ti.u32(16))
+        prepared = bits | (bits << ti.u32(16))
         if ti.static(not by_halves(c)):
-            found = ti.bit_cast(to_f32(bits), ti.u32)
-        return found
+            prepared = ti.bit_cast(to_f32(bits), ti.u32)
+        return prepared
 
     return prepare
 
@@ -390,20 +390,20 @@ def make_half_at(c):
     def half_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
         at = place(column) * BITS
         word = v[task[T.v_first] + v_offset(slot, strides) + at // c.bits]
-        found = ti.cast(word >> ti.cast(at % c.bits, word_type), ti.u32) & ti.u32((1 << BITS) - 1)
+        bits = ti.cast(word >> ti.cast(at % c.bits, word_type), ti.u32) & ti.u32((1 << BITS) - 1)
         if ti.static(BITS < 16):
             number = ti.f32(0.0)
             if ti.static(codes.rule == "float8"):
-                number = to_f32(found)
+                number = to_f32(bits)
             else:
-                number = ti.cast(ti.cast(found ^ ti.u32(flip), ti.i32) - zero, ti.f32)
+                number = ti.cast(ti.cast(bits ^ ti.u32(flip), ti.i32) - zero, ti.f32)
             if ti.static(N > 0):
                 scale_at = strides[S.v_scale_first] + task[T.scale_first] + scale_offset(slot, strides)
                 scale_at += column // codes.group * N
                 number *= of_scale(v_scale[scale_at])
                 if ti.static(N == 2):
                     number += of_scale(v_scale[scale_at + 1])
-            found = ti.cast(to_half(number), ti.u32)
-        return found
+            bits = ti.cast(to_half(number), ti.u32)
+        return bits
 
     return half_at

@@ -20,11 +20,11 @@ from tikv.kernels.attention.sm90.tiles import (
     make_is_whole,
     make_tile_at,
     memory_for,
-    place_of,
+    piece_offset,
 )
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD
 from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
@@ -54,14 +54,14 @@ def make_consume(x, parts, c):
         lane = thread % 32
         row = task[T.row] + half * ir.ROWS  # first of the warpgroup
         load_queries(thread % GROUP, half, row, shared, task, strides, params)
-        own = row + thread % GROUP // 32 * 16 + lane // 4  # the first of the thread's rows; the other is 8 further on
+        first_row = row + thread % GROUP // 32 * 16 + lane // 4  # of the thread's two; the other is 8 further on
         qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
         kd = ti.u32(OF_KEYS) + ((shared + ti.u32(memory.k)) >> 4)
         vd = ti.u32(OF_VALUES) + ((shared + ti.u32(memory.v)) >> 4)
         m = [ti.f32(LOWEST) for _ in range(2)]
         l = [ti.f32(0.0) for _ in range(2)]
         slope, stand = [ti.f32(0.0) for _ in range(2)], [0 for _ in range(2)]
-        start_rows(own, lane, visible, task, terms, params, m, l, slope, stand)
+        start_rows(first_row, lane, visible, task, terms, params, m, l, slope, stand)
         fade = [ti.f32(1.0) for _ in range(2)]
         acc = [ti.f32(0.0) for _ in range(NO)]
         s = [ti.f32(0.0) for _ in range(NS)]
@@ -94,8 +94,8 @@ def make_consume(x, parts, c):
             if half == 0 or n + 1 < tiles:
                 ext.let_pass(other_turn, both)
             wait_scores(*s)
-            grown = weigh(n, own, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m, l,
-                          fade)  # fmt: skip
+            grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m,
+                          l, fade)  # fmt: skip
             if lane == 0:
                 done, total = barriers + ti.cast(B.k_done + stage * 8, ti.u32), l[0] + l[1]
                 ext.barrier_arrive_after(done, total)
@@ -119,15 +119,15 @@ def make_consume(x, parts, c):
             of_v, more = vd + ti.cast(other * (memory.tile >> 4), ti.u32), ti.cast(tiles > 1, ti.u32)
             values(*acc, *p, of_v, more)
             wait_values(*acc)
-        store_rows(own, lane, task, m, l, acc, lse, strides, params, scalars)
+        store_rows(first_row, lane, task, m, l, acc, lse, strides, params, scalars)
         if ti.static(c.masked):
-            add_spoiled(own, lane, barriers, seen, visible, task, terms, v, table, v_scale, out, strides, params)
+            add_spoiled(first_row, lane, barriers, seen, visible, task, terms, v, table, v_scale, out, strides, params)
 
     return consume
 
 
 def make_load_queries(c):
-    """load_queries(thread, half, row, shared, ...): a warpgroup's query rows into shared memory, 0 behind the last."""
+    """load_queries(thread, half, row, shared, ...): copies a warpgroup's rows to shared memory; 0 after the last."""
     ext = instructions()
     query_row = make_query_row(c)
     pieces = c.width * 2 // PIECE
@@ -140,7 +140,7 @@ def make_load_queries(c):
             number = j * GROUP + thread
             behind, piece = number // pieces, number % pieces
             r, rows = row + behind, params[P.queries] * c.group
-            at = shared + place_of(half * ir.ROWS, behind, piece, ROWS)
+            at = shared + piece_offset(half * ir.ROWS, behind, piece, ROWS)
             first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
             address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
             size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))
@@ -216,8 +216,8 @@ def make_weigh(c):
 
 
 def make_mask(c):
-    """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
-    query_bounds, place_of = make_query_bounds(), make_place_of(c)
+    """mask(at, row, lane, exists, ..., s): the scores of keys that a row does not see become -infinity."""
+    query_bounds, depth_of = make_query_bounds(), make_depth_of(c)
     see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
     NS, PART = keys // 2, keys // 4
@@ -229,23 +229,23 @@ def make_mask(c):
             bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
             if ti.static(c.masked):
                 t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group
-                bounds = query_bounds(place_of(task[T.sequence], t, terms, params), visible, params)
+                bounds = query_bounds(depth_of(task[T.sequence], t, terms, params), visible, params)
                 if ti.static(c.tree):  # of the four lanes of a row each looks up a part
                     first = at + (lane & 3) * PART
                     old = see_in_bounds(first, gap, bounds)
                     of_part = ti.cast(see_in_tree(old, first, t, bounds, visible, task, terms, params), ti.i32)
             for part in ti.static(range(4)):
-                found = exists[part]
+                key_bits = exists[part]
                 if ti.static(c.tree):
                     of_row = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), of_part, (lane & ~3) + part)
-                    found = found & ti.cast(of_row, ti.u32)
+                    key_bits = key_bits & ti.cast(of_row, ti.u32)
                 elif ti.static(c.masked):
-                    found = found & see_in_bounds(at + ti.static(part * PART), gap, bounds)
-                found = found >> ti.cast((lane & 3) * 2, ti.u32)
+                    key_bits = key_bits & see_in_bounds(at + ti.static(part * PART), gap, bounds)
+                key_bits = key_bits >> ti.cast((lane & 3) * 2, ti.u32)
                 for i in ti.static(range(NS)):
                     key = ti.static(i // 4 * 8 + i % 2)
                     if ti.static(i // 2 % 2 == r and key // PART == part):
-                        sees = (found & ti.u32(1 << key % PART)) != ti.u32(0)
+                        sees = (key_bits & ti.u32(1 << key % PART)) != ti.u32(0)
                         s[i] = ti.bit_cast(ti.select(sees, ti.bit_cast(s[i], ti.u32), ti.u32(MINUS_INFINITY)), ti.f32)
 
     return mask
@@ -254,7 +254,7 @@ def make_mask(c):
 def make_see_in_bounds(c):
     """see_in_bounds(first, gap, bounds): a bit for each key from index `first` on that is seen by `query_bounds`.
 
-    Those of sinks are of keys that many further back.
+    Keys that are sinks lie `gap` further back.
     """
     bits_from = instructions().bits_from
 
@@ -313,13 +313,14 @@ def make_store_rows(paired, parts, c):
 
 
 def make_add_spoiled(parts, c):
-    """add_spoiled(row, lane, ...): to the results, what the producer took away of V that the thread's rows see.
+    """add_spoiled(row, lane, ...): adds infinities and NaNs that the producer removed from V to the rows that see them.
 
-    An infinity or NaN is one in the sum whatever its weight. Each thread adds to what it has stored itself.
+    One of them makes the sum infinite or NaN, whatever its weight. Each thread adds to the results that it has stored
+    itself.
     """
     ext = instructions()
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     half_at, output_offsets = make_half_at(c), make_output_offsets(parts, c)
     keys, tile_at, is_whole, index_in_tile = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c), make_index_in_tile(c)
     infinite, out_infinite = INFINITE[c.query], {**INFINITE, "f32": 0x7F800000}[c.out]
@@ -333,15 +334,15 @@ def make_add_spoiled(parts, c):
         ext.read_4(spoiled, note)
         tiles = ti.select(spoiled != ti.u32(0), seen[R.tiles], 0)
         for n in range(tiles * keys * 2):
-            key, own = n >> 1, row + (n & 1) * 8
+            key, thread_row = n >> 1, row + (n & 1) * 8
             at, index, slot = tile_at(key // keys, seen), index_in_tile(key % keys, key // keys, seen, visible), -1
-            if is_whole(at, seen) == 0 and index < seen[R.end] and own < params[P.queries] * c.group:
-                bounds = query_bounds(place_of(task[T.sequence], own // c.group, terms, params), visible, params)
-                counts_as = index_of(task[T.sequence], own // c.group, index, bounds, visible, terms, params)
+            if is_whole(at, seen) == 0 and index < seen[R.end] and thread_row < params[P.queries] * c.group:
+                bounds = query_bounds(depth_of(task[T.sequence], thread_row // c.group, terms, params), visible, params)
+                counts_as = index_of(task[T.sequence], thread_row // c.group, index, bounds, visible, terms, params)
                 if in_bounds(counts_as, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
             if slot >= 0:
-                to = output_offsets(task[T.kv_head], own, task[T.split], strides, params)[0]
+                to = output_offsets(task[T.kv_head], thread_row, task[T.split], strides, params)[0]
                 for j in range(ti.static(c.width // 4)):
                     column = (j >> 1) * 8 + (lane & 3) * 2 + (j & 1)
                     half = half_at(slot, column, task, v, v_scale, strides)

@@ -84,23 +84,23 @@ define void @pack_bf16(i32* %r, float* %p0, float* %p1) alwaysinline {
 
 
 def function(
-    name: str, comment: str, lines: Iterable[str], given: Iterable[str] = (), made: Iterable[str] = (),
+    name: str, comment: str, lines: Iterable[str], inputs: Iterable[str] = (), made: Iterable[str] = (),
     changed: Iterable[str] = (), pure: bool = False,
 ) -> str:  # fmt: skip
-    """A function around inline assembly, whose operands are `made`, `changed` and `given`, in this order: their types.
+    """A function around inline assembly, whose operands are `made`, `changed` and `inputs`, in this order: their types.
 
-    In `lines`, $n is the operand's register. What is not `pure` stays where it is among its like.
+    In `lines`, $n is the operand's register. A function that is not `pure` is not moved across others that are not.
     """
-    made, changed, given = list(made), list(changed), list(given)
+    made, changed, inputs = list(made), list(changed), list(inputs)
     outputs = made + changed
-    types = outputs + given
+    types = outputs + inputs
     parameters = ", ".join(f"{t}* %p{n}" for n, t in enumerate(types))
     body = [f"  %x{n} = load {t}, {t}* %p{n}" for n, t in enumerate(types) if n >= len(made)]
     result = f"{{ {', '.join(outputs)} }}" if len(outputs) > 1 else (outputs or ["void"])[0]
     constraints = [f"={LETTER[t]}" for t in outputs]
     tied = [str(len(made) + n) for n in range(len(changed))]
-    constraints += [LETTER[t] for t in given] + tied + ([] if pure else ["~{memory}"])
-    values = [f"{t} %x{len(outputs) + n}" for n, t in enumerate(given)]
+    constraints += [LETTER[t] for t in inputs] + tied + ([] if pure else ["~{memory}"])
+    values = [f"{t} %x{len(outputs) + n}" for n, t in enumerate(inputs)]
     values += [f"{t} %x{len(made) + n}" for n, t in enumerate(changed)]
     text = "\\0A\\09".join(lines)
     call = f'call {result} asm {"" if pure else "sideeffect "}"{text}", "{",".join(constraints)}"({", ".join(values)})'
@@ -127,16 +127,16 @@ def descriptor(name: str, low: str, behind: int) -> list[str]:
 
 
 def scores(half: str, width: int, keys: int) -> str:
-    """S = Q K^T of a tile, of which Q and K lie in shared memory, a panel of 64 columns behind the other."""
+    """S = Q K^T of a tile. Q and K lie in shared memory in panels of 64 columns, one after the other."""
     lines, count = _scored(half, width, (QUERY_ROWS, keys), keys, "q, k")
     comment = "S = Q K^T is under way, by the lower halves of the descriptors of Q and K"
-    return function(f"scores_{half}_{width}", comment, lines, given=["i32"] * 2, made=["float"] * count)
+    return function(f"scores_{half}_{width}", comment, lines, inputs=["i32"] * 2, made=["float"] * count)
 
 
 def _scored(half: str, width: int, rows: tuple[int, int], columns: int, factors: str) -> tuple[list[str], int]:
-    """The products of the rows of Q and K that lie in shared memory, and how many sums a lane gets.
+    """(the lines that multiply rows of Q and K in shared memory, how many sums a lane gets).
 
-    `columns` are those of the result of `factors`, of which the second is transposed.
+    `factors` names the two operands, of which the second is transposed; their product has `columns` columns.
     """
     count = columns // 2
     sums = ", ".join(f"${n}" for n in range(count))
@@ -170,7 +170,7 @@ def values(half: str, width: int, keys: int) -> str:
     comment = "O += P V is under way, by the halves of P and the lower half of V's descriptor; O = P V without `more`"
     return function(
         f"values_{half}_{width}", comment, uncovered(*lines), changed=["float"] * count,
-        given=[*["i32"] * weights, "i32", "i32"],
+        inputs=[*["i32"] * weights, "i32", "i32"],
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def latent_scores(half: str, rows: int, consumers: int) -> str:
     width, _, keys = LATENT
     lines, count = _scored(half, width, (rows, keys), rows // consumers, "k, q")
     comment = "S^T = K Q^T is under way, by the lower halves of the descriptors of Q and K"
-    return function(f"latent_scores_{half}_{rows}", comment, lines, given=["i32"] * 2, made=["float"] * count)
+    return function(f"latent_scores_{half}_{rows}", comment, lines, inputs=["i32"] * 2, made=["float"] * count)
 
 
 def latent_values(half: str, rows: int, consumers: int) -> str:
@@ -198,17 +198,18 @@ def latent_values(half: str, rows: int, consumers: int) -> str:
     lines += ["}", "wgmma.commit_group.sync.aligned;"]
     comment = "O^T += V^T P^T is under way, by the lower halves of the descriptors of P and V"
     return function(
-        f"latent_values_{half}_{rows}", comment, uncovered(*lines), changed=["float"] * count, given=["i32"] * 2
+        f"latent_values_{half}_{rows}", comment, uncovered(*lines), changed=["float"] * count, inputs=["i32"] * 2
     )
 
 
 def latent_results() -> list[str]:
-    """What is done with a query row's columns that a thread has: two, 8 apart, of each panel of V of its warpgroup."""
-    found = []
+    """Functions over the columns of a query row that a thread has: two, 8 apart, of each panel of its V."""
+    functions = []
     for panels in sorted({LATENT[1] // 64 // consumers for _, consumers in LATENT_ROWS}):
         count = 2 * panels
-        found.append(function(f"fade_{count}", "numbers times a factor", [f"mul.f32 ${n}, ${n}, ${count};" for n in
-                              range(count)], changed=["float"] * count, given=["float"], pure=True))  # fmt: skip
+        lines = [f"mul.f32 ${n}, ${n}, ${count};" for n in range(count)]
+        functions.append(function(f"fade_{count}", "numbers times a factor", lines, changed=["float"] * count,
+                                  inputs=["float"], pure=True))  # fmt: skip
         for kind, size, convert in (
             ("f32", 4, "mov.b32"),
             ("f16", 2, "cvt.rn.f16.f32"),
@@ -219,26 +220,26 @@ def latent_results() -> list[str]:
                 lines += [f"mul.f32 x, ${n + 2}, $1;", f"{convert} y, x;",
                           f"st.global.b{8 * size} [$0+{(n // 2 * 64 + n % 2 * 8) * size}], y;"]  # fmt: skip
             comment = "numbers times a factor, to a row's columns from an address on"
-            found.append(function(f"store_{count}_{kind}", comment, uncovered(*lines, "}"),
-                                  given=["i64", *["float"] * (count + 1)]))  # fmt: skip
-    return found
+            functions.append(function(f"store_{count}_{kind}", comment, uncovered(*lines, "}"),
+                                      inputs=["i64", *["float"] * (count + 1)]))  # fmt: skip
+    return functions
 
 
 def waits() -> list[str]:
-    """Waits for all products but the last `left`, of which these registers are sums."""
+    """Waits for all products but the last `pending`, of which these registers are sums."""
     counts = {of // 2 for shape in SHAPES for of in shape}
     counts |= {rows // consumers // 2 for rows, consumers in LATENT_ROWS}
     return [
         function(
-            f"wait_{left}_{count}", f"all products but the last {left} are done",
-            uncovered(f"wgmma.wait_group.sync.aligned {left};"), changed=["float"] * count,
+            f"wait_{pending}_{count}", f"all products but the last {pending} are done",
+            uncovered(f"wgmma.wait_group.sync.aligned {pending};"), changed=["float"] * count,
         )
-        for left in (0, 1) for count in sorted(counts)
+        for pending in (0, 1) for count in sorted(counts)
     ]  # fmt: skip
 
 
 def others() -> list[str]:
-    """What takes an instruction or two."""
+    """Short functions, of a few instructions each."""
     wait = [
         "{",
         ".reg .pred p;",
@@ -247,35 +248,37 @@ def others() -> list[str]:
         "@!p bra again;",
         "}",
     ]
-    found = [
+    functions = [
         function(f"address_{name}", f"where {name} lies", uncovered(f"ld.param.u64 $0, [arguments+{at}];"),
                  made=["i64"], pure=True)
         for name, at in (("q", 8), ("k", 24), ("v", 40), ("k_scale", 88), ("v_scale", 104), ("out", 120))
     ]  # fmt: skip
-    found += [
+    functions += [
         function("copy_16", "16 bytes to shared memory are under way; `size` of them are read, the others are 0",
-                 ["cp.async.cg.shared.global [$0], [$1], 16, $2;"], given=["i32", "i64", "i32"]),
+                 ["cp.async.cg.shared.global [$0], [$1], 16, $2;"], inputs=["i32", "i64", "i32"]),
         function("read_number_2", "a number of 2 bytes is under way",
                  ["{", ".reg .b16 h;", "ld.global.u16 h, [$1];", "cvt.u32.u16 $0, h;", "}"], made=["i32"],
-                 given=["i64"]),
-        function("read_number_4", "one of 4", ["ld.global.u32 $0, [$1];"], made=["i32"], given=["i64"]),
+                 inputs=["i64"]),
+        function("read_number_4", "one of 4", ["ld.global.u32 $0, [$1];"], made=["i32"], inputs=["i64"]),
         function("copies_wait", "all copies are done", ["cp.async.wait_all;"]),
         function("copies_close", "the copies before are a group", ["cp.async.commit_group;"]),
-        *(function(f"copies_left_{left}", f"all groups of copies but the last {left} are done",
-                   [f"cp.async.wait_group {left};"]) for left in (1, 3)),
+        *(function(f"copies_left_{pending}", f"all groups of copies but the last {pending} are done",
+                   [f"cp.async.wait_group {pending};"]) for pending in (1, 3)),
         function("copies_arrive", "an arrival, when the copies before are done",
-                 uncovered("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"), given=["i32"]),
+                 uncovered("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"), inputs=["i32"]),
         function("for_products", "products see what is in shared memory for this thread",
                  uncovered("fence.proxy.async.shared::cta;")),
         function("barrier_make", "a barrier of so many arrivals",
-                 uncovered("mbarrier.init.shared::cta.b64 [$0], $1;"), given=["i32", "i32"]),
-        function("barrier_end", "its memory is free", uncovered("mbarrier.inval.shared::cta.b64 [$0];"), given=["i32"]),
-        function("barrier_arrive", "an arrival", uncovered("mbarrier.arrive.shared::cta.b64 _, [$0];"), given=["i32"]),
+                 uncovered("mbarrier.init.shared::cta.b64 [$0], $1;"), inputs=["i32", "i32"]),
+        function("barrier_end", "its memory is free", uncovered("mbarrier.inval.shared::cta.b64 [$0];"),
+                 inputs=["i32"]),
+        function("barrier_arrive", "an arrival", uncovered("mbarrier.arrive.shared::cta.b64 _, [$0];"), inputs=["i32"]),
         function("barrier_wait", "all arrivals of the phase of this parity are there", uncovered(*wait),
-                 given=["i32", "i32"]),
-        function("meet", "so many threads come to barrier n of the block", ["bar.sync $0, $1;"], given=["i32", "i32"]),
+                 inputs=["i32", "i32"]),
+        function("meet", "so many threads come to barrier n of the block", ["bar.sync $0, $1;"], inputs=["i32", "i32"]),
         function("warp_meets", "all lanes of a warp see what each of them has written", ["bar.warp.sync -1;"]),
-        function("let_pass", "the same, of which this one does not wait", ["bar.arrive $0, $1;"], given=["i32", "i32"]),
+        function("let_pass", "the same, of which this one does not wait", ["bar.arrive $0, $1;"],
+                 inputs=["i32", "i32"]),
         *(function(f"registers_{more}_{count}", f"a thread of this warpgroup has {count} registers",
                    uncovered(f"setmaxnreg.{more}.sync.aligned.u32 {count};"))
           for more, count in dict.fromkeys(
@@ -284,31 +287,32 @@ def others() -> list[str]:
           )),
         function("meet_and_vote", "the same, and whether one of them says so",
                  ["{", ".reg .pred p;", "setp.ne.u32 p, $3, 0;", "bar.red.or.pred p, $1, $2, p;",
-                  "selp.u32 $0, 1, 0, p;", "}"], made=["i32"], given=["i32"] * 3),
+                  "selp.u32 $0, 1, 0, p;", "}"], made=["i32"], inputs=["i32"] * 3),
         function("write_turned", "four matrices of 8 x 8 halves to shared memory, transposed; a lane has a row's place",
                  uncovered("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"),
-                 given=["i32"] * 5),
+                 inputs=["i32"] * 5),
         function("read_16", "16 bytes of shared memory", ["ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"],
-                 made=["i32"] * 4, given=["i32"]),
+                 made=["i32"] * 4, inputs=["i32"]),
         function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],
-                 given=["i32"] * 5),
-        function("read_4", "4 bytes of shared memory", ["ld.shared.u32 $0, [$1];"], made=["i32"], given=["i32"]),
-        function("write_4", "4 bytes to shared memory", ["st.shared.u32 [$0], $1;"], given=["i32"] * 2),
+                 inputs=["i32"] * 5),
+        function("read_4", "4 bytes of shared memory", ["ld.shared.u32 $0, [$1];"], made=["i32"], inputs=["i32"]),
+        function("write_4", "4 bytes to shared memory", ["st.shared.u32 [$0], $1;"], inputs=["i32"] * 2),
         function("barrier_arrive_after", "an arrival when this number, which is not negative, is there: the assembler "
                  "would put off what makes it",
                  uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
                            "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
-                 given=["i32", "float"]),
+                 inputs=["i32", "float"]),
         function("bits_from", "all bits from number n on", ["{", ".reg .s32 n;", "max.s32 n, $1, 0;",
-                 "shl.b32 $0, -1, n;", "}"], made=["i32"], given=["i32"], pure=True),
+                 "shl.b32 $0, -1, n;", "}"], made=["i32"], inputs=["i32"], pure=True),
     ]  # fmt: skip
-    return found
+    return functions
 
 
 def copies(width: int, keys: int) -> str:
-    """Copies of 16 rows in pieces of 16 bytes, 8 lanes a row: each lane's of the rows n, 4 + n, 8 + n and 12 + n.
+    """Copies of 16 rows in pieces of 16 bytes: 8 lanes share a row, and a lane has rows n, 4 + n, 8 + n and 12 + n.
 
-    By one function, since the assembler would use the registers of one address again for the next, and wait for them.
+    One function starts all four. Otherwise the assembler would use the registers of one address again for the next, and
+    wait for them.
     """
     panels = width // 64
     lines = [
@@ -318,14 +322,15 @@ def copies(width: int, keys: int) -> str:
         for panel in range(panels)
     ]
     comment = "pieces of 4 rows to shared memory are under way: places of the first two of them, where the rows' lie"
-    return function(f"copy_rows_{width}", comment, lines, given=[*["i32"] * 2, *["i64"] * 4])
+    return function(f"copy_rows_{width}", comment, lines, inputs=[*["i32"] * 2, *["i64"] * 4])
 
 
 def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
     """How eight codes become h0 to h3, pairs of halves of float16 in the order of their columns, exactly.
 
-    By the kind of codes: words that hold them, from $1 on; constants behind those; how many numbers a group may have;
-    lines. A code without a sign becomes the lowest bits of 1,024, or one of its 16s, which is then taken away.
+    For each kind of codes: the number of words that hold them, from $1 on; the number of constants after those; how
+    many numbers a group may have; the lines. A code without a sign is put into the lowest bits of the half 1,024, where
+    it counts 1 or 16, and 1,024 is then subtracted.
     """
     magic, all_four = "0x64006400", range(4)  # 1,024, twice
 
@@ -358,10 +363,10 @@ def conversions() -> dict[str, tuple[int, int, tuple[int, ...], list[str]]]:
 
 
 def multiplied(by: str, count: int, first: int) -> list[str]:
-    """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias behind it, as far as there are any.
+    """Lines that multiply h0 to h3 by a scale, $`first`, and add a bias, the operand after it, if there are any.
 
-    By halves, or as floats of which halves of a kind are made; rounded once. A pair is two numbers of a row in one
-    register: a scale and its bias, or the scales of two groups, of which the next operand selects the lane's.
+    They compute in halves, or in floats that are rounded once to halves of a kind. A pair is two numbers of a row in
+    one register: a scale and its bias, or the scales of two groups, of which the next operand selects the lane's.
     """
     scale, bias, lines = f"${first}", f"${first + 1}", []
     if by == "pairs":
@@ -381,8 +386,8 @@ def multiplied(by: str, count: int, first: int) -> list[str]:
 
 
 def writes() -> list[str]:
-    """Eight codes become numbers of a row in shared memory; see `conversions` and `multiplied`."""
-    found = []
+    """Functions that convert eight codes to numbers of a row in shared memory; see `conversions` and `multiplied`."""
+    functions = []
     for kind, (words, constants, counts, lines) in conversions().items():
         for by, count in itertools.product(("halves", "pairs", *HALVES), counts):
             if count == 0 and by in ("pairs", "f16"):
@@ -392,14 +397,17 @@ def writes() -> list[str]:
             tail = ["st.shared.v4.u32 [$0], {h0, h1, h2, h3};", "}"]
             text = [*head, *lines, *multiplied(by, count, behind), *tail]
             numbers = {"halves": ["i32"] * count, "pairs": ["i32"] * (3 - count)}.get(by, ["float"] * count)
-            given = ["i32"] * behind + numbers
-            found.append(function(f"write_{kind}_{by}_{count}", f"eight numbers of {kind}, multiplied as {by}",
-                                  uncovered(*text), given=given))  # fmt: skip
-    return found
+            inputs = ["i32"] * behind + numbers
+            functions.append(function(f"write_{kind}_{by}_{count}", f"eight numbers of {kind}, multiplied as {by}",
+                                      uncovered(*text), inputs=inputs))  # fmt: skip
+    return functions
 
 
 def staged(words: int, step: int, panels: int) -> list[str]:
-    """A lane's codes of a row: so many words of each panel, `step` bytes apart, that wait in shared memory."""
+    """Functions that copy a lane's codes of a row to shared memory, and read them there.
+
+    They are `words` words of each panel, `step` bytes apart.
+    """
     threads = 64 if panels > 2 else 128  # that copy a tile of K, or of V, and read what they have copied themselves
     size, kind = 4 * words, "v2.u32" if words == 2 else "u32"
     slots = [n * threads * size for n in range(panels)]
@@ -408,16 +416,16 @@ def staged(words: int, step: int, panels: int) -> list[str]:
     read = [f"ld.shared.{kind} {{{to[n]}}}, [${words * panels}+{slot}];" for n, slot in enumerate(slots)]
     what = f"{words} words of each of {panels} panels"
     return [
-        function(f"copy_codes_{words}_{step}_{panels}", f"{what} are under way", copy, given=["i32", "i64"]),
+        function(f"copy_codes_{words}_{step}_{panels}", f"{what} are under way", copy, inputs=["i32", "i64"]),
         function(f"read_codes_{words}_{panels}", f"{what} are there", read, made=["i32"] * (words * panels),
-                 given=["i32"]),
+                 inputs=["i32"]),
     ]  # fmt: skip
 
 
 def stores(width: int) -> list[str]:
     """Stores of the two columns of every eight that a lane has of a row: halves in a register, or floats.
 
-    Both by one instruction, where that begins at a multiple of their size, or each `apart`.
+    One instruction stores both if their address is a multiple of their size; otherwise `apart` stores them one by one.
     """
     pairs = width // 8
     halves, floats = [], []
@@ -431,14 +439,14 @@ def stores(width: int) -> list[str]:
     at = "at an address and at every 8 columns behind it"
     return [
         function(f"store_halves_{width}", f"pairs of halves {at}",
-                 [f"st.global.b32 [$0+{16 * n}], ${n + 1};" for n in range(pairs)], given=["i64", *["i32"] * pairs]),
+                 [f"st.global.b32 [$0+{16 * n}], ${n + 1};" for n in range(pairs)], inputs=["i64", *["i32"] * pairs]),
         function(f"store_halves_apart_{width}", "the same, one half at a time",
-                 ["{", ".reg .b16 x, y;", *halves, "}"], given=["i64", *["i32"] * pairs]),
+                 ["{", ".reg .b16 x, y;", *halves, "}"], inputs=["i64", *["i32"] * pairs]),
         function(f"store_floats_{width}", f"pairs of floats {at}",
                  [f"st.global.v2.f32 [$0+{32 * n}], {{${2 * n + 1}, ${2 * n + 2}}};" for n in range(pairs)],
-                 given=["i64", *["float"] * 2 * pairs]),
+                 inputs=["i64", *["float"] * 2 * pairs]),
         function(f"store_floats_apart_{width}", "the same, one float at a time", floats,
-                 given=["i64", *["float"] * 2 * pairs]),
+                 inputs=["i64", *["float"] * 2 * pairs]),
     ]  # fmt: skip
 
 

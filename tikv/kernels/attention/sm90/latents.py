@@ -27,7 +27,7 @@ from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, 
 from tikv.kernels.attention.sm80.instructions import INFINITE
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.producer import make_copy_rows
-from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, place_of
+from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, piece_offset
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
@@ -46,7 +46,7 @@ ALL_CONSUME, END = 1, 2  # barriers of a block
 
 
 class Latents(NamedTuple):
-    """How the work is shared out."""
+    """How the warpgroups of a block share the work."""
 
     rows: int  # query rows of a task
     resident: int = 1  # blocks that a multiprocessor holds at once
@@ -60,11 +60,11 @@ class Latents(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return (1 + self.consumers) * GROUP
 
 
-class Memory(NamedTuple):
+class LatentMemory(NamedTuple):
     """Where things lie in shared memory, in bytes from a multiple of 1,024 on; queries come first."""
 
     tiles: int
@@ -78,12 +78,12 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-def memory_of(rows: int) -> Memory:
-    """The `Memory` of a block with so many query rows."""
+def memory_of(rows: int) -> LatentMemory:
+    """The `LatentMemory` of a block with so many query rows."""
     sizes = (panels(WIDTH) * rows * PANEL_ROW, STAGES * TILE, rows * PANEL_ROW, 8 * STAGES, 8 * STAGES, 16 * STAGES,
              16 * rows, 4 * rows, 8)  # fmt: skip
-    places = [sum(sizes[:n]) for n in range(1, len(sizes) + 1)]
-    return Memory(*places[:-1], places[-1] + 1024)
+    offsets = [sum(sizes[:n]) for n in range(1, len(sizes) + 1)]
+    return LatentMemory(*offsets[:-1], offsets[-1] + 1024)
 
 
 def tile_of(group: int, queries: int) -> Latents:
@@ -184,7 +184,7 @@ def make_attend_task(x, parts, c):
     return attend_task
 
 
-class Range(NamedTuple):
+class LatentRange(NamedTuple):
     """Entries of what `make_find_range` returns, indices of keys."""
 
     begin: int = 0  # of the first key that some row of the task sees
@@ -193,11 +193,11 @@ class Range(NamedTuple):
     high: int = 3  # and up to this one
 
 
-R = Range()
+R = LatentRange()
 
 
 def make_find_range(x, c):
-    """find_range(visible, task, params) -> the vector `Range` of a task."""
+    """find_range(visible, task, params) -> the vector `LatentRange` of a task."""
     query_bounds = make_query_bounds()
 
     @ti.func
@@ -269,15 +269,15 @@ def make_row_of(x, c):
     @ti.func
     def row_of(index, end, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
-        query, found = task[T.row] // c.group, -1
+        query, row = task[T.row] // c.group, -1
         if index < end:
             slot = find_key(task[T.sequence], task[T.head], query, index, visible, table, strides, params)[0]
             if ti.static(c.masked and x.of_one_query):
                 bounds = query_bounds(query, visible, params)
                 slot = ti.select(in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0, slot, -1)
             if slot >= 0:
-                found = k_offset(slot, strides)
-        return found
+                row = k_offset(slot, strides)
+        return row
 
     return row_of
 
@@ -303,10 +303,10 @@ def make_consume(x, parts, c):
         first_k = ti.u32(1 << 16) + ((shared + ti.u32(memory.tiles)) >> 4)
         of_p = ti.u32(1 << 16) + ((shared + ti.u32(memory.weights)) >> 4)
         to_v = ti.cast(part * (BLOCKS * KEYS * PANEL_ROW >> 4), ti.u32)
-        # A lane turns 8 x 8 weights of 8 keys and 8 rows: which row of them, and whose.
-        turned = part * OWN + (lane >> 4) * 8 + (lane & 7)
+        # A lane transposes 8 x 8 weights of 8 keys and 8 rows: which row of them, and whose.
+        lane_row = part * OWN + (lane >> 4) * 8 + (lane & 7)
         key_piece = (warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)
-        to_p = shared + ti.u32(memory.weights) + ti.cast(turned * PANEL_ROW + key_piece * PIECE, ti.u32)
+        to_p = shared + ti.u32(memory.weights) + ti.cast(lane_row * PANEL_ROW + key_piece * PIECE, ti.u32)
         m = [ti.f32(LOWEST) for _ in range(OWN // 4)]  # above minus infinity: masked keys have weight 0
         l = [ti.f32(0.0) for _ in range(OWN // 4)]
         acc = [ti.f32(0.0) for _ in range(NO)]
@@ -322,7 +322,7 @@ def make_consume(x, parts, c):
             of_v = of_k + to_v
             scores(*s, of_q, of_k)
             wait_scores(*s)
-            own, at = exists >> ti.cast(lane >> 2, ti.u32), seen[R.begin] + n * KEYS
+            key_bits, at = exists >> ti.cast(lane >> 2, ti.u32), seen[R.begin] + n * KEYS
             whole = ti.cast(at > seen[R.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[R.high], ti.i32)
             for i in ti.static(range(NS)):
                 s[i] = s[i] * scalars[X.logit_scale]
@@ -332,7 +332,7 @@ def make_consume(x, parts, c):
                     above += ti.f32(1.0)
                     inverse(half, above)
                     s[i] = scalars[X.softcap] - ti.f32(2.0) * scalars[X.softcap] * half
-                sees = (own & ti.u32(1 << i // 2 % 2 * 8)) != ti.u32(0)
+                sees = (key_bits & ti.u32(1 << i // 2 % 2 * 8)) != ti.u32(0)
                 s[i] = ti.bit_cast(ti.select(sees, ti.bit_cast(s[i], ti.u32), ti.u32(MINUS_INFINITY)), ti.f32)
             if ti.static(MASKED):
                 if whole == 0:
@@ -340,9 +340,9 @@ def make_consume(x, parts, c):
             grown = ti.u32(0)
             for i in ti.static(range(NS)):
                 grown = ti.select(s[i] > m[ti.static(i // 4 * 2 + i % 2)] + ti.f32(LAG), ti.u32(1), grown)
-            some = ti.u32(0)
-            ext.meet_and_vote(some, barrier, threads, grown)
-            if some != ti.u32(0):
+            any_grown = ti.u32(0)
+            ext.meet_and_vote(any_grown, barrier, threads, grown)
+            if any_grown != ti.u32(0):
                 rescale(thread, part, shared, s, m, l, acc)
             for i in ti.static(range(NS)):
                 below, weight = s[i] - m[ti.static(i // 4 * 2 + i % 2)], ti.f32(0.0)
@@ -350,11 +350,11 @@ def make_consume(x, parts, c):
                 s[i] = weight
                 l[ti.static(i // 4 * 2 + i % 2)] += weight
             for j in ti.static(range(OWN // 16)):
-                place = to_p + ti.u32(j * 16 * PANEL_ROW)
+                address = to_p + ti.u32(j * 16 * PANEL_ROW)
                 p = [ti.u32(0) for _ in range(4)]
                 for i in ti.static(range(4)):
                     pack(p[i], s[ti.static(8 * j + 2 * i)], s[ti.static(8 * j + 2 * i + 1)])
-                ext.write_turned(place, *p)
+                ext.write_turned(address, *p)
             if ti.static(MASKED):
                 if whole == 0:
                     clean(thread, at, shared, stage)
@@ -376,7 +376,7 @@ def make_consume(x, parts, c):
 
 
 def make_mask(x, c):
-    """mask(thread, part, at, visible, task, params, s): -infinity in the place of logits of what a row does not see.
+    """mask(thread, part, at, visible, task, params, s): the logits of keys that a row does not see become -infinity.
 
     Each query stands one key behind the one before, so the rows that see a key follow each other.
     """
@@ -405,9 +405,9 @@ def make_mask(x, c):
 
 
 def make_clean(x, c):
-    """clean(thread, at, shared, stage): infinities and NaNs in V of the tile from key `at` on become 0; it is noted.
+    """clean(thread, at, shared, stage): infinities and NaNs in V of the tile from key `at` become 0, and it is noted.
 
-    By all that consume, between the products. V is the first panels of the tile.
+    All threads that consume call it between the products. V is the first panels of the tile.
     """
     ext, memory = instructions(), memory_of(x.rows)
     infinite = INFINITE[c.query] * 0x10001
@@ -416,19 +416,19 @@ def make_clean(x, c):
 
     @ti.func
     def clean(thread, at, shared, stage):
-        found = ti.u32(0)
+        spoiled = ti.u32(0)
         for j in range(ti.static(KEYS * WIDTH_V * 2 // PIECE // count)):
-            place = shared + ti.cast(memory.tiles + stage * TILE + (j * count + thread) * PIECE, ti.u32)
-            y, some = [ti.u32(0) for _ in range(4)], ti.u32(0)
-            ext.read_16(*y, place)
+            address = shared + ti.cast(memory.tiles + stage * TILE + (j * count + thread) * PIECE, ti.u32)
+            y, of_piece = [ti.u32(0) for _ in range(4)], ti.u32(0)
+            ext.read_16(*y, address)
             for e in ti.static(range(4)):
                 signs = ((y[e] & ti.u32(infinite)) + ti.u32(carries)) & ti.u32(0x80008000)
                 y[e] = y[e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
-                some = some | signs
-            if some != ti.u32(0):
-                ext.write_16(place, *y)
-            found = found | some
-        if found != ti.u32(0):
+                of_piece = of_piece | signs
+            if of_piece != ti.u32(0):
+                ext.write_16(address, *y)
+            spoiled = spoiled | of_piece
+        if spoiled != ti.u32(0):
             note, last, first = shared + ti.u32(memory.spoiled), shared + ti.u32(memory.spoiled + 4), ti.u32(0)
             begin, end = ti.cast(at, ti.u32), ti.cast(at + KEYS, ti.u32)
             ext.read_4(first, note)
@@ -442,7 +442,7 @@ def make_clean(x, c):
 def make_restore(x, parts, c):
     """restore(thread, shared, visible, task, ...): NaN where a row sees an infinity or NaN that `clean` took away.
 
-    By all that consume, after the results are stored. Few tasks have such tiles.
+    All threads that consume call it after the results are stored. Few tasks have such tiles.
     """
     ext, memory = instructions(), memory_of(x.rows)
     query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
@@ -468,15 +468,15 @@ def make_restore(x, parts, c):
                 task[T.row] + (n * count + thread) // WIDTH_V,
                 (n * count + thread) % WIDTH_V,
             )
-            bounds, found = query_bounds(row // c.group, visible, params), 0
+            bounds, is_spoiled = query_bounds(row // c.group, visible, params), 0
             for index in range(ti.cast(first, ti.i32), ti.min(ti.cast(behind, ti.i32), task[T.end])):
                 if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0:
                     slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
                     if slot >= 0:
                         four = k[task[T.k_first] + k_offset(slot, strides) + (column >> 2)]
                         half = ti.cast(four >> ti.cast((column & 3) * 16, ti.u64), ti.u32)
-                        found = ti.select((half & ti.u32(infinite)) == ti.u32(infinite), 1, found)
-            if found != 0:
+                        is_spoiled = ti.select((half & ti.u32(infinite)) == ti.u32(infinite), 1, is_spoiled)
+            if is_spoiled != 0:
                 to = output_offsets(task[T.kv_head], row, task[T.split], strides, params)[0] + column
                 out[to] = ti.cast(ti.u32(nan), word)
 
@@ -484,7 +484,7 @@ def make_restore(x, parts, c):
 
 
 def make_load_queries(x, c):
-    """load_queries(thread, shared, task, ...): a task's query rows into shared memory, 0 behind the last."""
+    """load_queries(thread, shared, task, ...): copies a task's query rows to shared memory; 0 after the last."""
     ext, query_row = instructions(), make_query_row(c)
     pieces, count = WIDTH * 2 // PIECE, x.consumers * GROUP
 
@@ -497,7 +497,7 @@ def make_load_queries(x, c):
             number = j * count + thread
             behind, piece = number // pieces, number % pieces
             r = task[T.row] + behind
-            at = shared + place_of(0, behind, piece, x.rows)
+            at = shared + piece_offset(0, behind, piece, x.rows)
             first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
             address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
             size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))
@@ -516,7 +516,7 @@ def columns_of(x, r):
 
 
 def make_rescale(x):
-    """rescale(thread, part, shared, s, m, l, acc): sums and results for the new maxima; by all that consume."""
+    """rescale(thread, part, shared, s, m, l, acc): rescales to new maxima; all threads that consume call it."""
     ext, memory = instructions(), memory_of(x.rows)
     OWN, BLOCKS = x.rows // x.consumers, WIDTH_V // 64 // x.consumers
     exp2, fade = ext.exp2, getattr(ext, f"fade_{2 * BLOCKS}")

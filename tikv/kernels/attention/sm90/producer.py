@@ -15,7 +15,7 @@ from tikv.kernels.attention.sm90.tiles import (
     make_tile_at,
     memory_for,
     panels,
-    place_of,
+    piece_offset,
 )
 from tikv.kernels.attention.task import T
 from tikv.kernels.lanes import ALL
@@ -95,7 +95,7 @@ def make_produce(c):
 
 
 def make_copy_rows(width, keys):
-    """copy_rows(lane, warp, to, base, row, there): a warp's rows of a tile are under way; a lane knows one's begin."""
+    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin."""
     ext = instructions()
     pieces, OWN = width * 2 // PIECE, keys // 4
     QUICK = width % 64 == 0
@@ -109,19 +109,19 @@ def make_copy_rows(width, keys):
                 first, piece = lane >> 3, lane & 7
                 column = base + ti.cast(piece * PIECE, ti.u64)
                 for batch in ti.static(range(OWN // 16)):
-                    places = [to + place_of(warp * OWN + 16 * batch, first + 4 * i, piece, keys) for i in range(2)]
+                    targets = [to + piece_offset(warp * OWN + 16 * batch, first + 4 * i, piece, keys) for i in range(2)]
                     addresses = [ti.u64(0) for _ in range(4)]
                     for i in ti.static(range(4)):
                         source = first + ti.static(16 * batch + 4 * i)
                         words = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
                         addresses[i] = column + ti.cast(words, ti.u64) * ti.u64(8)
-                    copy(*places, *addresses)
+                    copy(*targets, *addresses)
         if ti.static(not QUICK) or some_missing != 0:
             for j in range(ti.static(OWN * pieces // 32)):
                 number = j * 32 + lane
                 key, piece = number // pieces, number % pieces
                 words = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, key)
-                at = to + place_of(warp * OWN, key, piece, keys)
+                at = to + piece_offset(warp * OWN, key, piece, keys)
                 address = base + ti.cast(ti.max(words, 0), ti.u64) * ti.u64(8) + ti.cast(piece * PIECE, ti.u64)
                 size = ti.select(words < 0, ti.u32(0), ti.u32(PIECE))
                 ext.copy_16(at, address, size)
@@ -143,10 +143,10 @@ def make_clean(OWN, c):
 
     @ti.func
     def clean(lane, warp, v, barriers):
-        begin, row, found = v + ti.cast(warp * (OWN * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
+        begin, row, spoiled = v + ti.cast(warp * (OWN * PANEL_ROW) + lane * PIECE, ti.u32), lane >> 3, ti.u32(0)
         for n in range(panels(c.width) * ROUNDS):  # of 16 rows of a panel; a thread has pieces of 4
-            panel, place = n // ROUNDS, begin + ti.cast(n // ROUNDS * (keys * PANEL_ROW), ti.u32)
-            at = [place + ti.cast((n % ROUNDS * 4 + i) * (32 * PIECE), ti.u32) for i in range(4)]
+            panel, address = n // ROUNDS, begin + ti.cast(n // ROUNDS * (keys * PANEL_ROW), ti.u32)
+            at = [address + ti.cast((n % ROUNDS * 4 + i) * (32 * PIECE), ti.u32) for i in range(4)]
             y = [ti.u32(0) for _ in range(16)]
             for i in ti.static(range(4)):
                 ext.read_16(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], at[i])
@@ -163,8 +163,8 @@ def make_clean(OWN, c):
                         signs = ((y[4 * i + e] & ti.u32(exponents)) + ti.u32(carries)) & ti.u32(0x80008000)
                         y[4 * i + e] = y[4 * i + e] & ~((signs >> ti.u32(15)) * ti.u32(0xFFFF))
                     ext.write_16(at[i], y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
-                found = found | carried
-        if found != ti.u32(0):
+                spoiled = spoiled | carried
+        if spoiled != ti.u32(0):
             note, yes = barriers + ti.u32(B.spoiled), ti.u32(1)
             ext.write_4(note, yes)
 

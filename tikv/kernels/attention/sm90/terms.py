@@ -4,7 +4,7 @@ from tikv.kernels.attention.parameters import LOG2E, LOWEST, N, P
 from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import first_new, make_place_of
+from tikv.kernels.attention.tree import first_new, make_depth_of
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.kernels.lanes import shuffle
 from tikv.runtime import ti
@@ -17,23 +17,23 @@ def make_start_rows(c):
     counted; in a tree it is the depth.
     """
     start_state, slope_of, origin = make_start_state(c), make_slope_of(c), make_origin(c)
-    place_of, query_bounds = make_place_of(c), make_query_bounds()
+    depth_of, query_bounds = make_depth_of(c), make_query_bounds()
 
     @ti.func
     def start_rows(row, lane, visible, task, terms: ti.template(), params, m: ti.template(), l: ti.template(),
                    slope: ti.template(), stand: ti.template()):  # fmt: skip
         for r in ti.static(range(2)):
-            own = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1)
+            clamped = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1)
             if ti.static(c.sink_logits):
-                top, weight = start_state(task[T.head], own, task[T.split], terms)
+                top, weight = start_state(task[T.head], clamped, task[T.split], terms)
                 m[r] = ti.max(top, ti.f32(LOWEST))
                 l[r] = ti.select((lane & 3) == 0, weight, ti.f32(0.0))  # the lanes of a row each have a part of its sum
             if ti.static(c.alibi):
-                slope[r] = slope_of(task[T.sequence], task[T.head], own, terms) * ti.f32(LOG2E)
-                place = place_of(task[T.sequence], own // c.group, terms, params)
-                stand[r] = place
+                slope[r] = slope_of(task[T.sequence], task[T.head], clamped, terms) * ti.f32(LOG2E)
+                depth = depth_of(task[T.sequence], clamped // c.group, terms, params)
+                stand[r] = depth
                 if ti.static(not c.tree):
-                    stand[r] = query_bounds(place, visible, params)[1] - origin(place, terms)[0]
+                    stand[r] = query_bounds(depth, visible, params)[1] - origin(depth, terms)[0]
 
     return start_rows
 
@@ -44,30 +44,30 @@ def make_add_slopes(c):
     How far a key is from a query is a whole number, which float32 has.
     """
     keys = KEYS_OF[c.width]
-    find_places, origin = make_find_places(c), make_origin(c)
+    find_depths, origin = make_find_depths(c), make_origin(c)
 
     @ti.func
     def add_slopes(at, gap, scale, lane, slope: ti.template(), stand: ti.template(), visible, task,
                    terms: ti.template(), params, s: ti.template()):  # fmt: skip
         first = at + (lane & 3) * 2
         of_sinks, further = visible[V.sinks] + gap - first, ti.cast(behind_sinks(visible) - gap, ti.f32)
-        places = [ti.f32(0.0) for _ in range(keys // 32)]
+        depths = [ti.f32(0.0) for _ in range(keys // 32)]
         of_rows = [ti.cast(first - stand[r], ti.f32) for r in range(2)]
         newer = ti.cast(origin(0, terms)[0], ti.f32)
         if ti.static(c.tree):
-            find_places(at, gap, lane, places, visible, task, terms, params)
+            find_depths(at, gap, lane, depths, visible, task, terms, params)
             for r in ti.static(range(2)):
                 of_rows[r] = ti.cast(-stand[r], ti.f32)
         for e in ti.static(range(keys // 4)):
             key = ti.static(e // 2 * 8 + e % 2)
-            place = ti.cast(key, ti.f32)
+            depth = ti.cast(key, ti.f32)
             if ti.static(c.tree):
-                place = shuffle(places[ti.static(key // 32)], (lane & 3) * 2 + ti.static(key % 32))
+                depth = shuffle(depths[ti.static(key // 32)], (lane & 3) * 2 + ti.static(key % 32))
             elif ti.static(c.sinks):
-                place += ti.select(key < of_sinks, further, ti.f32(0.0))
+                depth += ti.select(key < of_sinks, further, ti.f32(0.0))
             for r in ti.static(range(2)):
                 i = ti.static(e // 2 * 4 + 2 * r + e % 2)
-                back = place + of_rows[r]
+                back = depth + of_rows[r]
                 if ti.static(c.tree):
                     back = ti.min(back, ti.f32(0.0)) + newer
                 if ti.static(c.two_sided):
@@ -77,33 +77,33 @@ def make_add_slopes(c):
     return add_slopes
 
 
-def make_find_places(c):
-    """find_places(at, gap, lane, places, ...): how far a lane's keys, one of 32 of a tile, stand behind a prefix.
+def make_find_depths(c):
+    """find_depths(at, gap, lane, depths, ...): how far a lane's keys, one of 32 of a tile, stand behind a prefix.
 
     A query stands as far as its depth, and sees no key that stands further.
     """
     keys, query_bounds = KEYS_OF[c.width], make_query_bounds()
 
     @ti.func
-    def find_places(at, gap, lane, places: ti.template(), visible, task, terms: ti.template(), params):
+    def find_depths(at, gap, lane, depths: ti.template(), visible, task, terms: ti.template(), params):
         _sinks, _slopes, tree, numbers = ti.static(terms)
         row = numbers[N.tree_first] + task[T.sequence] * params[P.queries] * numbers[N.tree_words]
         for i in ti.static(range(keys // 32)):
             index = at + lane + ti.static(32 * i)
             new = ti.min(index - first_new(visible, params), params[P.queries] - 1)
-            found = index - query_bounds(0, visible, params)[1]
+            depth = index - query_bounds(0, visible, params)[1]
             if ti.static(c.sinks):
-                found += ti.select(index - gap < visible[V.sinks], behind_sinks(visible) - gap, 0)
+                depth += ti.select(index - gap < visible[V.sinks], behind_sinks(visible) - gap, 0)
             if new >= 0:
-                found = ti.cast(tree[row + new * numbers[N.tree_words]], ti.i32)
-            places[i] = ti.cast(found, ti.f32)
+                depth = ti.cast(tree[row + new * numbers[N.tree_words]], ti.i32)
+            depths[i] = ti.cast(depth, ti.f32)
 
-    return find_places
+    return find_depths
 
 
 @ti.func
 def behind_sinks(visible):
-    """How much further away sinks are than their index says: as many keys between them and the others are not there."""
+    """How much further away sinks are than their indices say: so many keys between them and the others are not held."""
     return visible[V.sinks] + visible[V.recent] - visible[V.end]
 
 

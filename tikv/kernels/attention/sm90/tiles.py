@@ -26,7 +26,7 @@ MOST_STAGES = max(STAGES_OF.values())
 
 
 class Warpgroups(NamedTuple):
-    """How the work is shared out."""
+    """How the warpgroups of a block share the work."""
 
     rows: int = ROWS
     resident: int = 1  # blocks that a multiprocessor holds at once
@@ -37,15 +37,15 @@ class Warpgroups(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return (self.producers + 2) * GROUP
 
 
 def producers_of(codes: bool, width: int) -> int:
-    """Warpgroups that produce: one, and over codes one of K and one of V.
+    """How many warpgroups produce: one, or over codes two, one for K and one for V.
 
-    Over codes of 256 columns one has both, since with 512 threads the assembler has 128 registers for an instruction
-    on results, which take that many alone.
+    Over codes of 256 columns one produces both: with 512 threads a thread has 128 registers, as many as the operands of
+    one instruction on results take.
     """
     return 2 if codes and width <= 128 else 1
 
@@ -91,7 +91,7 @@ def panels(width: int) -> int:
 
 
 class Barriers(NamedTuple):
-    """Where they lie, from the first on; of each there is one a stage. Then what the producer notes of tiles."""
+    """Offsets of the barriers from the first, one of each for every stage, and of what the producer notes of tiles."""
 
     k_there: int = 0
     v_there: int = 8 * MOST_STAGES
@@ -146,10 +146,10 @@ def make_range(c):
         resume, gap = begin, 0
         if ti.static(c.masked):
             rows = params[P.queries] * c.group
-            first_place, last_place = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
+            first_depth, last_depth = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
             if ti.static(c.tree):  # depths that a query may have
-                first_place, last_place = 0, params[P.queries] - 1
-            first, last = query_bounds(first_place, visible, params), query_bounds(last_place, visible, params)
+                first_depth, last_depth = 0, params[P.queries] - 1
+            first, last = query_bounds(first_depth, visible, params), query_bounds(last_depth, visible, params)
             low, high, newest = last[0], first[1], last[1]
             if ti.static(c.tree):
                 high = first_new(visible, params) - 1
@@ -158,9 +158,9 @@ def make_range(c):
             end, resume = ti.min(end, newest + 1), ti.max(begin, first[0] + 1)
             if ti.static(c.sinks):
                 sinks = ti.max(ti.min(visible[V.sinks], end) - begin, 0)
-                fixed, left = sinks // keys, sinks % keys
-                resume = ti.max(begin + sinks, ti.min(resume, end)) - left
-                if left > 0:
+                fixed, rest = sinks // keys, sinks % keys
+                resume = ti.max(begin + sinks, ti.min(resume, end)) - rest
+                if rest > 0:
                     gap = resume - begin - fixed * keys
         tiles = fixed + ti.max(end - resume + (keys - 1), 0) // keys
         return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap])
@@ -187,10 +187,10 @@ def make_gap_of(c):
 
     @ti.func
     def gap_of(n, seen):
-        found = 0
+        gap = 0
         if ti.static(c.sinks and c.masked):
-            found = ti.select(n == seen[R.fixed], seen[R.gap], 0)
-        return found
+            gap = ti.select(n == seen[R.fixed], seen[R.gap], 0)
+        return gap
 
     return gap_of
 
@@ -211,7 +211,7 @@ def make_index_in_tile(c):
 
 
 def make_is_whole(c):
-    """is_whole(at, seen) -> 1 if every row of a task sees all keys, of the task's, of the tile from index `at` on."""
+    """is_whole(at, seen) -> 1 if every row of a task sees all of the task's keys in the tile from index `at` on."""
     keys = KEYS_OF[c.width]
 
     @ti.func
@@ -222,7 +222,7 @@ def make_is_whole(c):
 
 
 @ti.func
-def place_of(eights, row, piece, rows):
-    """Where a piece of a row lies in panels of so many rows; the row is this one of those from a multiple of 8 on."""
-    place = (piece >> 3) * (rows * PANEL_ROW) + (eights + row) * PANEL_ROW + (((piece & 7) ^ (row & 7)) << 4)
-    return ti.cast(place, ti.u32)
+def piece_offset(eights, row, piece, rows):
+    """The offset of a piece of row `eights` + `row` in panels of `rows` rows; `eights` is a multiple of 8."""
+    offset = (piece >> 3) * (rows * PANEL_ROW) + (eights + row) * PANEL_ROW + (((piece & 7) ^ (row & 7)) << 4)
+    return ti.cast(offset, ti.u32)

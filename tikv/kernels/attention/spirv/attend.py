@@ -27,7 +27,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, is_masked, is_nan, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
-from tikv.kernels.attention.tree import make_index_of, make_place_of
+from tikv.kernels.attention.tree import make_depth_of, make_index_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
 from tikv.kernels.groups import make_column, make_place
@@ -41,7 +41,7 @@ NARROW = 32  # words of a key; if there are more, a thread reads two at a time
 CODE = {
     "decoded": 4,
     "masked": 4,
-    "chosen": 4,
+    "indices": 4,
     "tree": 4,
     "softcap": 2,
     "sinks": 2,
@@ -51,7 +51,7 @@ CODE = {
 LONGEST = 16
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """How the threads of a block share the work."""
 
     units: int  # words of a row of K
@@ -74,13 +74,13 @@ def most_rows(unit, parts):
 
 
 def shape_of(kind, c):
-    """The `Shape` for a kind of group of threads."""
+    """The `BlockShape` for a kind of group of threads."""
     units, units_v = c.width // c.unit, c.width_v // c.of_values.unit
     sharers = 1
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
     in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # as registers allow
-    return Shape(
+    return BlockShape(
         units=units,
         units_v=units_v,
         rounds=-(-units_v // BLOCK),
@@ -165,7 +165,7 @@ def make_attend_task(style, kind, parts, c):
                 m[g], weight = start_state(task[T.head], task[T.row] + g, task[T.split], terms)
                 l[g] = ti.select(thread == 0, weight, ti.f32(0.0))
         for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
-            left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
+            remaining = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
             slot, index, k_row, v_row, scale_row, k_factor, v_factor = load_key(
                 task[T.begin] + chunk * BLOCK + mine, visible, task, table, k_scale, v_scale, strides, params
             )
@@ -173,13 +173,13 @@ def make_attend_task(style, kind, parts, c):
             if ti.static(groups):
                 k_rows[BLOCK + mine] = scale_row
             ti.simt.block.sync()
-            logits = group_logits(position, index, slot, left, k_factor, visible, task, k, k_scale, queries, k_rows,
-                                  of_groups, terms, strides, params, scalars)  # fmt: skip
+            logits = group_logits(position, index, slot, remaining, k_factor, visible, task, k, k_scale, queries,
+                                  k_rows, of_groups, terms, strides, params, scalars)  # fmt: skip
             ti.simt.block.sync()
             to_weights(mine, position, v_factor, logits, of_groups, weights, m, l, acc)
             ti.simt.block.sync()
             if sharer < shape.sharers:
-                add_values(sharer, column, left, v, v_scale, v_rows, k_rows, weights, acc, strides)
+                add_values(sharer, column, remaining, v, v_scale, v_rows, k_rows, weights, acc, strides)
             ti.simt.block.sync()
         for g in ti.static(range(R)):
             l[g] = group_sum(l[g])
@@ -239,8 +239,8 @@ def make_load_key(c):
         slot, index, k_row, v_row, scale_row = -1, n, 0, -1, 0
         k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
         if n < task[T.end]:
-            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, n, visible, table, strides, params)
-            slot, index = found[0], found[2]
+            key = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, n, visible, table, strides, params)
+            slot, index = key[0], key[2]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
             if ti.static(c.scored):
@@ -257,7 +257,7 @@ def make_load_key(c):
 
 
 def make_group_dots(shape, group_sum, c):
-    """group_dots(position, left, k, ...): the bits of q.k for this thread's key, row by row.
+    """group_dots(position, remaining, k, ...): the bits of q.k for this thread's key, row by row.
 
     The threads of a group compute the products of all their keys together, word by word.
     """
@@ -265,12 +265,12 @@ def make_group_dots(shape, group_sum, c):
     R, U, units, keys, words = c.rows, c.unit, shape.units, shape.keys, shape.words
 
     @ti.func
-    def group_dots(position, left, k: ti.template(), k_scale: ti.template(), queries: ti.template(),
+    def group_dots(position, remaining, k: ti.template(), k_scale: ti.template(), queries: ti.template(),
                    k_rows: ti.template(), strides):  # fmt: skip
         rank, size, offset = position[G.rank], position[G.size], position[G.offset]
         bits = ti.Vector([0] * R)
-        for turn in range((ti.min(size, left - offset) + keys - 1) // keys):
-            found = ti.Vector([ti.f32(0.0)] * (R * keys))
+        for turn in range((ti.min(size, remaining - offset) + keys - 1) // keys):
+            sums = ti.Vector([ti.f32(0.0)] * (R * keys))
             here, scale_here = ti.Vector([0] * keys), ti.Vector([0] * keys)
             for n in ti.static(range(keys)):
                 key = offset + ti.min(turn * keys + n, size - 1)
@@ -291,12 +291,12 @@ def make_group_dots(shape, group_sum, c):
                         for e in ti.static(range(U)):
                             y = queries[(g * U + e) * units + u]
                             for n in ti.static(range(keys)):
-                                found[n * R + g] += x[n * U + e] * y
+                                sums[n * R + g] += x[n * U + e] * y
             for n in ti.static(range(keys)):
                 # No `select`: Metal evaluates only one side, so some threads of a group would not take part in the sum.
-                wanted = ti.select(rank == turn * keys + n, -1, 0)
+                mask = ti.select(rank == turn * keys + n, -1, 0)
                 for g in ti.static(range(R)):
-                    bits[g] = bits[g] | (ti.bit_cast(group_sum(found[n * R + g]), ti.i32) & wanted)
+                    bits[g] = bits[g] | (ti.bit_cast(group_sum(sums[n * R + g]), ti.i32) & mask)
         return bits
 
     return group_dots
@@ -308,13 +308,13 @@ def make_group_logits(shape, kind, c):
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     query_bounds, slope_of, bias, origin = make_query_bounds(), make_slope_of(c), make_bias(c), make_origin(c)
-    place_of, index_of = make_place_of(c), make_index_of(c)
+    depth_of, index_of = make_depth_of(c), make_index_of(c)
     R = c.rows
 
     @ti.func
-    def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), k_scale: ti.template(),
-                     queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(),
-                     strides, params, scalars):  # fmt: skip
+    def group_logits(position, index, slot, remaining, k_factor, visible, task, k: ti.template(),
+                     k_scale: ti.template(), queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(),
+                     terms: ti.template(), strides, params, scalars):  # fmt: skip
         rows = params[P.queries] * c.group
         bits = ti.Vector([0] * R)
         if ti.static(c.scored):
@@ -323,21 +323,21 @@ def make_group_logits(shape, kind, c):
                 word = k[k_rows[position[G.offset] + position[G.rank]] + r * strides[S.k_block]]
                 bits[g] = ti.cast(word, ti.i32)
         else:
-            bits = group_dots(position, left, k, k_scale, queries, k_rows, strides)
+            bits = group_dots(position, remaining, k, k_scale, queries, k_rows, strides)
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
             r, counts_as = ti.min(task[T.row] + g, rows - 1), index
-            place = place_of(task[T.sequence], r // c.group, terms, params)
+            depth = depth_of(task[T.sequence], r // c.group, terms, params)
             if ti.static(c.alibi or c.tree):
-                bounds = query_bounds(place, visible, params)
+                bounds = query_bounds(depth, visible, params)
                 counts_as = index_of(task[T.sequence], r // c.group, index, bounds, visible, terms, params)
                 slope = slope_of(task[T.sequence], task[T.head], r, terms) * ti.f32(LOG2E)
                 stands = origin(r // c.group, terms)
                 logit += bias(slope, counts_as, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
             logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
             if ti.static(c.masked):
-                sees = is_visible(place, counts_as, visible, params)
+                sees = is_visible(depth, counts_as, visible, params)
                 logits[g] = ti.select(sees, logits[g], ti.f32(MASKED))
             top[g] = group_max(ti.select(is_nan(logits[g]), ti.f32(MASKED), logits[g]))
         if position[G.rank] == 0:
@@ -378,14 +378,14 @@ def make_to_weights(shape, c):
 
 
 def make_add_values(shape, c):
-    """add_values(sharer, column, left, v, ...): adds a thread's weighted columns of V to its results."""
+    """add_values(sharer, column, remaining, v, ...): adds a thread's weighted columns of V to its results."""
     load_unit = make_load_unit(c.v_inner, c)
     R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
 
     @ti.func
-    def add_values(sharer, column, left, v: ti.template(), v_scale: ti.template(), v_rows: ti.template(),
+    def add_values(sharer, column, remaining, v: ti.template(), v_scale: ti.template(), v_rows: ti.template(),
                    k_rows: ti.template(), weights: ti.template(), acc: ti.template(), strides):  # fmt: skip
-        for turn in range((left + sharers * v_keys - 1) // (sharers * v_keys)):
+        for turn in range((remaining + sharers * v_keys - 1) // (sharers * v_keys)):
             x = ti.Vector([ti.f32(0.0)] * (v_keys * rounds * U))
             for n in ti.static(range(v_keys)):
                 at, scale_at = v_rows[(turn * v_keys + n) * sharers + sharer], 0

@@ -1,9 +1,16 @@
-"""The families of attention kernels: each has a class, which says what it serves, and how it shares out the work."""
+"""The families of attention kernels: each has a class, which says what it serves, and how it shares out the work.
+
+`form` is what a family is chosen by, and `family` what all of them have. `cpu`, `spirv`, `cuda`, `tensor_cores` and
+`warpgroups` have the classes of an architecture; `families_of` has their order.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tikv import runtime
 from tikv.ops.attention.families.form import Form as Form
 
 if TYPE_CHECKING:  # families need kernels, and so the engine, which is imported as late as possible
@@ -27,12 +34,38 @@ def families_of(style: str) -> tuple[type[Family], ...]:
     return WarpgroupLatents, WarpgroupPrompts, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
 
 
+def why_not_families(form: Form, native: bool = True) -> Iterator[tuple[type[Family], str]]:
+    """The families in their order, each with the reason why it does not serve a form; "" if it does.
+
+    Without `native`, no family serves whose kernels for this form need the native launcher.
+    """
+    for family in families_of(form.live.kernel_style):
+        refused = not native and family.needs_native(form)
+        yield family, family.why_not(form) or ("the native launcher does not launch their kernel" if refused else "")
+
+
 def family_for(form: Form, native: bool = True) -> Family:
-    """The family that attends to a form; without `native`, one whose kernels each launcher supports."""
-    families = families_of(form.live.kernel_style)
-    return next(f(form) for f in families if not f.why_not(form) and (native or not f.needs_native(form)))
+    """The family that attends to a form: the first that serves it."""
+    return next(family(form) for family, why in why_not_families(form, native) if not why)
 
 
 def is_served(form: Form) -> bool:
     """Whether a family attends to a form; without one, keys by channel are read in another way."""
-    return any(not family.why_not(form) for family in families_of(form.live.kernel_style))
+    return any(not why for _, why in why_not_families(form))
+
+
+def explain(form: Form, native: bool = True) -> str:
+    """Which family attends to a form, and why those before it in the order do not."""
+    reasons, title = [], "scores that are computed first"  # see `by_channel`
+    for family, why in why_not_families(form, native):
+        if not why:
+            title = family.title
+            break
+        reasons.append(f"not by {family.title}: {why}")
+    return "; ".join([f"by {title}", *reasons])
+
+
+def log_choice(operation: str, form: Form, native: bool = True) -> None:
+    """Log `explain`, if the logger "tikv" has the level DEBUG."""
+    if runtime.log.isEnabledFor(logging.DEBUG):
+        runtime.log.debug("%s: attention %s", operation, explain(form, native))

@@ -14,6 +14,9 @@ from tikv.ops.attention.splits import WAKING_PRODUCTS, Shares
 class Cpu(Family):
     """Kernels that read pages and contiguous memory with loops of their own."""
 
+    title = "threads of the CPU"
+    serves = "all calls without `invariant=True`, except over keys by channel"
+
     threads = mass_threads = merge_threads = 1
 
     def words_of(self, form: Form) -> tuple[int, int]:
@@ -94,9 +97,12 @@ class Cpu(Family):
 class CpuInOrder(Cpu):
     """Kernels whose tasks have the same number of rows for any number of queries, see `invariance`."""
 
+    title = "threads of the CPU in a fixed order"
+    serves = "all calls with `invariant=True`, except over keys by channel"
+
     @classmethod
     def why_not(cls, form: Form) -> str:
-        return super().why_not(form) if form.live.invariant else "results may depend on the number of queries"
+        return super().why_not(form) if form.live.invariant else "tikv.init(invariant=True) is not set"
 
     def head_pass(self, shares: Shares, by_head: bool) -> HeadPass:
         heads, keys, prefetch = self._heads_of_task(self.query.queries * self.group, shares, by_head)

@@ -17,7 +17,7 @@ from tikv.ops.attention.splits import EVEN_KEYS, GPU_BLOCKS, LEAST_KEYS, MOST_BL
 
 
 class Cuda(Family):
-    """What the families on CUDA have in common."""
+    """What the families on CUDA have in common: how keys are shared out among blocks, and how masses are computed."""
 
     def shares_of_heads(self, mean: int, longest: int) -> Shares:
         """As in `Family`: a task has as many keys of a short head as of a long one, as if all had the mean length."""
@@ -32,7 +32,7 @@ class Cuda(Family):
         return whole_waves(self.tasks, least, most_splits(keys), launch.multiprocessors(self.live))
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
-        if choices.bits != attend.WORD_BITS or choices.chosen:
+        if choices.bits != attend.WORD_BITS or choices.index_bits:
             return super().mass_kernel(choices, workers, by_slot)
         # V's words are not held, which leaves registers for one more block.
         shape = attend.shape_of(self.cache.width, choices.unit, choices.rows, attend.is_long(choices))
@@ -48,6 +48,12 @@ class Cuda(Family):
 
 class CudaLanes(Cuda):
     """Kernels whose threads read words of 64 bits; lanes share a key: see `kernels.attention.cuda.attend`."""
+
+    title = "lanes that share a key"
+    serves = (
+        "K and V of the same dtype, int8 and 8-bit floats included; heads at most "
+        f"{attend.MAX_WIDTH} wide; without `invariant=True`"
+    )
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -73,6 +79,9 @@ class CudaLanes(Cuda):
 class CudaBlocks(Cuda):
     """Kernels of blocks whose warps share the keys, which serve all but keys by channel: see `spirv.attend`."""
 
+    title = "warps that share the keys"
+    serves = "all calls, except over keys by channel"
+
     def most_rows_of(self, form: Form) -> int:
         """As in `Family`: fewer if the code would become too long."""
         cache, names = form.cache, ("sink_logits", "alibi_slopes")
@@ -83,7 +92,7 @@ class CudaBlocks(Cuda):
             if rows.format is not None or dtype.short in FLOAT8:
                 parts.add("decoded")
         if form.selects:
-            parts.add("chosen")
+            parts.add("indices")
         if form.live.invariant or form.masked:
             parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
         if self.has_tree:

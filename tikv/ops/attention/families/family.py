@@ -15,7 +15,10 @@ from tikv.ops.attention.terms import tree_of
 
 
 class HeadPass(NamedTuple):
-    """What a task of a CPU reads one after another, and the memory of its worker."""
+    """What a task of a CPU reads one after another, and the memory of its worker.
+
+    The kernel that weighs keys uses the same memory, see `kernels.attention.cpu.attend.WorkerMemory`.
+    """
 
     heads: int = 1  # KV heads of a task
     keys: int = 0  # of a head, before those of the next head
@@ -24,7 +27,7 @@ class HeadPass(NamedTuple):
 
 
 class MassKernel(NamedTuple):
-    """A kernel that weighs keys."""
+    """A kernel that computes how much weight each key got, for ``return_mass``, as its factory and choices."""
 
     factory: Any
     choices: tuple[Any, ...]  # those before the common ones
@@ -35,9 +38,12 @@ class MassKernel(NamedTuple):
 class Family:
     """Kernels that attend in one way, for calls of one form; it keeps no array alive.
 
-    A family overrides what it does in another way. The least that it has is `why_not` and `attend_kernel`.
+    A family overrides what it does in another way. The least that it has is `title`, `serves`, `why_not` and
+    `attend_kernel`.
 
     Attributes:
+        title: what the kernels are called, in messages and in the manual.
+        serves: what they serve, for the manual; `why_not` decides it.
         word_bits: bits of a word of K and of V.
         rows: query rows that a task computes, among those that share a KV head.
         on_tensor_cores, in_warpgroups: whether the kernels are such.
@@ -45,6 +51,8 @@ class Family:
         most_queries: the most queries of a prompt per launch.
     """
 
+    title: str
+    serves: str
     most_queries = MOST_QUERIES
     on_tensor_cores = in_warpgroups = False
     threads = mass_threads = BLOCK
@@ -177,3 +185,8 @@ def rows_evenly(rows: int, most: int) -> int:
 def most_splits(keys: int) -> int:
     """The most splits of so many keys, each with at least `LEAST_KEYS`."""
     return max(1, min(keys // LEAST_KEYS, 128))
+
+
+def columns_of(widths: range) -> str:
+    """Widths of heads, for the manual."""
+    return f"{widths[0]} to {widths[-1]} columns in steps of {widths.step}"

@@ -13,6 +13,9 @@ from tikv.ops.attention.families.family import Family
 class Spirv(Family):
     """Kernels of blocks, which reduce over subgroups if the device can."""
 
+    title = "blocks of threads"
+    serves = "all calls, except over keys by channel"
+
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         make = make_attend_block_in_order if self.live.invariant else make_attend_block
         reduce = lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP

@@ -10,7 +10,7 @@ from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm80.kinds import kind_of
 from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.ops.attention.families.cuda import Cuda
-from tikv.ops.attention.families.family import most_splits, rows_evenly, rows_of_one_query
+from tikv.ops.attention.families.family import columns_of, most_splits, rows_evenly, rows_of_one_query
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.splits import fewest_splits
 
@@ -53,7 +53,14 @@ def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> 
 
 
 class TensorRows(Tiles):
-    """q, K and V of one type, float16 or bfloat16."""
+    """Calls whose q, K and V are of one type, float16 or bfloat16: tensor cores multiply them as they are stored."""
+
+    title = "tensor cores over rows"
+    serves = (
+        "q, K and V of one dtype, float16 or bfloat16; heads of "
+        f"{columns_of(attend.WIDTHS)}, or keys of {columns_of(attend.WIDE)} with values of "
+        f"{columns_of(attend.WIDE_V)}; no sink logits, slopes, masks or trees"
+    )
 
     factory = staticmethod(attend.make_attend_tensor)
 
@@ -95,7 +102,14 @@ class TensorRows(Tiles):
 
 
 class TensorCodes(Tiles):
-    """int8, 8-bit floats and groups of codes, which warps convert to float16."""
+    """Calls over int8, 8-bit floats or groups of codes, which warps convert to float16 for the tensor cores."""
+
+    title = "tensor cores over codes"
+    serves = (
+        "K and V of one format: int8, 8-bit floats, or groups of "
+        f"{' or '.join(map(str, coded.BITS))} bits; q of float16 or bfloat16; heads of "
+        f"{columns_of(coded.WIDTHS)}; no sink logits, slopes, masks or trees; without `invariant=True`"
+    )
 
     factory = staticmethod(attend.make_attend_tensor)
 
@@ -135,7 +149,13 @@ class TensorCodes(Tiles):
 
 
 class TensorChannels(Tiles):
-    """Keys that are codes by channel, see `CacheLayout.by_channel`."""
+    """Calls over keys that are codes by channel, see `CacheLayout.by_channel`, on tensor cores."""
+
+    title = "tensor cores over keys by channel"
+    serves = (
+        f'K in groups of {channels.GROUP} tokens, `axis="tokens"`, of {" or ".join(map(str, coded.BITS))} bits; V of '
+        f"float16, bfloat16 or such codes; heads of {columns_of(coded.WIDTHS)}; without `invariant=True`"
+    )
 
     factory = staticmethod(channels.make_attend_channels)
 

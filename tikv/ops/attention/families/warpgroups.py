@@ -14,6 +14,7 @@ from tikv.ops.attention.families.tensor_cores import TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
 from tikv.ops.attention.terms import tree_of
 
+NEEDS = "compute capability 9.0 and the native launcher"
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
 
 
@@ -33,7 +34,14 @@ class InWarpgroups(Tiles):
 
 
 class WarpgroupPrompts(InWarpgroups):
-    """Prompts."""
+    """Prompts of many query rows per KV head, over K and V of equal widths, on compute capability 9.0."""
+
+    title = "warpgroups over prompts"
+    serves = (
+        f"with {NEEDS}: prompts of at least {LEAST_ROWS} query rows per KV head; K and V of float16, "
+        "bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of "
+        f"{', '.join(map(str, attend.KEYS_OF))} columns; without `invariant=True`"
+    )
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -71,7 +79,13 @@ class WarpgroupPrompts(InWarpgroups):
 
 
 class WarpgroupLatents(InWarpgroups):
-    """Values that are the first columns of wide keys."""
+    """Latent attention on compute capability 9.0: values are the first columns of wide keys."""
+
+    title = "warpgroups over latents"
+    serves = (
+        f"with {NEEDS}: keys of {latents.WIDTH} columns in float16 or bfloat16, whose first "
+        f"{latents.WIDTH_V} columns are the values; no sink logits, slopes, masks or trees; without `invariant=True`"
+    )
 
     factory = staticmethod(latents.make_attend_latents)
 
