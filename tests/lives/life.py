@@ -262,12 +262,6 @@ class Life:
     def save(self) -> Any:
         """Go on with what a file holds."""
         path = self.folder / "life.safetensors"
-        if STATE in self.family.layers:
-            try:
-                self.text.cache.save(path)
-            except tikv.OptionError:
-                return None
-            raise Wrong("a cache with a state was saved")
         self.text.cache.save(path)
         self.text.cache = TikvCache.load(path, self.model.config)
         self.text.recorded = None

@@ -760,14 +760,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layer.activate_past_recording()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation: keys, values and scales as they are stored, and each layer's token counts.
+        """Save the conversation: keys, values and scales as they are stored, states, and each layer's token counts.
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step; after an error it is unchanged.
 
         Raises:
             CacheFileError: the path has the wrong ending, or the system refuses to write.
-            OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
+            OptionError: a layer keeps keys of an indexer, which are not saved, or the model keeps the state of a layer
+                in its own modules.
 
         Exactness: every bit is kept. The text itself is not saved: keep its tokens.
 
@@ -783,6 +784,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ...     TikvCache.load(f"{folder}/text.safetensors", LlamaConfig(num_hidden_layers=1)).get_seq_length()
             3
         """
+        self._refuse_half_step()
+        self._refuse_states_outside("save")
         updated = getattr(self, "is_updated", None)
         flags = None if updated is None else [bool(updated.get(i)) for i in range(len(self.layers))]
         made = {"made": self._made, "fields": self._fields, "updated": flags}

@@ -119,7 +119,7 @@ class _State:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + sum(
+        return int(self._keys.nbytes) + sum(
             int(a.nbytes) for name in ("conv_states", "recurrent_states") for a in self._state[name].values()
             if a is not None
         )  # fmt: skip
