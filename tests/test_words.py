@@ -66,7 +66,7 @@ MOST_VAGUE = {
     "compat": 4,
     "distributed": 1,
     "graphs": 0,
-    "integrations": 57,
+    "integrations": 24,
     "kernels": 359,
     "launch": 0,
     "ops": 1,

@@ -575,18 +575,18 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return type(self)(self.index, self.window, self.limit, self.storage, self.config, **self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
-        found = self._blank()
-        found.for_steps = self.for_steps
-        found.record_past, found._settled, found._set_aside = self.record_past, self._settled, self._set_aside
+        layer = self._blank()
+        layer.for_steps = self.for_steps
+        layer.record_past, layer._settled, layer._set_aside = self.record_past, self._settled, self._set_aside
         if self.store is not None:
-            found.dtype, found.device = self.dtype, self.device
+            layer.dtype, layer.device = self.dtype, self.device
             with share_memory_with(self.device):
-                found.store = self.store.twin(found._new_store)
-            found.is_initialized = True
-            found._attach()
-        found._staged = copy.deepcopy(self._staged, memo)
-        memo[id(self)] = found
-        return found
+                layer.store = self.store.twin(layer._new_store)
+            layer.is_initialized = True
+            layer._attach()
+        layer._staged = copy.deepcopy(self._staged, memo)
+        memo[id(self)] = layer
+        return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError(

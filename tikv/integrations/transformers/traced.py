@@ -70,9 +70,9 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
             layer._make_ready()  # the next step stays in the graph
         return keys, values
 
-    found: Any = torch.compiler.disable(update)
-    found._torchdynamo_disable_msg = reason
-    return found  # type: ignore[no-any-return]
+    disabled: Any = torch.compiler.disable(update)
+    disabled._torchdynamo_disable_msg = reason
+    return disabled  # type: ignore[no-any-return]
 
 
 update_outside = _outside_the_graph(
