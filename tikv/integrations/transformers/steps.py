@@ -84,14 +84,8 @@ class Counted:
         self.stepped = self.stepped or tokens > 0
         return tokens
 
-    def count_into(self, store: Any, name: str) -> None:
-        """Count in a layer's storage what compiled steps have added to it, in temporal order.
-
-        Raises:
-            CapacityError: they continued beyond the memory, where their writes were skipped; the others are counted.
-        """
-        end = store.end + self.taken()
-        store.recount(length=min(end, self.slots), origin=0)
+    def refuse_beyond(self, end: int, name: str) -> None:
+        """Raise CapacityError if steps continued to `end` tokens, and thus beyond the memory."""
         if end > self.slots:
             self.current = False
             raise CapacityError(
@@ -190,17 +184,16 @@ class StreamedOffset(int):
     Attributes:
         map: where the keys lie once the new tokens are written.
         tokens: how many of them are new.
-        window, sinks: those of the layer.
+        window: that of the layer.
     """
 
     map: SlotMap
     tokens: int
     window: int
-    sinks: int
 
     @classmethod
     def sizes(cls, to: SlotMap, tokens: int, window: int) -> tuple[int, StreamedOffset]:
         """The number of keys that a map has with its new tokens, and their offset."""
         offset = cls(to.end - to.used)
-        offset.map, offset.tokens, offset.window, offset.sinks = to, tokens, window, to.sinks
+        offset.map, offset.tokens, offset.window = to, tokens, window
         return to.used, offset
