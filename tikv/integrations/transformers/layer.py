@@ -241,10 +241,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _count_on_device(self, tokens: int) -> None:
         """Note that the host has appended tokens, or with 0 that it has dropped some; compiled steps may follow."""
+        if self._counted is not None:
+            self._counted.current = False
         if tokens > 1 or (tokens == 0 and self._counted is not None):
             self._make_ready()
-        elif self._counted is not None:
-            self._counted.current = False
 
     def _make_ready(self) -> None:
         """Make the layer ready for compiled steps from here on, if slots follow from positions."""
