@@ -56,7 +56,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_croppable = supports_early_init = True
-    moves_tokens = False  # whether getting ready for compiled steps moves tokens in place
     _way_out_of_crop = "Call activate_past_recording() before the tokens that may be dropped, or reset()."
     _options: Mapping[str, Any] = MappingProxyType({})  # further arguments
 
