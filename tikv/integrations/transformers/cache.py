@@ -39,14 +39,14 @@ _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer ca
 
 def _integer(value: Any, name: str, low: int, instead: str) -> int:
     try:
-        found = low - 1 if isinstance(value, bool) else operator.index(value)
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = low - 1
-    if found < low:
+        number = low - 1
+    if number < low:
         raise OptionError(
             f"{OPERATION}: {name}={value!r} is not supported. Use an integer of at least {low}, or {instead}."
         )
-    return found
+    return number
 
 
 def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.LayerKind]) -> tuple[int | None, int]:
@@ -114,8 +114,8 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
                 "supports full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
                 "layers with a state. Use transformers' own cache."
             )
-    found = {layer.kind for layer in kinds}
-    if "state" in found and not found & {"full", "sliding"}:
+    names = {layer.kind for layer in kinds}
+    if "state" in names and not names & {"full", "sliding"}:
         raise OptionError(
             f"{OPERATION}: no layer of {name} has attention (all of them keep a state), so there are no keys and "
             "values to cache. Use transformers' own cache."
@@ -440,11 +440,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
                 self._refuse_unequal(appended)
-        found = layer.update(key_states, value_states)
+        pair = layer.update(key_states, value_states)
         self._updated = layer
         if layer.has_prompt_room:
             self._prompted = layer
-        return found  # type: ignore[no-any-return]
+        return pair  # type: ignore[no-any-return]
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
@@ -738,9 +738,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvCache:
         self._refuse_states_outside("copy.deepcopy")
-        found = memo[id(self)] = object.__new__(type(self))
-        found.__dict__.update(copy.deepcopy(vars(self), memo))
-        return found
+        cache = memo[id(self)] = object.__new__(type(self))
+        cache.__dict__.update(copy.deepcopy(vars(self), memo))
+        return cache
 
     def _refuse_states_outside(self, operation: str) -> None:
         """Raise before anything changes if a state that belongs to the tokens held cannot follow."""
@@ -862,13 +862,13 @@ class _OfEncoderDecoder:
 
     def _holding(self, layers: list[Any], limit: int | None) -> TikvCache:
         """A cache of an ordinary kind with these layers."""
-        found = object.__new__(self._alone)
-        cache_utils.Cache.__init__(found, layers=layers)
-        found._limit, found._made, found._fields = limit, self._made, self._fields
-        found._why_not_compiled, found._prompted = self._why_not_compiled, None
-        found._find_layers()
-        found._uncompared, found._needed, found._places = list(self._uncompared) if limit is not None else [], 0, None
-        return found
+        cache = object.__new__(self._alone)
+        cache_utils.Cache.__init__(cache, layers=layers)
+        cache._limit, cache._made, cache._fields = limit, self._made, self._fields
+        cache._why_not_compiled, cache._prompted = self._why_not_compiled, None
+        cache._find_layers()
+        cache._uncompared, cache._needed, cache._places = list(self._uncompared) if limit is not None else [], 0, None
+        return cache
 
     @property
     def cross_attention_cache(self) -> Any:
