@@ -417,6 +417,42 @@ def test_attention_changes_its_name_at_any_step(arch, family, names, options):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("change", ["update", "crop"])
+def test_steps_count_what_another_attention_added_or_dropped(arch, change):
+    config = transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}, attn_implementation="tikv")
+    cache, rows = TikvCache(config, max_cache_len=64), torch.randn(1, 1, 14, 8, device=arch)
+    cache.update(rows[:, :, :8], rows[:, :, :8], 0)
+    config._attn_implementation = "sdpa"
+    if change == "update":
+        cache.update(rows[:, :, 8:13], rows[:, :, 8:13], 0)
+    else:
+        cache.layers[0].crop(-3)
+    config._attn_implementation = "tikv"
+    length = cache.get_seq_length()
+    step = -rows[:, :, :1]
+    torch.compile(lambda k: cache.update(k, k, 0)[0].shape, backend="eager")(step)
+    assert cache.get_seq_length() == length + 1
+    assert torch.equal(cache.layers[0].keys, torch.cat((rows[:, :, :length], step), 2))
+
+
+@torch.no_grad()
+def test_several_tokens_of_a_compiled_step_stay_when_its_slots_become_a_ring_again(arch):
+    config = transformers.MistralConfig(**BASE | {"num_hidden_layers": 1, "sliding_window": 7})
+    config._attn_implementation = "tikv"
+    cache, rows = TikvCache(config, max_cache_len=300), torch.randn(1, 1, 93, 8, device=arch)
+    for at in range(100):  # the ring has 71 slots
+        row = rows[:, :, min(at, 90) : min(at, 90) + 1]
+        cache.get_mask_sizes(1, 0)
+        cache.update(row, row.clone(), 0)
+    cache.crop(-10)
+    new = rows[:, :, 90:]
+    keys, values = torch.compile(lambda k: cache.update(k, k, 0), backend="eager")(new)
+    assert cache.layers[0].slot_map.ring == 71
+    assert torch.equal(keys, rows[:, :, -keys.shape[2] :])
+    assert torch.equal(values, keys)
+
+
+@torch.no_grad()
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
 def test_slots_that_go_round_are_left_for_whatever_needs_an_order(arch, family, tmp_path):

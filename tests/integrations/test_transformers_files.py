@@ -204,12 +204,78 @@ def test_half_set_keys_are_not_saved_and_an_old_file_stays(arch, tmp_path):
     assert json.loads(json.dumps(cache._made)) == cache._made
 
 
-def test_a_state_is_not_saved(arch, tmp_path):
+STATES = {
+    "beside keys": ("FalconH1ForCausalLM", {}),
+    "instead of keys": ("Qwen3NextForCausalLM", {"dtype": "int8"}),
+    "of the last tokens": ("Lfm2ForCausalLM", {"max_cache_len": 64}),
+    "beside a stream": ("FalconH1ForCausalLM", {"window": 7, "sinks": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", STATES)
+def test_a_model_with_states_goes_on(arch, tmp_path, case, dtype):
+    name, options = STATES[case]
     if shim.VERSION < (5, 19):
         pytest.skip("this transformers has no layers for states")
-    config = transformers.Lfm2Config(**{**BASE, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"])
-    with pytest.raises(tikv.OptionError, match="layer 0 keeps a state, which cannot be saved"):
-        TikvCache(config).save(tmp_path / "a.safetensors")
+    model, path = (
+        tiny_models.tiny_model(getattr(transformers, name)).to(getattr(torch, dtype)),
+        tmp_path / "a.safetensors",
+    )
+    ids = torch.randint(12, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    cache = TikvCache(model.config, **options)
+    read(model, cache, ids)
+    cache.save(path)
+    loaded = TikvCache.load(path, model.config)
+    parts = ids.flip(1).split(1, dim=1)
+    assert torch.equal(read(model, loaded, *parts), read(model, cache, *parts))
+    loaded.save(path)
+    assert TikvCache.load(path, model.config).get_seq_length() == 18
+
+
+def changed_state(what, state):
+    if what == "shape":
+        state["shapes"]["conv.0"][1] += 1
+    elif what == "an unknown state":
+        state["shapes"]["conv.7"] = state["shapes"]["conv.0"]
+    elif what == "no tensor":
+        state["shapes"]["recurrent.1"] = [2, 2]
+    elif what == "a short kernel":
+        state["kernels"][0] = 10**6
+    else:
+        state["seen"] = what
+
+
+@pytest.mark.parametrize("what", ["shape", "an unknown state", "no tensor", "a short kernel", [1], [], "no state"])
+def test_a_file_whose_states_are_impossible(arch, tmp_path, monkeypatch, what):
+    if shim.VERSION < (5, 19):
+        pytest.skip("this transformers has no layers for states")
+    model, path = tiny_models.tiny_model(transformers.Lfm2ForCausalLM), tmp_path / "a.safetensors"
+    cache = TikvCache(model.config)
+    read(model, cache, torch.tensor([[12, 13, 14]]))
+    write = files.write
+
+    def lies(path, kind, tensors, metadata, operation):
+        said = next(layer for layer in metadata["parts"]["layers"] if layer and "state" in layer)
+        if what == "no state":
+            del said["state"]
+        else:
+            changed_state(what, said["state"])
+        write(path, kind, tensors, metadata, operation)
+
+    with monkeypatch.context() as lying:
+        lying.setattr(files, "write", lies)
+        cache.save(path)
+    with pytest.raises(tikv.CacheFileError):
+        TikvCache.load(path, model.config)
+
+
+def test_the_keys_of_an_indexer_are_not_saved(arch, tmp_path):
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        pytest.skip("this transformers has no DeepSeek V3.2")
+    cache = TikvCache(tiny_models.tiny_model(transformers.DeepseekV32ForCausalLM).config)
+    with pytest.raises(tikv.OptionError, match="layer 0 keeps keys of an indexer, which cannot be saved"):
+        cache.save(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
 
 

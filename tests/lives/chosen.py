@@ -18,6 +18,7 @@ WINDOWS = ((8, 2), (8, 0), (5, 3), (12, 4), (1, 0), (40, 4))
 KINDS = {  # how often each kind of operation comes, of about 60
     "tokens": 8, "steps": 10, "compiled": 8, "crop": 8, "attention": 5, "reorder": 2, "repeat": 2, "select": 2,
     "copy": 2, "swap": 2, "save": 2, "begin": 2, "reset": 1, "empty": 1, "record": 1, "interrupt": 3, "beyond": 1,
+    "snapshot": 3, "restore": 4,
 }  # fmt: skip
 OPERATIONS = 24
 FIXED_SCALES = (0.5, 0.11, 2.0)

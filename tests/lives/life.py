@@ -100,6 +100,7 @@ class Life:
         made = {n: expected.format_of(v) if n.endswith("dtype") else v for n, v in options.items()}
         self.text = self._empty(TikvCache(self.model.config, **made))
         self.other: Text | None = None
+        self.taken: tuple[Any, Text] | None = None  # a snapshot, and what the cache held
         self.watched: Text | None = None
         self.fails: tuple[int, bool] | None = None  # the layer that is interrupted, and whether after its attention
         self.counts: dict[str, int] = {}
@@ -118,7 +119,7 @@ class Life:
             Wrong: something is not as it should be.
         """
         name, *arguments = operation
-        if self.text.length == 0 and name not in ("begin", "attention", "record", "reset", "interrupt"):
+        if self.text.length == 0 and name not in ("begin", "attention", "record", "reset", "interrupt", "restore"):
             return
         try:
             done = getattr(self, name)(*arguments)
@@ -261,12 +262,6 @@ class Life:
     def save(self) -> Any:
         """Go on with what a file holds."""
         path = self.folder / "life.safetensors"
-        if STATE in self.family.layers:
-            try:
-                self.text.cache.save(path)
-            except tikv.OptionError:
-                return None
-            raise Wrong("a cache with a state was saved")
         self.text.cache.save(path)
         self.text.cache = TikvCache.load(path, self.model.config)
         self.text.recorded = None
@@ -278,6 +273,19 @@ class Life:
         empty = self._empty(self.text.cache)
         empty.recorded = None if self.text.recorded is None else 0
         self.text = empty
+
+    def snapshot(self) -> None:
+        """Remember the text."""
+        self.taken = self.text.cache.snapshot(), self.text.copied()
+
+    def restore(self) -> Any:
+        """Go back to the text that was remembered of this cache."""
+        if self.taken is None or self.taken[1].cache is not self.text.cache:
+            return False
+        snapshot, text = self.taken
+        text.cache.restore(snapshot)
+        self.text = text.copied()
+        return None
 
     def attention(self, name: str) -> Any:
         """Another attention from now on."""
@@ -322,7 +330,8 @@ class Life:
             self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
             self.text = before
             before.longest = max(before.longest, before.length + count)
-            self._align()
+            if seed % 2 or self.restore() is False:
+                self._align()
         return None
 
     def _refuses_to_go_on(self, what: str, seed: int) -> None:

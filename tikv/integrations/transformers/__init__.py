@@ -21,5 +21,6 @@ except ImportError as error:
 
 from tikv.integrations.transformers.cache import TikvCache
 from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.snapshots import Snapshot
 
-__all__ = ["TikvCache", "TikvLayer"]
+__all__ = ["Snapshot", "TikvCache", "TikvLayer"]

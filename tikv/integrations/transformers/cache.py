@@ -27,6 +27,7 @@ from tikv.integrations.transformers.indexed import IndexedLayer
 from tikv.integrations.transformers.keywords import check_configured
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
+from tikv.integrations.transformers.snapshots import Snapshot
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
@@ -38,14 +39,14 @@ _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer ca
 
 def _integer(value: Any, name: str, low: int, instead: str) -> int:
     try:
-        found = low - 1 if isinstance(value, bool) else operator.index(value)
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = low - 1
-    if found < low:
+        number = low - 1
+    if number < low:
         raise OptionError(
             f"{OPERATION}: {name}={value!r} is not supported. Use an integer of at least {low}, or {instead}."
         )
-    return found
+    return number
 
 
 def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.LayerKind]) -> tuple[int | None, int]:
@@ -113,8 +114,8 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
                 "supports full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
                 "layers with a state. Use transformers' own cache."
             )
-    found = {layer.kind for layer in kinds}
-    if "state" in found and not found & {"full", "sliding"}:
+    names = {layer.kind for layer in kinds}
+    if "state" in names and not names & {"full", "sliding"}:
         raise OptionError(
             f"{OPERATION}: no layer of {name} has attention (all of them keep a state), so there are no keys and "
             "values to cache. Use transformers' own cache."
@@ -439,11 +440,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
                 self._refuse_unequal(appended)
-        found = layer.update(key_states, value_states)
+        pair = layer.update(key_states, value_states)
         self._updated = layer
         if layer.has_prompt_room:
             self._prompted = layer
-        return found  # type: ignore[no-any-return]
+        return pair  # type: ignore[no-any-return]
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
@@ -501,8 +502,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         ):
             raise PositionError(
                 f"{OPERATION}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
-                f"Their states include its tokens, and a state cannot go back. Use reset(), or a copy.deepcopy() that "
-                f"was made before that step."
+                f"Their states include its tokens, and a state cannot go back. Use restore() of a snapshot that was "
+                f"taken before that step, or reset()."
             )
 
     def align(self) -> int:
@@ -536,6 +537,55 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if isinstance(layer, RingLayer):
                 layer._put_in_order()
         return int(self.get_seq_length())
+
+    def snapshot(self) -> Snapshot:
+        """Remember what the cache holds, so that `restore` can go back to it, any number of times.
+
+        Returns:
+            A `Snapshot`. It works for as long as it is referenced; its repr says how many bytes it copied.
+
+        Raises:
+            PositionError: the last step was interrupted between two layers. Call `align` or `reset` first.
+            OptionError: the model keeps the state of a layer in its own modules.
+
+        Exactness: after `restore` the cache has the same bits, whatever was done to it since.
+        Cost: states, sliding layers, layers with ``window=`` and groups along tokens are copied now. Of other layers
+            nothing is copied, unless a crop to fewer tokens, a reset or another order of sequences is about to change
+            what the snapshot needs: then they are copied before it.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> cache, states = TikvCache(LlamaConfig(num_hidden_layers=1)), torch.ones(1, 2, 3, 8)
+            >>> _ = cache.update(states, states, 0)
+            >>> before = cache.snapshot()
+            >>> _ = cache.update(states, states, 0)
+            >>> cache.restore(before)
+            >>> cache.get_seq_length(), before
+            (3, Snapshot(3 tokens, 0 B copied))
+        """
+        self._refuse_half_step()
+        appended = [layer.appended for layer in self._with_keys]
+        if any(appended[1:]):
+            self._refuse_unequal(appended)
+        self._refuse_states_outside("snapshot")
+        return Snapshot(self)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Hold again what the cache held when a `snapshot` was taken; also after an interrupt between two layers.
+
+        Layers that the snapshot copied are replaced by new ones in `layers`.
+
+        Raises:
+            OptionError: the snapshot was taken of another cache. Nothing is changed.
+        """
+        snapshot.restore(self)
+        for cache in (self, getattr(self, "self_attention_cache", None), getattr(self, "_cross", None)):
+            if isinstance(cache, TikvCache):
+                cache._prompted = None
+                cache._find_layers()
+                cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
@@ -688,9 +738,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvCache:
         self._refuse_states_outside("copy.deepcopy")
-        found = memo[id(self)] = object.__new__(type(self))
-        found.__dict__.update(copy.deepcopy(vars(self), memo))
-        return found
+        cache = memo[id(self)] = object.__new__(type(self))
+        cache.__dict__.update(copy.deepcopy(vars(self), memo))
+        return cache
 
     def _refuse_states_outside(self, operation: str) -> None:
         """Raise before anything changes if a state that belongs to the tokens held cannot follow."""
@@ -710,14 +760,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layer.activate_past_recording()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation: keys, values and scales as they are stored, and each layer's token counts.
+        """Save the conversation: keys, values and scales as they are stored, states, and each layer's token counts.
 
         Args:
             path: ends in ``.safetensors``. A file of that name is replaced in one step; after an error it is unchanged.
 
         Raises:
             CacheFileError: the path has the wrong ending, or the system refuses to write.
-            OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
+            OptionError: a layer keeps keys of an indexer, which are not saved, or the model keeps the state of a layer
+                in its own modules.
 
         Exactness: every bit is kept. The text itself is not saved: keep its tokens.
 
@@ -733,6 +784,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ...     TikvCache.load(f"{folder}/text.safetensors", LlamaConfig(num_hidden_layers=1)).get_seq_length()
             3
         """
+        self._refuse_half_step()
+        self._refuse_states_outside("save")
         updated = getattr(self, "is_updated", None)
         flags = None if updated is None else [bool(updated.get(i)) for i in range(len(self.layers))]
         made = {"made": self._made, "fields": self._fields, "updated": flags}
@@ -809,13 +862,13 @@ class _OfEncoderDecoder:
 
     def _holding(self, layers: list[Any], limit: int | None) -> TikvCache:
         """A cache of an ordinary kind with these layers."""
-        found = object.__new__(self._alone)
-        cache_utils.Cache.__init__(found, layers=layers)
-        found._limit, found._made, found._fields = limit, self._made, self._fields
-        found._why_not_compiled, found._prompted = self._why_not_compiled, None
-        found._find_layers()
-        found._uncompared, found._needed, found._places = list(self._uncompared) if limit is not None else [], 0, None
-        return found
+        cache = object.__new__(self._alone)
+        cache_utils.Cache.__init__(cache, layers=layers)
+        cache._limit, cache._made, cache._fields = limit, self._made, self._fields
+        cache._why_not_compiled, cache._prompted = self._why_not_compiled, None
+        cache._find_layers()
+        cache._uncompared, cache._needed, cache._places = list(self._uncompared) if limit is not None else [], 0, None
+        return cache
 
     @property
     def cross_attention_cache(self) -> Any:

@@ -20,9 +20,9 @@ class _EncoderToo(TikvLayer):
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
         first = self.get_seq_length() == 0
-        found = super().update(key_states, value_states, *args, **kwargs)
+        pair = super().update(key_states, value_states, *args, **kwargs)
         self._written_once = first
-        return found
+        return pair
 
     def _attach(self) -> None:
         super()._attach()
@@ -34,9 +34,9 @@ class _EncoderToo(TikvLayer):
         return super()._visible()
 
     def _blank(self) -> TikvLayer:
-        found: Any = super()._blank()
-        found._written_once = self._written_once
-        return found  # type: ignore[no-any-return]
+        blank: Any = super()._blank()
+        blank._written_once = self._written_once
+        return blank  # type: ignore[no-any-return]
 
 
 class SlidingOrCross(_EncoderToo):

@@ -15,7 +15,7 @@ import torch
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
 from tikv.formats import Quant
-from tikv.integrations.transformers import shim
+from tikv.integrations.transformers import shim, state_files
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.layer import TikvLayer
@@ -50,7 +50,7 @@ def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, l
     """Save layers, in parts: those of a decoder, and those with its encoder's tokens.
 
     Raises:
-        OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
+        OptionError: a layer keeps keys of an indexer, which are not saved.
         CacheFileError: as `files.write`.
     """
     files.target_of(path, operation)
@@ -61,6 +61,8 @@ def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, l
         for i, layer in enumerate(layers):
             if getattr(layer, "store", None) is not None:
                 tensors |= {f"{part}.{i}.{name}": a for name, a in layer.store.to_host().items()}
+            if hasattr(layer, "conv_states"):
+                tensors |= {f"{part}.{i}.{name}": a for name, a in state_files.tensors_of(layer).items()}
     files.write(path, KIND, tensors, metadata, operation)
 
 
@@ -70,17 +72,19 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         layer._refuse_half_set()
     if type(layer).__name__ == "DummyLayer":
         return None
-    beside = "keys of an indexer" if hasattr(layer, "indexer_keys") else "a state"
-    if not isinstance(layer, TikvLayer) or hasattr(layer, "conv_states") or hasattr(layer, "indexer_keys"):
+    if hasattr(layer, "indexer_keys"):
         raise OptionError(
-            f"{operation}: layer {index} keeps {beside}, which cannot be saved. Keep the cache with "
+            f"{operation}: layer {index} keeps keys of an indexer, which cannot be saved. Keep the cache with "
             "copy.deepcopy(), or process the prompt again."
         )
+    state = {"state": state_files.metadata_of(layer)} if hasattr(layer, "conv_states") else {}
+    if not isinstance(layer, TikvLayer):
+        return {"kind": _kind_of(layer), **state}
     if isinstance(layer, RingLayer):
         layer._put_in_order()
     store: Any = layer.store
     if store is None:
-        return {"kind": _kind_of(layer)}
+        return {"kind": _kind_of(layer), **state}
     sizes, more = {"num_kv_heads": layer.num_heads, "batch_size": layer.batch_size}, dict[str, Any]()
     if isinstance(layer, GroupsLayer):  # the cache's arguments give its formats
         form, more = dict(zip(("head_dim", "head_dim_v"), store.rows.widths, strict=True)), {"coded": store.quantised}
@@ -88,6 +92,7 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         form = store.rows.arguments()
     return {
         "kind": _kind_of(layer),
+        **state,
         "form": {**form, **sizes},
         "capacity": store.capacity,
         **more,
@@ -106,7 +111,7 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
 
 def _kind_of(layer: Any) -> str | None:
     """The name of a layer's kind in a file; None for a layer that caches nothing. Any place has the same names."""
-    if not isinstance(layer, TikvLayer):
+    if not isinstance(layer, TikvLayer) and not hasattr(layer, "conv_states"):
         return None
     return "TikvLayer" if isinstance(layer, HostLayer) else type(layer).__name__
 
@@ -130,10 +135,12 @@ class Loaded:
         with files.understanding(self._path, self._operation):
             for part, layers in parts_of(self.cache).items():
                 for i, (layer, said) in enumerate(zip(layers, metadata["parts"][part], strict=True)):
+                    start = f"{part}.{i}."
+                    arrays = {name.removeprefix(start): a for name, a in tensors.items() if name.startswith(start)}
                     if said is not None and "form" in said:
-                        start = f"{part}.{i}."
-                        arrays = {name.removeprefix(start): a for name, a in tensors.items() if name.startswith(start)}
                         _restore(layer, said, arrays, device)
+                    if said is not None and "state" in said:
+                        state_files.restore(layer, said["state"], arrays, device)
             if metadata["updated"] is not None:
                 self.cache.is_updated = {i: bool(x) for i, x in enumerate(metadata["updated"])}
         return self.cache
@@ -164,8 +171,14 @@ class Loaded:
                 kind = None if said is None else said["kind"]
                 if kind != _kind_of(layer):
                     raise ValueError(f"layer {i} is {kind!r}, and this configuration makes it {type(layer).__name__}")
-                if said is not None and "form" in said:
-                    names, size = _check_layer(layer, said, f"{part}.{i}", entries)
+                if said is not None and ("state" in said) != hasattr(layer, "conv_states"):
+                    raise ValueError(f"layer {i} has a state in the file or in this configuration, not in both")
+                checks = {
+                    "form": _check_layer,
+                    "state": lambda layer, said, *at: state_files.check(layer, said["state"], *at),
+                }
+                for check in [check for key, check in checks.items() if said is not None and key in said]:
+                    names, size = check(layer, said, f"{part}.{i}", entries)
                     expected |= names
                     nbytes += size
         if expected != set(entries):

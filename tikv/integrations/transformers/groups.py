@@ -52,6 +52,8 @@ class GroupsLayer(TikvLayer):
     groups.
     """
 
+    keeps_rows = False  # rows become codes later
+
     def _new_store(self, **form: Any) -> Any:
         for name in ("k_scale", "v_scale", "dtype"):
             form.pop(name, None)

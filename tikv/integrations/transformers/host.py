@@ -77,15 +77,15 @@ class HostLayer(TikvLayer):
         return HostLayer(self.index, self.sliding_window, self.limit, self.storage, self.config, self._places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
-        own, self._places = self._places, copy.deepcopy(self._places, memo)  # copies of the layers share new ones
+        places, self._places = self._places, copy.deepcopy(self._places, memo)  # copies of the layers share new ones
         try:
             return super().__deepcopy__(memo)
         finally:
-            self._places = own
+            self._places = places
 
     def __repr__(self) -> str:
-        found, store = super().__repr__()[:-1], self._store
+        words, store = super().__repr__()[:-1], self._store
         if store is None:
-            return f"{found}, place='host')"
+            return f"{words}, place='host')"
         why = self._places.why_plain(store.runtime, OPERATION)
-        return f"{found}, place='host'{f' makes an ordinary layer: {why}' if why else ''})"
+        return f"{words}, place='host'{f' makes an ordinary layer: {why}' if why else ''})"

@@ -67,10 +67,10 @@ class IndexerKeys:
 
     def copied(self) -> IndexerKeys:
         """A copy of the rows, in its own memory."""
-        found = IndexerKeys()
-        found.length = self.length
-        found._memory = None if self._memory is None else self._memory.clone()
-        return found
+        copied = IndexerKeys()
+        copied.length = self.length
+        copied._memory = None if self._memory is None else self._memory.clone()
+        return copied
 
 
 class IndexedLayer(TikvLayer):
@@ -150,10 +150,9 @@ class IndexedLayer(TikvLayer):
             )
         super()._set(which, tensor)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvLayer.crop`, of both or of none."""
-        super().crop(tokens_to_remove)
-        length = self.get_seq_length()
+    def cut(self, length: int) -> None:
+        """As `TikvLayer.cut`, of both."""
+        super().cut(length)
         self._indexer.cut(length)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
@@ -167,10 +166,10 @@ class IndexedLayer(TikvLayer):
             self.indexer_position_ids = positions[:, rows.to(positions.device)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        found: Any = super().__deepcopy__(memo)
-        found._indexer = self._indexer.copied()
-        found.indexer_position_ids = None if self.indexer_position_ids is None else self.indexer_position_ids.clone()
-        return found
+        layer: Any = super().__deepcopy__(memo)
+        layer._indexer = self._indexer.copied()
+        layer.indexer_position_ids = None if self.indexer_position_ids is None else self.indexer_position_ids.clone()
+        return layer
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, and keys of an indexer)"

@@ -23,7 +23,7 @@ from tikv.ops.attention.contiguous import CONTIGUOUS
 from tikv.ops.attention.request import AttendRequest
 
 MOST_NUMBERS = 1 << 24  # the most numbers in rows that are gathered at once
-_own: dict[Any, Any] = {}  # the original `expand_kv` of each class
+_originals: dict[Any, Any] = {}  # the original `expand_kv` of each class
 _linear: dict[Any, bool] = {}  # whether it is the linear map that is described above
 
 
@@ -32,22 +32,22 @@ class Expansion:
 
     Args:
         module: the attention module.
-        own: its original method.
+        expand: its original method.
         latents: (batch, 1, n, rank).
         rotated: (batch, 1, n, width).
     """
 
-    __slots__ = ("__weakref__", "_made", "_own", "latents", "module", "rotated")
+    __slots__ = ("__weakref__", "_expand", "_made", "latents", "module", "rotated")
 
-    def __init__(self, module: Any, own: Any, latents: Any, rotated: Any) -> None:
-        self.module, self._own, self.latents, self.rotated = module, own, latents, rotated
+    def __init__(self, module: Any, expand: Any, latents: Any, rotated: Any) -> None:
+        self.module, self._expand, self.latents, self.rotated = module, expand, latents, rotated
         self._made: Any = None
 
     def numbers(self) -> tuple[Any, Any]:
         """Keys and values, made by the model's own method."""
         if self._made is None:
             with torch.no_grad():
-                self._made = self._own(self.module, decoded(self.latents), decoded(self.rotated))
+                self._made = self._expand(self.module, decoded(self.latents), decoded(self.rotated))
         return self._made  # type: ignore[no-any-return]
 
     def stored(self) -> Any:
@@ -64,17 +64,17 @@ class Expansion:
         stored = stored_pair(self.latents, self.rotated)
         if stored is None:
             return torch.cat([decoded(a)[:, 0][sequences, numbers] for a in (self.latents, self.rotated)], -1)
-        found = []
+        both = []
         for a, scale, format, like in zip(
             stored[:2], stored[2:4], stored[4], (self.latents, self.rotated), strict=True
         ):
             row = _taken(a, sequences, numbers)
             if scale is not None or format is not None:
                 by_row = scale is not None and scale.ndim > 2
-                given = _taken(scale, sequences, numbers) if by_row else scale
-                row = decode_stored(row, given, like.shape[-1], name_of(format))
-            found.append(row[:, 0].to(like.dtype))
-        return torch.cat(found, -1)
+                row_scale = _taken(scale, sequences, numbers) if by_row else scale
+                row = decode_stored(row, row_scale, like.shape[-1], name_of(format))
+            both.append(row[:, 0].to(like.dtype))
+        return torch.cat(both, -1)
 
 
 def _taken(a: Any, sequences: Any, numbers: Any) -> Any:
@@ -89,17 +89,17 @@ def keep_latents(kind: Any) -> None:
     The class's method `expand_kv` is wrapped, once; it does not change unless attention is "tikv".
     """
     owner = _owner_of(kind)
-    if owner is None or owner in _own:
+    if owner is None or owner in _originals:
         return
-    own = _own[owner] = owner.expand_kv
+    original = _originals[owner] = owner.expand_kv
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
         if _is_traced() or torch.is_grad_enabled() or attention_of(self.config) != ATTENTION:
-            return own(self, kv_nope, k_rot)
+            return original(self, kv_nope, k_rot)
         if not _serves(self, owner, kv_nope, k_rot):
-            return own(self, kv_nope, k_rot)
-        made = Expansion(self, own, kv_nope, k_rot)
+            return original(self, kv_nope, k_rot)
+        made = Expansion(self, original, kv_nope, k_rot)
         shape = kv_nope.shape[0], _heads(self), kv_nope.shape[2]
         k_shape, v_shape = (*shape, self.qk_nope_head_dim + self.qk_rope_head_dim), (*shape, self.v_head_dim)
         return stored_tensors(made, k_shape, v_shape, kv_nope.dtype, kv_nope.device)
@@ -145,7 +145,7 @@ def _is_linear(module: Any, owner: Any, like: Any) -> bool:
         of_keys, of_values = _weights(module)
         expanded = (*shapes[1][:1], _heads(module), *shapes[1][2:])
         want = torch.cat((latents @ of_keys.mT, rotated.expand(expanded)), -1), latents @ of_values.mT
-        got = _own[owner](module, latents, rotated)
+        got = _originals[owner](module, latents, rotated)
     near = 8 * torch.finfo(like.dtype).eps
     pairs = zip(got, want, strict=True)
     return all(a.shape == b.shape and bool(((a - b).abs() <= near * b.abs().amax()).all()) for a, b in pairs)
@@ -167,12 +167,12 @@ def latents_of(key: Any, value: Any) -> Expansion | None:
     """The latents of these keys and values, if nothing has used them and autograd does not follow them."""
     if not made_of_latents(key) or type(value) is not StoredTensor or key.pair is not value.pair:
         return None
-    found: Any = key.pair
-    return found if found._made is None and (key.which, value.which) == (0, 1) else None
+    pair: Any = key.pair
+    return pair if pair._made is None and (key.which, value.which) == (0, 1) else None
 
 
 def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: AttendRequest) -> Any:
-    """Attention to chosen tokens, which gathers only their latents: (batch, T, heads, head_dim_v).
+    """Attention to selected tokens, which gathers only their latents: (batch, T, heads, head_dim_v).
 
     Args:
         query: (batch, heads, T, head_dim).
@@ -180,7 +180,7 @@ def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: Atte
         numbers: (batch, T, K), the tokens that each query reads; -1 stands for none.
         request: the scale of the scores, and the logits of sinks.
     """
-    (batch, heads, tokens, width), chosen = query.shape, numbers.shape[-1]
+    (batch, heads, tokens, width), selected = query.shape, numbers.shape[-1]
     of_keys, of_values = _weights(expansion.module)
     rank, plain = of_keys.shape[2], of_keys.shape[1]
     asked = torch.cat((query[..., :plain] @ of_keys, query[..., plain:]), -1).transpose(1, 2)
@@ -188,15 +188,15 @@ def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: Atte
         request = request._replace(scale=width**-0.5)
     numbers = numbers.sort(-1, descending=True).values  # -1 is last, where rows are ignored
     counts = (numbers >= 0).sum(-1, dtype=torch.int32)
-    several = max(1, MOST_NUMBERS // (batch * chosen * asked.shape[-1]))
-    found = []
+    several = max(1, MOST_NUMBERS // (batch * selected * asked.shape[-1]))
+    sums = []
     for first in range(0, tokens, several):
         part = numbers[:, first : first + several].clamp(min=0)
-        rows = expansion.rows(part.flatten(1).long()).view(-1, 1, chosen, asked.shape[-1])
+        rows = expansion.rows(part.flatten(1).long()).view(-1, 1, selected, asked.shape[-1])
         asking = asked[:, first : first + several].reshape(-1, heads, asked.shape[-1])
         lengths = counts[:, first : first + several].reshape(-1)
         caches = Caches(CONTIGUOUS, rows, None, lengths, head_dim_v=rank)
         out = attention_call("decode_attention", asking, caches, request).attend(asking, impl="auto")
-        found.append(out.view(batch, -1, heads, rank))
-    summed = found[0] if len(found) == 1 else torch.cat(found, 1)
+        sums.append(out.view(batch, -1, heads, rank))
+    summed = sums[0] if len(sums) == 1 else torch.cat(sums, 1)
     return (summed.transpose(1, 2) @ of_values.mT).transpose(1, 2)

@@ -35,6 +35,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         max_cache_len: how many tokens a sequence may have; None for any number.
         dtype: the stored format, as in `TikvCache`, or a `Storage` of keys, values and scales.
         config: the model's configuration, which says whether its attention reads what is stored.
+        sinks, ring: of a `RingLayer`; None and 0 for others.
 
     Attributes:
         store: the storage of keys and values; None before the first tokens.
@@ -42,43 +43,55 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         slot_map: where each token lies.
         for_steps: whether the layer belongs to a cache whose steps may be compiled.
         has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
-        _goes_on: whether positions continue after the newest token, whatever is held.
-        _past: how many tokens before the newest a query sees, sinks aside.
-        _settled: no rollback goes back beyond this position.
+        marks: those of snapshots, see `before_change`.
 
-    A subclass overrides some of these hooks: `_new_store` and `_new_memory`, what the storage is and what reads it;
-    `_here`, what happens before it is read; `slot_map`, where tokens lie; `_make_ready`, `_count_on_device` and
-    `_count_steps`, how compiled steps find and count them; `_visible`, what the next token sees; `_cropped_to`, which
-    lengths `crop` leaves; `_follow_rows`, what else changes when sequences are selected; `_forget`, `_set` and
-    `_blank`.
+    A layer holds its parts: `store` and its `TorchMemory`, the `SlotMap` that is said by `_ring_first` and `_starts`,
+    and `steps.Counted`. A subclass overrides some of these hooks:
+
+    - `_new_store` and `_new_memory`: what the storage is, and what reads it; `_here`: what happens before it is read;
+    - `_put_in_order` and `_show_ring`: how tokens move to temporal order, and which slots attention reads;
+    - `_fix_slots` and `_count_on_device`: how compiled steps find the slots, and what they learn of other tokens;
+    - `_traced_update` and `_visible`: what traced code does, and what the next token sees;
+    - `_cropped_to`: which lengths `crop` leaves; `_follow_rows`: what else changes when sequences are selected;
+    - `_attach`, `_set` and `_blank`: the memory was replaced, keys or values are set, and an empty layer for a copy.
     """
 
     is_croppable = supports_early_init = True
-    _set_aside = 0  # how many of the tokens that were appended are not in the length, since other keys were set
-    moves_tokens = False  # whether getting ready for compiled steps moves tokens in place
-    sinks = 0  # how many first tokens of a row every query sees, whatever the window
-    _memory: Any = None  # the storage's memory as torch sees it: a `TorchMemory`, or what serves as one
-    _starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin, if they have sinks
     _way_out_of_crop = "Call activate_past_recording() before the tokens that may be dropped, or reset()."
     _options: Mapping[str, Any] = MappingProxyType({})  # further arguments
 
-    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        window: int | None,
+        max_cache_len: int | None,
+        dtype: Any,
+        config: Any,
+        sinks: int | None = None,
+        ring: int = 0,
+    ) -> None:
         self._store: Any = None
+        self._memory: Any = None  # the storage's memory as torch sees it: a `TorchMemory`, or what serves as one
         self._counted: steps.Counted | None = None  # what compiled steps know of the memory
+        self._ring_first: int | None = None  # the oldest position in the ring; None if slots are in temporal order
+        self._starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin, if they have sinks
         self._staged: dict[str, Any] = {}
+        self.marks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lent: weakref.ref[Pair] | None = None  # the tensors that `update` returned and nobody has decoded yet
+        self._set_aside = 0  # how many tokens that were appended are not in the length, since other keys were set
         super().__init__()
         self.index = index
         self.window: Any = window
-        self.sliding_window = window
-        self.is_sliding = self._goes_on = window is not None
+        self.sinks, self.ring = sinks or 0, ring
+        self.sliding_window = window if sinks is None else None
+        self.is_sliding = self.sliding_window is not None
         self.limit = max_cache_len
-        self.room = Room.of(window, max_cache_len)
+        self.room = Room.of(window, max_cache_len, sinks)
         self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
         self.for_steps = self.record_past = self.has_prompt_room = self.is_initialized = False
-        self._past = 0 if window is None else max(0, window - 1)
-        self._settled = 0
+        self._past = 0 if window is None else max(0, window - self.sinks - 1)  # before the newest, sinks aside
+        self._settled = 0  # no rollback goes back beyond this position
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
 
@@ -100,8 +113,18 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def slot_map(self) -> SlotMap:
         """Where each token lies now."""
-        store = self.store
-        return SlotMap(0, 0) if store is None else SlotMap(store.end, store.origin)
+        store, sinks = self.store, self.sinks
+        if store is None:
+            return SlotMap(0, sinks, sinks, 0, self._starts)
+        if self._ring_first is None:
+            return SlotMap(store.end, store.origin + sinks, sinks, 0, self._starts)
+        first = max(self._ring_first, store.end - self.ring)  # after an interrupt, a token may be written, not counted
+        return SlotMap(store.end, first, sinks, self.ring, self._starts)
+
+    def _count_as(self, to: SlotMap) -> None:
+        """Let the storage count the slots that a map uses, up to its newest token."""
+        self._ring_first = to.first if to.ring else None
+        self._store.recount(length=to.used, origin=to.end - to.used)
 
     def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
         """Allocate memory for keys and values of these shapes, dtype and device."""
@@ -152,8 +175,15 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         (self.batch_size, self.num_heads), (self.head_dim, self._v_width) = memory.shape, memory.widths
         self.max_batch_size = self.batch_size
         self._whole = memory.as_stored and not self.is_sliding  # new tokens see all slots, unconverted
-        self.has_prompt_room = room.usual is not None and store.capacity > room.usual
+        self.has_prompt_room = room.after_prompt is not None and store.capacity > room.after_prompt
         self._bound = room.bound(store.capacity, store.origin)
+        self._show_ring()
+
+    def _put_in_order(self) -> None:
+        """Move the tokens to temporal order, if they are in another."""
+
+    def _show_ring(self) -> None:
+        """Tell attention which of the slots the newest token sees, if not all of them."""
 
     def _here(self) -> Any:
         """The memory, which launches from now on may read."""
@@ -180,7 +210,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         capacity = self.room.slots_for(needed)
         if self.is_sliding and store.capacity >= needed:
             capacity = min(capacity, store.capacity)
-        store.make_room(capacity=capacity, drop=drop)
+        self._resize(capacity, drop)
+
+    def _resize(self, capacity: int, drop: int = 0) -> None:
+        """Drop the oldest tokens and have `capacity` slots."""
+        self._store.make_room(capacity=capacity, drop=drop)
         self._attach()
 
     def let_go_of_prompt(self) -> None:
@@ -195,8 +229,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         capacity = self.room.slots_for(store.length - drop)
         if capacity < store.capacity:
             self._recall()
-            store.make_room(capacity=capacity, drop=drop)
-            self._attach()
+            self._resize(capacity, drop)
 
     def _refuse_beyond_limit(self, tokens: int) -> None:
         if self.limit is not None:
@@ -209,27 +242,42 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _count_on_device(self, tokens: int) -> None:
         """Note that the host has appended tokens, or with 0 that it has dropped some; compiled steps may follow."""
+        if self._counted is not None:
+            self._counted.current = False
         if tokens > 1 or (tokens == 0 and self._counted is not None):
             self._make_ready()
-        elif self._counted is not None:
-            self._counted.current = False
 
     def _make_ready(self) -> None:
         """Make the layer ready for compiled steps from here on, if slots follow from positions."""
         store = self.store
-        if store is None or store.origin or store.capacity != self.limit or not self.is_compileable:
+        if store is None or not self.is_compileable or not self._fix_slots():
             return
         if self._counted is None:
-            self._counted = steps.Counted(self, self.limit)
+            slots = self.slot_map
+            self._counted = steps.Counted(self, store.capacity, slots.sinks, slots.ring, slots.starts)
         self._counted.set(store.end)
+
+    def _fix_slots(self) -> bool:
+        """Whether slots follow from positions from here on, in the memory that the layer has."""
+        store: Any = self.store
+        return not store.origin and store.capacity == self.limit
 
     def _count_steps(self) -> None:
         """Count what compiled steps have added.
 
         Raises:
-            CapacityError: they continued beyond the memory; what was stored is counted.
+            CapacityError: they continued beyond the memory, where their writes were skipped; the others are counted.
         """
-        self._counted.count_into(self._store, self._name)  # type: ignore[union-attr]
+        counted: Any = self._counted
+        tokens, before = counted.taken(), self.slot_map
+        end = before.end + tokens
+        after = before.after(tokens if before.ring else min(end, counted.slots) - before.end)
+        self._count_as(after)
+        if after.ring:
+            self._settled = max(self._settled, after.first - after.sinks)
+            self._show_ring()
+        else:
+            counted.refuse_beyond(end, self._name)
 
     def _goes_by_steps(self) -> bool:
         """Whether compiled steps may continue from the layer's current state."""
@@ -248,20 +296,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.get_seq_length() + self._set_aside
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
+        """Append new tokens; returns all keys and values that these tokens may see.
 
-        Args:
-            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides.
-            *args, **kwargs: what else models pass; ignored.
-
-        Returns:
-            Keys and values, each (batch, num_kv_heads, n, head_dim). They are views of the cache if the storage dtype
-            is the model's and gradients are off, else copies. For one token and attention "tikv", they are tensors that
-            become copies as soon as something else uses them. `get_mask_sizes` returns n beforehand.
-
-        Raises:
-            ShapeError, DTypeError, ArchError: the tokens do not fit the model, batch, dtype or device of the cache.
-            CapacityError: there would be more than ``max_cache_len`` tokens. Nothing is written.
+        Arguments, results and errors are those of `TikvCache.update`. Of one token, if the storage dtype is not the
+        model's, attention "tikv" gets tensors that become copies as soon as something else uses them.
         """
         if _is_traced():
             return self._traced_update(key_states, value_states)
@@ -348,6 +386,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             if self._memory.takes(key_states, value_states) and (key_states.shape[2] == 1 or not counted.ring):
                 return counted.append(key_states, value_states)  # type: ignore[no-any-return]
             return traced.update_outside(self, key_states, value_states)
+        if self._ring_first is not None:  # a number that steps must not look at
+            return traced.update_outside(self, key_states, value_states)
         return traced.append(self, key_states, value_states)
 
     def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
@@ -372,6 +412,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if _is_traced() and self._goes_by_steps():
             assert self._counted is not None
             return self._counted.read()
+        if not _is_traced():
+            self._put_in_order()
         if self.store is None:
             return None, None
         held = self.store.length
@@ -397,11 +439,18 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _set(self, which: str, tensor: Any) -> None:
         """Replace keys or values; if the length changes, the first of both waits for the other."""
+        if self._starts is not None and tensor is not None:
+            raise OptionError(
+                f"{self._name}: {which} cannot be set, since the rows begin at positions {list(self._starts)}, and a "
+                f"tensor does not say which of its tokens are a row's sinks. Use batch_select_indices() for one row, "
+                f"or reset()."
+            )
+        self.before_change(0)
         self._recall()
         appended = self.appended
         if tensor is None:
             self._set_aside = appended
-            self.store = None
+            self.store = self._ring_first = self._starts = None
             self.is_initialized = False
             self._staged.clear()
             return
@@ -414,10 +463,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if partner is None or partner.shape[2] != tensor.shape[2]:
             return
         new = {which: tensor, other: partner}
-        end = self.store.end if self.store is not None and self._goes_on else tensor.shape[2]
+        end = self.store.end if self.store is not None and self.window is not None else tensor.shape[2]
         self._staged.clear()
         # The new ones may be views of the memory that they are written to.
         keys, values = new["keys"].clone(), new["values"].clone()
+        self._ring_first = None
         self.lazy_initialization(keys, values)
         self._store.append(keys, values)
         self._store.origin = max(0, end - tensor.shape[2])
@@ -455,12 +505,19 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """From now on, keep what `crop` needs to go back to the present length.
-
-        After a `crop`, this goes on from the length that it left.
-        """
+        """As `TikvCache.activate_past_recording`."""
         self.record_past = True
         self._settled = self.get_seq_length()
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of tokens that are held stay as they are when others come."""
+        return not self.is_sliding
+
+    def before_change(self, first: int) -> None:
+        """Let snapshots copy the rows that they marked, if rows from `first` on are about to change."""
+        for mark in [mark for mark in self.marks if mark.length > first]:
+            mark.keep(self)
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
@@ -468,13 +525,25 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _forget(self) -> None:
         """`reset` of keys and values."""
+        self.before_change(0)
         self._recall()
         self._staged.clear()
         self._settled = self._set_aside = 0
-        if self.store is not None:
-            self.store.reset()
-            self._bound = self.room.bound(self.store.capacity, self.store.origin)
+        store = self.store
+        self._ring_first = None
+        self._set_starts(None)
+        if self._counted is not None:
+            self._counted.current = False
+        if store is not None:
+            store.reset()
+            self._bound = self.room.bound(store.capacity, store.origin)
             self._count_on_device(0)
+            self._show_ring()
+
+    def _set_starts(self, starts: tuple[int, ...] | None) -> None:
+        """Let rows begin at these positions; compiled steps, which count from them, are then made ready again."""
+        if starts != self._starts:
+            self._starts, self._counted = starts, None
 
     def compact(self, keep: Any) -> None:
         """Keep some tokens of a full layer, whose memory then shrinks to what they need.
@@ -486,35 +555,32 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"{self._name}: compact() works only on layers with full attention that hold tokens. Set keys and "
                 "values instead."
             )
+        self.before_change(0)
         self._recall()
         self.store.compact(keep)
-        self.store.make_room(capacity=min(self.room.slots_for(self.store.length + 1), self.store.capacity))
-        self._attach()
+        self._resize(min(self.room.slots_for(self.store.length + 1), self.store.capacity))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens; the argument means what it means in the installed transformers.
+        """Drop the newest tokens; argument and errors are those of `TikvCache.crop`.
 
-        Tokens that a window has dropped do not come back. A model's result must not depend on that: if the next query's
-        window would include such tokens, the call is refused, unless `activate_past_recording` kept them.
-        `KVCacheStore.trim` goes back as far as its ring holds tokens, and its queries see those that are left.
-
-        Args:
-            tokens_to_remove: a negative number drops that many. A positive number, before transformers 5.16, keeps that
-                many. 0 drops nothing; before transformers 5.14, it drops all tokens.
-
-        Raises:
-            OptionError: the number is positive, since transformers 5.16.
-            PositionError: tokens in the next query's window are no longer held. Nothing is changed.
+        A model's result must not depend on which tokens a window has dropped. `KVCacheStore.trim` is not as strict: it
+        goes back as far as its ring holds tokens, and its queries see those that are left.
         """
-        target = self._cropped_to(tokens_to_remove)
+        self.cut(self._cropped_to(tokens_to_remove))
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, of which those that the next query sees are held, and drop the others."""
         if self.store is None:
             return
-        if not target:
+        if not length:
             self._forget()
             return
+        if length != self.store.end:
+            self._put_in_order()
+        self.before_change(length)
         self._recall()
-        self.store.trim(self.get_seq_length() - target)
-        self._settled = target
+        self.store.trim(self.get_seq_length() - length)
+        self._settled = length
         self._count_on_device(0)
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
@@ -561,6 +627,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         batch: int = self.batch_size
         if change == "select":
             argument = torch.where(argument < 0, argument + batch, argument)
+        self.before_change(0)
         self._recall()
         getattr(self.store, change)(argument)
         if change != "reorder":
@@ -569,24 +636,28 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _follow_rows(self, rows: Any, batch: int) -> None:
         """Let what else is kept of each sequence follow: the storage now has these `rows` of its `batch`."""
+        if self._starts is not None:
+            self._set_starts(tuple(torch.tensor(self._starts)[rows.cpu()].tolist()))
+            self._show_ring()
 
     def _blank(self) -> TikvLayer:
         """A layer like this one, without tokens."""
         return type(self)(self.index, self.window, self.limit, self.storage, self.config, **self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
-        found = self._blank()
-        found.for_steps = self.for_steps
-        found.record_past, found._settled, found._set_aside = self.record_past, self._settled, self._set_aside
-        if self.store is not None:
-            found.dtype, found.device = self.dtype, self.device
+        layer, store = self._blank(), self.store
+        layer.for_steps = self.for_steps
+        layer.record_past, layer._settled, layer._set_aside = self.record_past, self._settled, self._set_aside
+        layer._ring_first, layer._starts = self._ring_first, self._starts
+        if store is not None:
+            layer.dtype, layer.device = self.dtype, self.device
             with share_memory_with(self.device):
-                found.store = self.store.twin(found._new_store)
-            found.is_initialized = True
-            found._attach()
-        found._staged = copy.deepcopy(self._staged, memo)
-        memo[id(self)] = found
-        return found
+                layer.store = store.twin(layer._new_store)
+            layer.is_initialized = True
+            layer._attach()
+        layer._staged = copy.deepcopy(self._staged, memo)
+        memo[id(self)] = layer
+        return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError(

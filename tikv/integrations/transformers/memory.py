@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from tikv import dtypes
+from tikv.integrations.transformers import stored_ops as ops
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.slots import CacheSlots
+
+_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
 
 
 def _find_part() -> Any:
@@ -66,6 +69,33 @@ class TorchMemory:
     def arrays(self) -> list[Any]:
         """Keys, values, and the scales of rows."""
         return [a for a in (self.k, self.v, *self.scales) if a is not None and a.ndim > 2]
+
+    def words(self) -> list[Any]:
+        """`arrays` in dtypes that torch can index."""
+        return [a.view(_INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self.arrays()]
+
+    def take(self, words: list[Any], sources: Any) -> None:
+        """Copy to each of the first slots that slot of `words` which `sources` names: (slots,) or (batch, slots)."""
+        index, used = torch.as_tensor(sources, device=self.device), sources.shape[-1]
+        for a, to in zip(words, self.words(), strict=True):
+            if index.ndim == 1:
+                to[:, :, :used] = a[:, :, index]
+            else:
+                rows = torch.arange(len(index), device=self.device)[:, None]
+                to[:, :, :used] = a[rows, :, index].transpose(1, 2)
+
+    def clear(self, first: int, empty: Any) -> None:
+        """Write zeros to the slots from `first` on that (batch, n) bools name."""
+        hidden = torch.as_tensor(empty, device=self.device)[:, None]
+        for words in self.words():
+            words = words[:, :, first : first + empty.shape[1]]
+            words.masked_fill_(hidden if words.ndim == 3 else hidden[..., None], 0)
+
+    def append_rows(self, key_states: Any, value_states: Any, tokens: Any, ring: int, sinks: int) -> None:
+        """Write the next tokens of each row, the first of which is the row's token `tokens`: (batch,)."""
+        where = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
+        formats = [ops.name_of(format) for format in self._store.rows.formats]
+        ops.append_stored(key_states, value_states, self.k, self.v, *self.scales, where, ring, sinks, *formats)
 
     def takes(self, key_states: Any, value_states: Any) -> bool:
         """Whether tokens have the form of the memory and the model's dtype, and no gradient."""

@@ -71,7 +71,7 @@ def prompt_mask(
     if isinstance(kv_offset, steps.StreamedOffset):
         if window or kv_offset.map.ring or kv_offset.map.starts is not None:
             return None
-        window, sinks = kv_offset.window, kv_offset.sinks
+        window, sinks = kv_offset.window, kv_offset.map.sinks
     shape = batch_size, 1, tokens, kv_length
     found: PromptMask = torch.Tensor._make_wrapper_subclass(PromptMask, shape, dtype=torch.bool, device=device)
     found.pair, found.which, found.window, found.sinks = _Mask(make), 0, window or None, sinks

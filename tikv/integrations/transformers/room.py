@@ -26,13 +26,20 @@ class Room(NamedTuple):
     limit: int | None = None
 
     @classmethod
-    def of(cls, window: int | None, limit: int | None) -> Room:
-        """The room of a layer whose tokens stay in temporal order."""
+    def of(cls, window: int | None, limit: int | None, sinks: int | None = None) -> Room:
+        """The room of a layer with this window or None; one with `sinks` is a ring, without more than its window."""
         if window is None:
             return cls(limit=limit)
+        if sinks is not None:
+            return cls(most=window)
         past = max(0, window - 1)
         usual = past + ROLLBACK + max(SPARE, past // 4)
         return cls(usual if limit is None else min(usual, limit), limit=limit)
+
+    @property
+    def after_prompt(self) -> int | None:
+        """How many slots a layer has once attention to a prompt is over; None if it never has more for one."""
+        return self.usual if self.most is None else self.most + ROLLBACK
 
     def slots_for(self, tokens: int) -> int:
         """How many slots to have for `tokens` tokens."""

@@ -44,6 +44,12 @@ class SlotMap(NamedTuple):
             return max(0, min(self.end - start, self.sinks + self.ring))
         return max(0, min(self.end - start, self.sinks)) + max(0, self.end - max(self.first, start + self.sinks))
 
+    def after(self, tokens: int) -> SlotMap:
+        """The map after so many more tokens, which overwrite the oldest of a ring."""
+        end = self.end + tokens
+        first = max(self.first, end - self.ring) if self.ring else self.first
+        return SlotMap(end, first, self.sinks, self.ring, self.starts)
+
     def held(self, start: int = 0) -> Array:
         """The positions that are held of a row that begins at `start`, in temporal order."""
         behind = max(self.first, start + self.sinks, self.end - self.ring if self.ring else 0)

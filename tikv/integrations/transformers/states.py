@@ -82,24 +82,24 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         Raises:
             ShapeError, PositionError: a mask has the wrong length, or an index has no sequence. Nothing is changed.
         """
-        chosen = torch.as_tensor(indices)
+        rows = torch.as_tensor(indices)
         operation = f"{OPERATION}.batch_select_indices"
         batch = self._sequences()
         if batch is None:
             return
-        if chosen.dtype == torch.bool:
-            if chosen.shape != (batch,):
+        if rows.dtype == torch.bool:
+            if rows.shape != (batch,):
                 raise ShapeError(
-                    f"{operation}: the mask has shape {tuple(chosen.shape)}, and layer {self.index} keeps the "
+                    f"{operation}: the mask has shape {tuple(rows.shape)}, and layer {self.index} keeps the "
                     f"states of {batch} sequences. Pass one entry for each."
                 )
         else:
-            self._check_sequences(operation, chosen, -batch, batch)
-        self._change_states(lambda state: state[chosen.to(state.device)])
+            self._check_sequences(operation, rows, -batch, batch)
+        self._change_states(lambda state: state[rows.to(state.device)])
 
     def _sequences(self) -> int | None:
         """How many sequences have a state; None before the first."""
-        states = (state for kept in (self.conv_states, self.recurrent_states) for state in kept.values())
+        states = (state for each in (self.conv_states, self.recurrent_states) for state in each.values())
         return next((state.shape[0] for state in states if state is not None), None)
 
     def _check_sequences(self, operation: str, index: Any, low: int, high: int) -> None:
@@ -127,6 +127,27 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             self.conv_states[i] = self.recurrent_states[i] = None
             self.is_conv_states_initialized[i] = self.is_recurrent_states_initialized[i] = False
 
+    def copied_state(self) -> dict[str, Any]:
+        """A copy of the state, and of what is known of it, by the names of attributes."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in vars(StateLayer(self.index, **self._options))}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Put back a copy that `copied_state` made; states that are as large are written in place."""
+        for name, value in state.items():
+            if name in ("conv_states", "recurrent_states"):
+                self._put(getattr(self, name), value)
+            else:
+                setattr(self, name, copy.deepcopy(value))
+
+    @staticmethod
+    def _put(states: dict[int, Any], saved: Mapping[int, Any]) -> None:
+        for i, state in saved.items():
+            if state is not None and states[i] is not None and states[i].shape == state.shape:
+                with torch.inference_mode(states[i].is_inference()), torch.no_grad():
+                    states[i].copy_(state)
+            else:
+                states[i] = None if state is None else state.clone()
+
     def _cropped_to(self, tokens_to_remove: int) -> Any:
         """Raise if the state after fewer tokens is no longer known."""
         back = abs(tokens_to_remove)
@@ -136,17 +157,17 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         if any(self.is_recurrent_states_initialized.values()):
             raise PositionError(
                 f"{name}: crop({tokens_to_remove}) is not possible: the state sums up all tokens. Take a "
-                "copy.deepcopy() of the cache before tokens that may be dropped, or reset()."
+                "snapshot() of the cache before tokens that may be dropped, and restore() it; or reset()."
             )
         for i, state in self.conv_states.items():
             if state is None:
                 continue
             needed = 0 if i in self._from_start else self.conv_kernel_size[i]
-            kept = max(0, state.shape[-1] - needed) if self.record_past else 0
-            if kept < back:
+            recorded = max(0, state.shape[-1] - needed) if self.record_past else 0
+            if recorded < back:
                 raise PositionError(
                     f"{name}: crop({tokens_to_remove}) is not possible: the layer keeps the states of the last "
-                    f"{kept} tokens. Call activate_past_recording() before the tokens that may be dropped, or "
+                    f"{recorded} tokens. Call activate_past_recording() before the tokens that may be dropped, or "
                     "reset()."
                 )
 
@@ -216,10 +237,9 @@ class _KeysBeside(StateLayer):
         StateLayer.crop(self, tokens_to_remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        found = self._keys.__deepcopy__(self, memo)
-        for name in vars(StateLayer(self.index, **self._options)):
-            setattr(found, name, copy.deepcopy(getattr(self, name), memo))
-        return found
+        layer = self._keys.__deepcopy__(self, memo)
+        layer.set_state(self.copied_state())
+        return layer
 
     def __repr__(self) -> str:
         return f"{self._keys.__repr__(self)[:-1]}, and a state)"

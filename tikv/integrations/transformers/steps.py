@@ -77,21 +77,15 @@ class Counted:
 
     def taken(self) -> int:
         """How many tokens compiled steps have added since the last call of this method."""
-        found, step = 0, self.steps
+        tokens, step = 0, self.steps
         while step.before is not None:
-            found, step = found + int(step.tokens), step.before
+            tokens, step = tokens + int(step.tokens), step.before
         self.steps = Steps(None, 0)
-        self.stepped = self.stepped or found > 0
-        return found
+        self.stepped = self.stepped or tokens > 0
+        return tokens
 
-    def count_into(self, store: Any, name: str) -> None:
-        """Count in a layer's storage what compiled steps have added to it, in temporal order.
-
-        Raises:
-            CapacityError: they continued beyond the memory, where their writes were skipped; the others are counted.
-        """
-        end = store.end + self.taken()
-        store.recount(length=min(end, self.slots), origin=0)
+    def refuse_beyond(self, end: int, name: str) -> None:
+        """Raise CapacityError if steps continued to `end` tokens, and thus beyond the memory."""
         if end > self.slots:
             self.current = False
             raise CapacityError(
@@ -138,7 +132,7 @@ class Counted:
         """While traced, keys and values of all slots, decoded; the compiler removes this if nothing reads them."""
         used = self._of_rows().clamp(min=0, max=self.slots)
         written = used[:, None] > torch.arange(self.slots, device=self.count.device)
-        found = []
+        both = []
         for a, scale, width, format in (
             (self.keys, self.k_scale, self.widths[0], self.formats[0]),
             (self.values, self.v_scale, self.widths[1], self.formats[1]),
@@ -146,8 +140,8 @@ class Counted:
             numbers = a if scale is None else ops.decode_stored(a, scale, width, format)
             numbers = numbers.to(self.dtype).where(written[:, None, :, None], 0)
             numbers.tikv_counted = self
-            found.append(numbers)
-        return found[0], found[1]
+            both.append(numbers)
+        return both[0], both[1]
 
     def attend(
         self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
@@ -175,9 +169,9 @@ class SlotsOffset(int):
     @classmethod
     def of(cls, counted: Counted, end: int) -> SlotsOffset:
         """The offset of the slots of a layer that will have `end` tokens."""
-        found = cls(0)
-        found.counted, found.end = counted, end
-        return found
+        offset = cls(0)
+        offset.counted, offset.end = counted, end
+        return offset
 
 
 class KnownOffset(int):
@@ -190,17 +184,16 @@ class StreamedOffset(int):
     Attributes:
         map: where the keys lie once the new tokens are written.
         tokens: how many of them are new.
-        window, sinks: those of the layer.
+        window: that of the layer.
     """
 
     map: SlotMap
     tokens: int
     window: int
-    sinks: int
 
     @classmethod
     def sizes(cls, to: SlotMap, tokens: int, window: int) -> tuple[int, StreamedOffset]:
         """The number of keys that a map has with its new tokens, and their offset."""
         offset = cls(to.end - to.used)
-        offset.map, offset.tokens, offset.window, offset.sinks = to, tokens, window, to.sinks
+        offset.map, offset.tokens, offset.window = to, tokens, window
         return to.used, offset

@@ -43,13 +43,13 @@ def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: An
 def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
     if dtype is None:
         return None
-    found = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
-    if isinstance(found, DType) and found.name not in APPENDED:
+    format = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
+    if isinstance(format, DType) and format.name not in APPENDED:
         raise DTypeError(
-            f"{OPERATION}: {name}={found.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
+            f"{OPERATION}: {name}={format.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
             f"one of {', '.join(APPENDED)}, q8_0, q4_0, mxfp8, mxfp4, nvfp4."
         )
-    return found
+    return format
 
 
 def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:

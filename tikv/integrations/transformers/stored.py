@@ -40,7 +40,7 @@ class Pair:
     def attend(self, query: Any, request: AttendRequest) -> Any:
         """Attention of (batch, heads, 1, head_dim) queries by the layer itself; None if others can read its memory.
 
-        It is None too after they were decoded, and for chosen keys, which such layers do not support.
+        It is None too after they were decoded, and for selected keys, which such layers do not support.
         """
         attend = None if self._layer is None or request.indices is not None else self._layer._here().attend
         return None if attend is None else attend(self.first, query, request)
@@ -148,16 +148,16 @@ def reads_in_place(key: Any, value: Any) -> bool:
 
 
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
-    """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, reading them as stored."""
+    """Attention of (batch, heads, T, head_dim) queries to all keys or to selected ones, reading them as stored."""
     query, held = in_rows(query), key.shape[2]
     slots = getattr(key, "tikv_slots", None)
     if slots is not None and slots.are(key, value):
         return slots.attend(query, held, request)
     pair = pair_of(key, value)
     if isinstance(pair, Pair):  # keys made from latents are not stored
-        found = pair.attend(query, request)
-        if found is not None:
-            return found
+        out = pair.attend(query, request)
+        if out is not None:
+            return out
         slots = pair.slots()
         if slots is not None:
             return slots.attend(query, held, request)

@@ -11,14 +11,12 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tikv.errors import OptionError, PositionError
-from tikv.integrations.transformers import layer as layers
 from tikv.integrations.transformers import room as rooms
 from tikv.integrations.transformers import shim, steps, traced
 from tikv.integrations.transformers.attention import ATTENTION
-from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer
-from tikv.integrations.transformers.room import Room
+from tikv.integrations.transformers.slot_map import SlotMap
 from tikv.integrations.transformers.storage import Storage
 from tikv.stores.picture import counted
 
@@ -41,15 +39,8 @@ class StreamingLayer(RingLayer):
     _way_out_of_crop = "Drop fewer, or reset()."
 
     def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
-        self.sinks, self.ring = sinks, window - sinks
-        super().__init__(index, None, None, dtype, config)
-        self.window, self.room = window, Room(most=window)
-        self._past, self._goes_on = window - sinks - 1, True
+        super().__init__(index, window, None, dtype, config, sinks, window - sinks)
         know_masks()
-
-    def _attach(self) -> None:
-        super()._attach()
-        self.has_prompt_room = self._capacity() > self.window + rooms.ROLLBACK
 
     def begin_rows(self, starts: tuple[int, ...]) -> None:
         """Take note of the position of each row's first token, before new tokens come.
@@ -75,20 +66,10 @@ class StreamingLayer(RingLayer):
         return self._starts is not None and max(self._starts) >= self.get_seq_length()
 
     def _will_go_round(self, tokens: int) -> bool:
-        """Whether `_arrange` will make the slots a ring for so many new tokens."""
         store = self.store
         if tokens > 1 or store is None or not store.length:
             return False
         return self._ring_first is not None or (store.end + 1 > self.window and self._can_go_round())
-
-    def _arrange(self, tokens: int) -> bool:
-        """Put the slots into the order for so many new tokens; whether that is a ring."""
-        if tokens == 1 and self.for_steps:
-            self.make_ready()
-        if self._will_go_round(tokens):
-            return self._go_round()
-        self._put_in_order()
-        return False
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`: new tokens may see the sinks, the newest tokens and the new ones.
@@ -97,68 +78,45 @@ class StreamingLayer(RingLayer):
             As `TikvLayer.update`.
             OptionError: several new tokens do not all see each other, and attention gets no mask that could say so.
         """
-        if _is_traced():
-            counted = self._counted
-            if counted is not None and counted.current:
-                return self._traced_update(key_states, value_states)
-            return traced.update_outside(self, key_states, value_states)
-        if self._staged:
-            self._refuse_half_set()
-        tokens, end = self._tokens_of(key_states), self.get_seq_length()
-        attention = shim.attention_of(self.config)
-        if tokens > 1 and end + tokens > self.window and attention not in (*_MASKED, ATTENTION):
-            raise OptionError(
-                f"{self._name}: {tokens} new tokens after {end} do not all see each other within "
-                f"window={self.window}, and attention {attention!r} gets no mask that hides keys outside the window. "
-                f"Use {', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
-            )
-        if self._arrange(tokens):
-            return self._overwrite(key_states, value_states)
-        if end + tokens > self.window:
+        tokens = 1 if _is_traced() or self._staged else self._tokens_of(key_states)
+        if tokens > 1 and (end := self.get_seq_length()) + tokens > self.window:
+            attention = shim.attention_of(self.config)
+            if attention not in (*_MASKED, ATTENTION):
+                raise OptionError(
+                    f"{self._name}: {tokens} new tokens after {end} do not all see each other within "
+                    f"window={self.window}, and attention {attention!r} gets no mask that hides keys outside the "
+                    f"window. Use {', '.join(_MASKED)} or {ATTENTION}, or pass one token at a time."
+                )
+            self._put_in_order()
             self._settle(tokens)
-        if self._starts is None:
-            return super().update(key_states, value_states)
-        return self._append_padded(key_states, value_states)
+        return super().update(key_states, value_states)
 
-    def _append_padded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of tokens in temporal order, for rows that begin at different positions."""
-        key_states, value_states = layers._alike(key_states, value_states)
-        if has_gradient(key_states, value_states):
-            return self._without_gradient(key_states, value_states)
-        if self.store is None:
-            self.lazy_initialization(key_states, value_states)
-        self._recall()
-        now, tokens = self.slot_map, key_states.shape[2]
-        after = now._replace(end=now.end + tokens)
-        if after.used > self._capacity():
-            assert self.store is not None
-            self.store.make_room(capacity=self.room.slots_for(after.used))
-            self._attach()
-        self._append_rows(now, key_states, value_states)
-        self._count_as(after)
-        self._clear_empty(0)
-        self._show_ring()
-        return self._returned(key_states, 0, after.used)
+    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        if self._goes_by_steps():
+            return super()._traced_update(key_states, value_states)
+        return traced.update_outside(self, key_states, value_states)
 
     def _settle(self, tokens: int) -> None:
         """Drop what no later query sees, and give back the memory of a prompt beyond the window."""
+        to = self._settled_map()
+        if self.store is not None and to.first > self.slot_map.first:
+            self._rearrange(to, max(self.window, min(self.store.capacity, self.window + tokens)))
+
+    def _settled_map(self) -> SlotMap:
+        """The map without what no later query sees."""
         now = self.slot_map
-        first = min(self._oldest_needed(now.end), now.end)
-        if self.store is not None and now.first < first:
-            self._rearrange(now._replace(first=first), max(self.window, min(self._capacity(), self.window + tokens)))
+        return now._replace(first=max(now.first, min(self._oldest_needed(now.end), now.end)))
 
     def let_go_of_prompt(self) -> None:
         """As `TikvLayer.let_go_of_prompt`."""
-        room = self.window + rooms.ROLLBACK
-        if not (self.store is None or self._staged or self.record_past) and self._capacity() > room:
-            now = self.slot_map
+        if self.has_prompt_room and not (self.store is None or self._staged or self.record_past):
+            now, slots = self.slot_map, self.window + rooms.ROLLBACK
             first = max(now.first, self._oldest_needed(now.end) - 1 - rooms.ROLLBACK)
-            self._rearrange(now._replace(first=first), room)
+            self._rearrange(now._replace(first=first), slots)
 
     def _visible(self) -> tuple[Any, Any]:
-        if _is_traced():
-            return super()._visible()
-        self._settle(0)
+        if not _is_traced():
+            self._settle(0)
         return super()._visible()
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
@@ -170,11 +128,7 @@ class StreamingLayer(RingLayer):
         end = self.get_seq_length()
         if self._starts is None and end + tokens <= self.window:
             return end + tokens, steps.KnownOffset(0) if self.for_steps and not _is_traced() else 0
-        now = self.slot_map
-        if goes_round:
-            now = now._replace(first=max(now.first, end - self.ring), ring=self.ring)
-        else:
-            now = now._replace(first=max(now.first, min(self._oldest_needed(now.end), now.end)))
+        now = self._map_of_ring() if goes_round else self._settled_map()
         return steps.StreamedOffset.sizes(now._replace(end=end + tokens), tokens, self.window)
 
     def compact(self, keep: Any) -> None:
@@ -229,7 +183,7 @@ def _mask(
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
         position = where[key] if starts is None else where[batch, key]
         start = first[0] if starts is None else first[batch]
-        near = (position < start + offset.sinks) | (position > query - (offset.window - offset.sinks))
+        near = (position < start + slots.sinks) | (position > query - (offset.window - slots.sinks))
         seen = mask_function(batch, head, query, position) & near & (position >= 0)
         return seen if padding is None else seen & padding[batch, position.clamp(min=0)]
 

@@ -65,14 +65,14 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
         layer._recall()  # torch cannot compile `StoredTensor`s
         keys, values = decoded(keys), decoded(values)
         if layer.for_steps:
-            if layer.moves_tokens:
+            if layer.ring and layer.store.capacity == layer.sinks + layer.ring:  # they become a ring in place
                 keys, values = keys.clone(), values.clone()
             layer._make_ready()  # the next step stays in the graph
         return keys, values
 
-    found: Any = torch.compiler.disable(update)
-    found._torchdynamo_disable_msg = reason
-    return found  # type: ignore[no-any-return]
+    disabled: Any = torch.compiler.disable(update)
+    disabled._torchdynamo_disable_msg = reason
+    return disabled  # type: ignore[no-any-return]
 
 
 update_outside = _outside_the_graph(

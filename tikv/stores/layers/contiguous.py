@@ -65,11 +65,11 @@ class ContiguousLayers(LayerStorage):
     file_kind = "KVCacheStore"
     keeps_summaries = True
 
-    def __init__(self, live: runtime.Runtime, config: StoreConfig) -> None:
+    def __init__(self, live: runtime.Runtime, config: StoreConfig, operation: str = "KVCacheStore") -> None:
         self.runtime = live
-        self.rows = RowFormats.checked("KVCacheStore", live, config.num_kv_heads, **config.rows)
+        self.rows = RowFormats.checked(operation, live, config.num_kv_heads, **config.rows)
         self.counts = config.counts()
-        check_summarized("KVCacheStore", self.rows, config.page_summaries)
+        check_summarized(operation, self.rows, config.page_summaries)
         self.memory = LayerMemory(
             live, self.counts, self.rows, config.num_kv_heads, config.batch_size, config.page_summaries,
             config.place == "host",

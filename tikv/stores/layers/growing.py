@@ -7,33 +7,29 @@ window would have to be copied for each token; this layer moves its tokens to th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, last_call_test, new_array, runtime_of, view_all
+from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, view_all
 from tikv.dtypes import DType
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
-from tikv.stores.layers.append import ROWS, Appends
+from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.compaction import compact_layers
-from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.layers.contiguous import ContiguousLayers
+from tikv.stores.layers.storage import LayerStorage, StoreConfig
 from tikv.stores.picture import counted, size_in_words, tokens_in_words
-from tikv.stores.row_format import RowFormats
+
+Storage = TypeVar("Storage", bound=LayerStorage)
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens of the same form as the last ones, without the checks
 # that the form decides; returns how many tokens are then held. Tokens of another form, or more than fit into the first
 # `room` slots, are not appended, and 0 is returned. Like `append`, it raises ShapeError and StaleRuntimeError before it
 # writes.
 AppendAlike = Callable[[Any, Any, int], int]
-
-
-def _slots(a: ArrayView, first: int, count: int) -> ArrayView:
-    """`count` slots of a (batch, heads, slots[, width]) array."""
-    return a.restrided((*a.shape[:2], count, *a.shape[3:]), a.strides, first * a.strides[2])
 
 
 def droppable(operation: str, n: int, length: int, end: int, whole_from: int) -> int:
@@ -58,12 +54,78 @@ def takes_nothing(k: Any, v: Any, room: int) -> int:
     return 0
 
 
-class GrowingLayer(runtime.NotCopied):
-    """Keys and values of one layer without a window, head-major, with room that changes.
+class Growing(runtime.NotCopied, Generic[Storage]):
+    """The base of layers whose room changes: a `LayerStorage` of one layer, head-major, and its place in the text.
+
+    Attributes:
+        rows: how keys and values are stored; `dtype` and `v_dtype`, in which dtypes.
+        whole_from: the position from which on no compaction dropped a token.
+    """
+
+    on_host = False  # the memory is that of the device
+
+    def __init__(self, layers: Storage) -> None:
+        self._layers = layers
+        self._layer = layers.counts[0]
+        self.runtime, self.rows = layers.runtime, layers.rows
+        self.dtype, self.v_dtype = self.rows.k.dtype, self.rows.v.dtype
+        self.whole_from = 0
+        self.append_alike: AppendAlike = takes_nothing  # always of groups, of which one may have to be quantised first
+
+    @property
+    def batch_size(self) -> int:
+        """The current number of sequences."""
+        return self._layers.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored, filled or not."""
+        return self._layers.nbytes
+
+    def append(self, k: Any, v: Any) -> None:
+        """Append (batch, H, T, D) tokens."""
+        operation = "TikvCache.update"
+        require_alive(self.runtime, operation)
+        with self._layers.lock:
+            self._layers.append(operation, 0, view_all((k, v), ROWS, operation), "head_major")
+
+    def reorder(self, index: Any) -> None:
+        """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
+        self._move("TikvCache.reorder_cache", index, self._layers.reorder)
+
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; as `KVCacheStore.select`."""
+        self._select("TikvCache.batch_select_indices", index)
+
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
+        operation = "TikvCache.batch_repeat_interleave"
+        n = checks.integer(n, "n", operation, low=1)
+        self._select(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
+
+    def _select(self, operation: str, index: Any) -> None:
+        self._move(operation, index, self._layers.select)
+        self.append_alike = takes_nothing  # the old one is bound to the old memory
+
+    def _move(self, operation: str, index: Any, move: Callable[[str, Any], None]) -> None:
+        """Let sequences continue from others."""
+        require_alive(self.runtime, operation)
+        with self._layers.lock:
+            move(operation, index)
+
+    def twin(self, make: Any = None) -> Any:
+        """An independent copy of this layer in its own memory; `make` makes an empty layer."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.twin()
+
+
+class GrowingLayer(Growing[ContiguousLayers]):
+    """Keys and values of one layer without a window, in `ContiguousLayers`, with room that changes.
 
     Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
-    less those trimmed. ``rows`` says how keys and values are stored, ``dtype`` and ``v_dtype`` in which dtypes; for
-    groups of codes ``keys`` or ``values`` are words.
+    less those trimmed. For groups of codes ``keys`` or ``values`` are words.
 
     Arguments, errors and exactness are those of `KVCacheStore`; making room keeps every bit.
     Cost: `make_room` reads and writes the tokens it keeps, once into new memory or twice in place.
@@ -78,24 +140,15 @@ class GrowingLayer(runtime.NotCopied):
         (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
     """
 
-    on_host = False  # the memory is that of the device
     instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
-    def __init__(self, *, num_kv_heads: int, capacity: int, batch_size: int = 1, **rows: Any) -> None:
-        operation = "GrowingLayer"
-        self.runtime = runtime_of()
-        heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
-        self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
-        formats = self.rows = RowFormats.checked(operation, self.runtime, heads, **rows)
-        batch = checks.integer(batch_size, "batch_size", operation, low=1)
-        self._memory = LayerMemory(self.runtime, [self._layer], formats, heads, batch, on_host=self.on_host)
-        self._appends = Appends(self._memory)
-        self.dtype, self.v_dtype = formats.k.dtype, formats.v.dtype
+    def __init__(self, *, capacity: int, **form: Any) -> None:
+        place = "host" if self.on_host else "device"
+        config = StoreConfig.checked("GrowingLayer", num_layers=1, capacity=capacity, place=place, **form)
+        super().__init__(ContiguousLayers(runtime_of(), config, "GrowingLayer"))
         # Whether torch can write rows as they are stored.
-        self.plain = formats.formats == (None, None) and formats.alike and not formats.divided
+        self.plain = self.rows.formats == (None, None) and self.rows.alike and not self.rows.divided
         self.origin = 0
-        self.whole_from = 0  # the position from which on no compaction dropped a token
-        self.append_alike: AppendAlike = takes_nothing
 
     @property
     def length(self) -> int:
@@ -111,16 +164,6 @@ class GrowingLayer(runtime.NotCopied):
     def capacity(self) -> int:
         """The number of slots."""
         return self._layer.slots
-
-    @property
-    def batch_size(self) -> int:
-        """The current number of sequences."""
-        return self._memory.batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
-        return self._memory.nbytes
 
     @property
     def keys(self) -> CacheArray:
@@ -139,13 +182,9 @@ class GrowingLayer(runtime.NotCopied):
         return k, v
 
     def append(self, k: Any, v: Any) -> None:
-        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens of this form, if they are torch tensors."""
-        operation = "TikvCache.update"
-        require_alive(self.runtime, operation)
-        rows = view_all((k, v), ROWS, operation)
-        with self._memory.lock:
-            self._appends.append(operation, self._layer, rows, "head_major")
-        self.append_alike = self._like_the_last(operation)
+        """As `Growing.append`; `append_alike` then takes tokens of this form, if they are torch tensors."""
+        super().append(k, v)
+        self.append_alike = self._like_the_last("TikvCache.update")
 
     def _like_the_last(self, operation: str) -> AppendAlike:
         """An `append_alike` for tokens of the forms just appended; to avoid a cycle, it does not refer to this layer.
@@ -157,7 +196,7 @@ class GrowingLayer(runtime.NotCopied):
         if test is None:
             return takes_nothing
         same, address, key, same_at = test
-        plan = self._appends.plans.get((operation, self._layer.index, key, "head_major"))
+        plan = self._layers.appends.plans.get((operation, self._layer.index, key, "head_major"))
         launch_again = None if plan is None else plan.launch_again
         if plan is None or launch_again is None or not plan.pointers:
             return takes_nothing
@@ -186,35 +225,34 @@ class GrowingLayer(runtime.NotCopied):
 
         return append_alike
 
-    def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
-        """Drop the ``drop`` oldest tokens after the first ``sinks``, close the gap, and have ``capacity`` slots.
+    def make_room(self, *, capacity: int, drop: int = 0) -> None:
+        """Drop the ``drop`` oldest tokens, move the others to the first slots, and have ``capacity`` slots.
 
-        PositionError if fewer than ``drop`` are held there, CapacityError if the rest does not fit or there are more
-        slots than a launch addresses. If sinks precede the gap, slots count from the back, as after `compact`.
+        PositionError if fewer than ``drop`` are held, CapacityError if the rest does not fit or there are more slots
+        than a launch addresses.
 
         Cost: nothing if nothing changes; else one launch or two per array. If the capacity changes, new memory is
             allocated, and arrays that were handed out before still refer to the old.
         """
         operation = "GrowingLayer.make_room"
         require_alive(self.runtime, operation)
-        layer, memory = self._layer, self._memory
+        layer, memory = self._layer, self._layers.memory
         drop = checks.integer(drop, "drop", operation)
-        sinks = checks.integer(sinks, "sinks", operation) if drop else 0
-        most = max(0, layer.length - sinks)
-        if drop > most:
-            raise PositionError(f"{operation}: cannot drop {drop} tokens of {most}. Drop at most {most}.")
+        if drop > layer.length:
+            raise PositionError(
+                f"{operation}: cannot drop {drop} tokens of {layer.length}. Drop at most {layer.length}."
+            )
         capacity = checks.integer(capacity, "capacity", operation, low=1)
         keep = layer.length - drop
         checks.fits_linear(0, keep, capacity, operation)
         if capacity == self.capacity and drop == 0:
             return
-        old, behind = layer.arrays, keep - sinks
-        rest = [_slots(a, sinks + drop, behind) for a in old]
+        rest = [a.restrided((*a.shape[:2], keep, *a.shape[3:]), a.strides, drop * a.strides[2]) for a in layer.arrays]
         if capacity == self.capacity:
-            taken = [new_array(a.shape, a.dtype, self.runtime) for a in rest]
-            for a, b in zip(rest, taken, strict=True):
-                memory.move_slots(a, b, behind)
-            rest = taken
+            copies = [new_array(a.shape, a.dtype, self.runtime) for a in rest]
+            for a, b in zip(rest, copies, strict=True):
+                memory.move_slots(a, b, keep)
+            rest = copies
         else:
             before, layer.slots = layer.slots, capacity
             try:
@@ -223,14 +261,10 @@ class GrowingLayer(runtime.NotCopied):
                 layer.slots = before
                 raise
             self.append_alike = takes_nothing  # the old one is bound to the old memory
-            for a, b in zip(old, layer.arrays, strict=True):
-                memory.move_slots(a, b, sinks)
         for a, b in zip(rest, layer.arrays, strict=True):
-            memory.move_slots(a, _slots(b, sinks, behind), behind)
+            memory.move_slots(a, b, keep)
         layer.length = keep
         self.origin += drop
-        if sinks:
-            self.whole_from = max(self.whole_from, self.end - behind)
 
     def recount(self, *, length: int, origin: int) -> None:
         """Set how many tokens are held and the position of the first, after other code wrote or moved them."""
@@ -245,7 +279,7 @@ class GrowingLayer(runtime.NotCopied):
         operation = "GrowingLayer.decoded"
         require_alive(self.runtime, operation)
         first = checks.integer(first, "first", operation, high=self.length)
-        return self._memory.tokens(operation, self._layer, first, dtype)
+        return self._layers.memory.tokens(operation, self._layer, first, dtype)
 
     def compact(self, keep: Any) -> None:
         """Keep some tokens, different but equally many for each head, in place, as `KVCacheStore.compact`.
@@ -254,13 +288,13 @@ class GrowingLayer(runtime.NotCopied):
         """
         operation = "TikvLayer.compact"
         require_alive(self.runtime, operation)
-        layer, held = self._layer, self._layer.length
-        with self._memory.lock:
-            compact_layers(operation, self._memory, [layer], [keep], None, one_length=True)
-            left: Any = layer.history
-            self.whole_from = max(self.whole_from, self.origin + left.first_whole)
-            self.origin += held - left.tokens
-            self._memory.recount(layer, left.tokens, None)
+        layer, memory, held = self._layer, self._layers.memory, self._layer.length
+        with self._layers.lock:
+            compact_layers(operation, memory, [layer], [keep], None, one_length=True)
+            history: Any = layer.history
+            self.whole_from = max(self.whole_from, self.origin + history.first_whole)
+            self.origin += held - history.tokens
+            memory.recount(layer, history.tokens, None)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens; PositionError beyond the last token that `compact` dropped."""
@@ -273,58 +307,33 @@ class GrowingLayer(runtime.NotCopied):
         require_alive(self.runtime, "GrowingLayer.reset")
         self._layer.length = self._layer.valid_from = self.origin = self.whole_from = 0
 
-    def reorder(self, index: Any) -> None:
-        """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
-        require_alive(self.runtime, "TikvCache.reorder_cache")
-        self._memory.reorder("TikvCache.reorder_cache", index)
-
-    def select(self, index: Any) -> None:
-        """Keep these sequences, in this order; as `KVCacheStore.select`."""
-        operation = "TikvCache.batch_select_indices"
-        require_alive(self.runtime, operation)
-        self._select(self._memory.sequences_of(operation, index))
-
-    def repeat(self, n: int) -> None:
-        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
-        operation = "TikvCache.batch_repeat_interleave"
-        require_alive(self.runtime, operation)
-        n = checks.integer(n, "n", operation, low=1)
-        self._select(np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
-
-    def _select(self, sequences: np.ndarray[Any, Any]) -> None:
-        self._memory.select(sequences)
-        self.append_alike = takes_nothing
-
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of the filled slots, (batch, heads, length[, width]), by their names in files."""
         require_alive(self.runtime, "TikvCache.save")
-        return dict(zip(self._layer.named, self._memory.to_host()[0], strict=True))
+        return dict(zip(self._layer.named, self._layers.memory.to_host()[0], strict=True))
 
     def from_host(self, arrays: dict[str, np.ndarray[Any, Any]], *, length: int, origin: int, whole_from: int) -> None:
         """Take over what `to_host` copied, and its counts, into a layer of the same form."""
         self.recount(length=length, origin=origin)
         self.whole_from = whole_from
-        self._memory.from_host([[arrays[name] for name in self._layer.named]])
+        self._layers.memory.from_host([[arrays[name] for name in self._layer.named]])
 
     def twin(self, make: Callable[..., GrowingLayer] | None = None) -> GrowingLayer:
         """An independent copy of this layer in its own memory; `make` makes an empty layer."""
-        found = (make or GrowingLayer)(**self.arguments())
-        found.recount(length=self.length, origin=self.origin)
-        found.whole_from = self.whole_from
-        for a, to in zip(self._layer.arrays, found._layer.arrays, strict=True):
-            self._memory.move_slots(a, to, self.length)
-        return found
+        copied = (make or GrowingLayer)(**self.arguments())
+        copied.recount(length=self.length, origin=self.origin)
+        copied.whole_from = self.whole_from
+        for a, to in zip(self._layer.arrays, copied._layer.arrays, strict=True):
+            self._layers.memory.move_slots(a, to, self.length)
+        return copied
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of a layer of this form."""
         sizes = {"capacity": self.capacity, "batch_size": self.batch_size}
-        return {"num_kv_heads": self._memory.num_kv_heads, **sizes, **self.rows.arguments()}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        return self.twin()
+        return {"num_kv_heads": self._layers.memory.num_kv_heads, **sizes, **self.rows.arguments()}
 
     def __repr__(self) -> str:
-        memory = self._memory
+        memory = self._layers.memory
         return (
             f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {self.rows.width}, "
             f"{self.rows.name}, {tokens_in_words(self.end, self.length, self.capacity)}, "

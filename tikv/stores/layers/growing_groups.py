@@ -10,25 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from tikv import runtime
-from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device, view_all
+from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device
 from tikv.dtypes import DType
 from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
-from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.group_compaction import put_newest
-from tikv.stores.layers.growing import AppendAlike, droppable, takes_nothing
+from tikv.stores.layers.growing import Growing, droppable
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import room_of
 from tikv.stores.layers.token_groups import TokenGroupLayers
 from tikv.stores.picture import counted, size_in_words, tokens_in_words
 
 
-class GrowingGroups(runtime.NotCopied):
-    """Keys by channel and values of one layer without a window, head-major; see the module.
+class GrowingGroups(Growing[TokenGroupLayers]):
+    """Keys by channel and values of one layer without a window, in `TokenGroupLayers`; see the module.
 
     Args:
         quant: the format of the keys, along tokens.
@@ -37,28 +35,21 @@ class GrowingGroups(runtime.NotCopied):
         **form: num_kv_heads, head_dim, head_dim_v, batch_size, v_dtype, as in `KVCacheStore`.
 
     Attributes:
-        rows: how keys and values are stored.
         capacity: how many tokens `make_room` was asked to have room for; there may be room for a few more.
         origin: the position of the oldest token that is held, if none after it was dropped by `compact`; `end` is that
             of the next token.
-        whole_from: the position from which on no compaction dropped a token.
 
     Arguments, errors and exactness are those of `KVCacheStore`; making room keeps every bit.
     """
 
     instead = "Use copy.deepcopy()."
-    on_host = plain = False  # as in `GrowingLayer`
-    append_alike: AppendAlike = staticmethod(takes_nothing)  # an append may have to quantise a group first
+    plain = False  # as in `GrowingLayer`
 
     def __init__(self, *, quant: Quant, row_dtype: Any, capacity: int, **form: Any) -> None:
-        self.runtime = runtime_of()
         config = StoreConfig.checked("GrowingGroups", num_layers=1, capacity=capacity, dtype=quant, **form)
         self.row_dtype, self.capacity = row_dtype, capacity
-        self._layers = TokenGroupLayers(self.runtime, config, row_dtype)
+        super().__init__(TokenGroupLayers(runtime_of(), config, row_dtype))
         self._before = 0  # tokens before the first that was ever appended here
-        self.whole_from = 0
-        self.rows = self._layers.rows
-        self.dtype, self.v_dtype = self.rows.k.dtype, self.rows.v.dtype
 
     @property
     def _codes(self) -> ChannelCodes:
@@ -72,12 +63,12 @@ class GrowingGroups(runtime.NotCopied):
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self._layers.counts[0].length - self._codes.dropped
+        return self._layer.length - self._codes.dropped
 
     @property
     def end(self) -> int:
         """Position of the next token."""
-        return self._before + self._layers.counts[0].length
+        return self._before + self._layer.length
 
     @property
     def origin(self) -> int:
@@ -87,23 +78,6 @@ class GrowingGroups(runtime.NotCopied):
     @origin.setter
     def origin(self, origin: int) -> None:
         self._before = origin - self._codes.dropped
-
-    @property
-    def batch_size(self) -> int:
-        """The current number of sequences."""
-        return self._layers.batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales, biases and the newest tokens, filled or not."""
-        return self._layers.nbytes
-
-    def append(self, k: Any, v: Any) -> None:
-        """Append (batch, H, T, D) tokens."""
-        operation = "TikvCache.update"
-        require_alive(self.runtime, operation)
-        with self._layers.lock:
-            self._layers.append(operation, 0, view_all((k, v), ROWS, operation), "head_major")
 
     def attend(self, q: Any, request: AttendRequest, first: int) -> Any:
         """Attention of (batch, Hq, T, D) queries of the newest tokens over those held from the `first` on, in place."""
@@ -132,7 +106,7 @@ class GrowingGroups(runtime.NotCopied):
         held = self.quantised
         gone = min(checks.integer(drop, "drop", operation), held) // quant.group * quant.group
         needed = checks.integer(capacity, "capacity", operation, low=1) + drop - gone
-        counts = layers.counts[0]
+        counts = self._layer
         there = counts.slots - codes.dropped
         if gone == 0 and there >= needed and (capacity == self.capacity or there < 2 * needed):
             self.capacity = capacity
@@ -153,7 +127,7 @@ class GrowingGroups(runtime.NotCopied):
         """Raise PositionError if `trim` would."""
         operation = "TikvCache.crop"
         n = droppable(operation, n, self.length, self.end, self.whole_from)
-        self._layers.refuse_trim(operation, n, self._layers.counts[0].length)
+        self._layers.refuse_trim(operation, n, self._layer.length)
 
     def trim(self, n: int) -> None:
         """Drop the `n` newest tokens; those that are codes are dropped in whole groups."""
@@ -168,7 +142,7 @@ class GrowingGroups(runtime.NotCopied):
     def reset(self) -> None:
         """Forget all tokens; the next one is at position 0. The memory stays."""
         require_alive(self.runtime, "GrowingGroups.reset")
-        slots, counts = self._layers.counts[0].slots - self._codes.dropped, self._layers.counts[0]
+        slots, counts = self._layer.slots - self._codes.dropped, self._layer
         self._layers.reset()
         counts.slots, self._before, self.whole_from = slots, 0, 0
 
@@ -176,32 +150,13 @@ class GrowingGroups(runtime.NotCopied):
         """Keep whole groups and any of the newest tokens, as `KVCacheStore.compact`; `end` stays."""
         operation = "TikvLayer.compact"
         require_alive(self.runtime, operation)
-        layers, counts, end = self._layers, self._layers.counts[0], self.end
+        layers, counts, end = self._layers, self._layer, self.end
         with layers.lock:
             layers.compact(operation, {0: keep}, None)
-            left: Any = counts.history
-            self.whole_from = max(self.whole_from, self._before + left.first_whole)
-            self._before = end - left.tokens
-            layers.memory.recount(counts, left.tokens, None)
-
-    def reorder(self, index: Any) -> None:
-        """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
-        self._move("TikvCache.reorder_cache", index, self._layers.reorder)
-
-    def select(self, index: Any) -> None:
-        """Keep these sequences, in this order; as `KVCacheStore.select`."""
-        self._move("TikvCache.batch_select_indices", index, self._layers.select)
-
-    def repeat(self, n: int) -> None:
-        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
-        operation = "TikvCache.batch_repeat_interleave"
-        n = checks.integer(n, "n", operation, low=1)
-        self._move(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n), self._layers.select)
-
-    def _move(self, operation: str, index: Any, move: Any) -> None:
-        require_alive(self.runtime, operation)
-        with self._layers.lock:
-            move(operation, index)
+            history: Any = counts.history
+            self.whole_from = max(self.whole_from, self._before + history.first_whole)
+            self._before = end - history.tokens
+            layers.memory.recount(counts, history.tokens, None)
 
     @property
     def newest_keys(self) -> CacheArray:
@@ -216,17 +171,17 @@ class GrowingGroups(runtime.NotCopied):
         count = ring.length - codes.tokens
         rows = [new_array((*lead, count, row.width), row.stored, live) for row in layers.form.newest_rows]
         layers.memory.gather(operation, ring, rows, tokens=count, position=codes.tokens, at=0)
-        found = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
-        return dict(zip(layers.form.names_of_arrays, found, strict=True))
+        copies = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
+        return dict(zip(layers.form.names_of_arrays, copies, strict=True))
 
     def from_host(self, arrays: dict[str, Host], *, length: int, origin: int, whole_from: int, coded: int) -> None:
         """Take over what `to_host` of a layer of this form returned, with its counts."""
-        layers, codes, counts = self._layers, self._codes, self._layers.counts[0]
-        found = [arrays[name] for name in layers.form.names_of_arrays]
+        layers, codes, counts = self._layers, self._codes, self._layer
+        named = [arrays[name] for name in layers.form.names_of_arrays]
         if codes.room < coded:
             codes.hold(codes.like(self.batch_size, coded))
-        codes.take_over(coded, found[2:])
-        rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in found[:2]] if length > coded else []
+        codes.take_over(coded, named[2:])
+        rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in named[:2]] if length > coded else []
         put_newest("TikvCache.load", layers.newest, 0, coded, rows)
         layers.memory.recount(counts, length, None)
         counts.slots = max(counts.slots, length)
@@ -234,23 +189,20 @@ class GrowingGroups(runtime.NotCopied):
 
     def twin(self, make: Any = None) -> GrowingGroups:
         """An independent copy of this layer in its own memory."""
-        layers, counts, codes = self._layers, self._layers.counts[0], self._codes
+        layers, counts, codes = self._layers, self._layer, self._codes
         config, (width, width_v) = layers.config, self.rows.widths
-        found = GrowingGroups(
+        copied = GrowingGroups(
             quant=layers.quant, row_dtype=self.row_dtype, num_kv_heads=config.num_kv_heads, head_dim=width,
             head_dim_v=width_v, capacity=counts.slots - codes.dropped, batch_size=self.batch_size,
             v_dtype=config.rows.get("v_dtype"),
         )  # fmt: skip
-        to, own = found._layers.counts[0], found._codes
-        if own.room < codes.room:
-            own.hold(own.like(self.batch_size, codes.room))
-        to.slots, own.dropped, found.capacity, found._before = counts.slots, codes.dropped, self.capacity, self._before
-        found.whole_from = self.whole_from
-        found._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(found)))
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingGroups:
-        return self.twin()
+        to, copies = copied._layer, copied._codes
+        if copies.room < codes.room:
+            copies.hold(copies.like(self.batch_size, codes.room))
+        to.slots, copies.dropped, copied._before = counts.slots, codes.dropped, self._before
+        copied.capacity, copied.whole_from = self.capacity, self.whole_from
+        copied._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(copied)))
+        return copied
 
     def __repr__(self) -> str:
         heads = counted(self._layers.config.num_kv_heads, "head")

@@ -136,7 +136,7 @@ class HostedLayer(GrowingLayer):
         """Whether a copy of this layer fits there."""
         if content is None or content.capacity < self.capacity:
             return False
-        forms = [(x.rows.arguments(), x._memory.num_kv_heads, x.batch_size) for x in (self, content)]
+        forms = [(x.rows.arguments(), x._layers.memory.num_kv_heads, x.batch_size) for x in (self, content)]
         return forms[0] == forms[1]
 
     def empty_copy(self) -> GrowingLayer:
@@ -209,25 +209,20 @@ class HostedLayer(GrowingLayer):
     def _like_the_last(self, operation: str) -> AppendAlike:
         return self.append_alike  # takes no tokens, since they go to two places
 
-    def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
+    def make_room(self, *, capacity: int, drop: int = 0) -> None:
         """As `GrowingLayer.make_room`."""
         changes = capacity != self.capacity or drop
         with self._on_host() if changes else contextlib.nullcontext():
-            super().make_room(capacity=capacity, drop=drop, sinks=sinks)
+            super().make_room(capacity=capacity, drop=drop)
 
     def compact(self, keep: Any) -> None:
         """As `GrowingLayer.compact`."""
         with self._on_host():
             super().compact(keep)
 
-    def reorder(self, index: Any) -> None:
-        """As `GrowingLayer.reorder`."""
+    def _move(self, operation: str, index: Any, move: Callable[[str, Any], None]) -> None:
         with self._on_host():
-            super().reorder(index)
-
-    def _select(self, sequences: Any) -> None:
-        with self._on_host():
-            super()._select(sequences)
+            super()._move(operation, index, move)
 
     def from_host(self, arrays: Any, **counts: Any) -> None:
         """As `GrowingLayer.from_host`."""
