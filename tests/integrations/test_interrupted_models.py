@@ -116,7 +116,7 @@ def test_a_state_cannot_go_back(arch, layer):
     ids, cache = torch.randint(1, 97, (1, 20)), TikvCache(config)
     model(ids[:, :10], **given(cache))
     stop_at(model, layer, lambda: model(ids[:, 10:11], **given(cache)))
-    used = r"a step was interrupted after it had used layers? 0.* of 4\..*Use reset\(\)"
+    used = r"a step was interrupted after it had used layers? 0.* of 4\..*restore\(\) of a snapshot.*reset\(\)"
     with pytest.raises(tikv.PositionError, match=f"{used}|the layers hold 11, 10 tokens"):
         model(ids[:, 10:11], **given(cache))
     with pytest.raises(tikv.PositionError, match=used):

@@ -21,6 +21,6 @@ except ImportError as error:
 
 from tikv.integrations.transformers.cache import TikvCache
 from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.snapshots import Snapshot
+from tikv.integrations.transformers.snapshots import TikvSnapshot
 
-__all__ = ["Snapshot", "TikvCache", "TikvLayer"]
+__all__ = ["TikvCache", "TikvLayer", "TikvSnapshot"]

@@ -27,7 +27,7 @@ from tikv.integrations.transformers.indexed import IndexedLayer
 from tikv.integrations.transformers.keywords import check_configured
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
-from tikv.integrations.transformers.snapshots import Snapshot
+from tikv.integrations.transformers.snapshots import TikvSnapshot
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
@@ -538,11 +538,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layer._put_in_order()
         return int(self.get_seq_length())
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TikvSnapshot:
         """Remember what the cache holds, so that `restore` can go back to it, any number of times.
 
         Returns:
-            A `Snapshot`. It works for as long as it is referenced; its repr says how many bytes it copied.
+            A `TikvSnapshot`. It works for as long as it is referenced; its repr says how many bytes it copied.
 
         Raises:
             PositionError: the last step was interrupted between two layers. Call `align` or `reset` first.
@@ -563,16 +563,16 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> _ = cache.update(states, states, 0)
             >>> cache.restore(before)
             >>> cache.get_seq_length(), before
-            (3, Snapshot(3 tokens, 0 B copied))
+            (3, TikvSnapshot(3 tokens, 0 B copied))
         """
         self._refuse_half_step()
         appended = [layer.appended for layer in self._with_keys]
         if any(appended[1:]):
             self._refuse_unequal(appended)
         self._refuse_states_outside("snapshot")
-        return Snapshot(self)
+        return TikvSnapshot(self)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: TikvSnapshot) -> None:
         """Hold again what the cache held when a `snapshot` was taken; also after an interrupt between two layers.
 
         Layers that the snapshot copied are replaced by new ones in `layers`.

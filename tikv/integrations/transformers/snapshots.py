@@ -1,4 +1,4 @@
-"""`Snapshot`: what a `TikvCache` held at some time, to which it can go back any number of times.
+"""`TikvSnapshot`: what a `TikvCache` held at some time, to which it can go back any number of times.
 
 Later tokens do not change the first rows of a full layer, so a snapshot only marks how many there are. A layer that is
 about to change such rows, by a crop below the mark, a reset or other sequences, first lets the mark take a copy. Rings,
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from tikv import runtime
 from tikv.errors import OptionError
 from tikv.integrations.transformers.files import parts_of
 from tikv.integrations.transformers.layer import TikvLayer
@@ -19,12 +20,14 @@ from tikv.integrations.transformers.storage import OPERATION
 from tikv.stores.picture import counted, size_in_words
 
 
-class Snapshot:
+class TikvSnapshot(runtime.NotCopied):
     """What a cache held when `TikvCache.snapshot` was called.
 
     Attributes:
         length: how many tokens it had.
     """
+
+    instead = "Restore it into its cache, and save() or copy.deepcopy() the cache."
 
     def __init__(self, cache: Any) -> None:
         self._cache: Any = weakref.ref(cache)
@@ -57,7 +60,7 @@ class Snapshot:
             cache.is_updated = copy.copy(self._updated)
 
     def __repr__(self) -> str:
-        return f"Snapshot({counted(self.length, 'token')}, {size_in_words(self.nbytes)} copied)"
+        return f"TikvSnapshot({counted(self.length, 'token')}, {size_in_words(self.nbytes)} copied)"
 
 
 class _Nothing:

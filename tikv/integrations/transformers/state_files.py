@@ -61,7 +61,7 @@ def check(layer: Any, said: dict[str, Any], name: str, entries: dict[str, Entry]
             raise ValueError(f"{name} has a state {part} of shape {sizes}, and a kernel of {kernel}")
         entry = entries.get(f"{name}.{part}")
         if entry is None or entry.dtype not in FLOATS:
-            raise ValueError(f"{name}.{part} is missing, or its dtype is none of a state")
+            raise ValueError(f"{name}.{part} is missing, or has a dtype that no state has")
         files.require_entry(entries, f"{name}.{part}", tuple(sizes), entry.dtype)
         names.add(f"{name}.{part}")
         nbytes += int(np.prod(sizes)) * entry.dtype.itemsize

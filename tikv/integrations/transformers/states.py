@@ -48,8 +48,9 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         """
         if self._sequences() is None:
             raise OptionError(
-                f"{operation}: the state of layer {self.index} is not in the cache but in the model's own modules, and "
-                "would stay as it is. Call reset() and process the whole text again, as the batch that it should be."
+                f"{operation}: the state of layer {self.index} is not in the cache but in the model's own modules, "
+                "which the cache does not reach. Call reset() and process the whole text again, as the batch that it "
+                "should be."
             )
 
     def reorder_cache(self, beam_idx: Any) -> None:
