@@ -352,7 +352,6 @@ def _starts(padding: Any) -> Any:
     return starts if bool((padding == behind).all()) else None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_batch(
     module: Any,
     query: Any,

@@ -46,7 +46,7 @@ def install(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
         return
     from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
-    AttentionInterface.register(IN_PAGES, attend)
+    AttentionInterface.register(IN_PAGES, torch.compiler.disable(attend))
     if shim.MODELS_UPDATE_PAGES:
         AttentionMaskInterface.register(IN_PAGES, mask)
     _replace(manager, "switch_to_cb_friendly_attn", _switching)
@@ -97,7 +97,7 @@ def _switching(original: Any) -> Any:
 
 
 def _is_ours(config: Any) -> bool:
-    return bool(config._attn_implementation == IN_PAGES)
+    return shim.attention_of(config) == IN_PAGES
 
 
 def _counting_as_flash(original: Any) -> Any:
@@ -132,7 +132,7 @@ def check_attention(cache: Any) -> None:
     Raises:
         OptionError: it was changed. Masks and block tables are made for one kind of attention only.
     """
-    name = cache.config._attn_implementation
+    name = shim.attention_of(cache.config)
     if cache.in_pages != (name == IN_PAGES):
         raise OptionError(
             f'attention "{ATTENTION}": the attention of the model was changed to "{name}" while a manager of '
