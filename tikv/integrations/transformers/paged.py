@@ -41,7 +41,7 @@ BATCH = frozenset(
 )
 
 
-class LayerPages(NamedTuple):
+class BatchedLayer(NamedTuple):
     """The pages of a layer, and how requests use them.
 
     Args:
@@ -121,10 +121,10 @@ def attend_pages(
     return out[None]
 
 
-def _layer(allocator: Any, number: int) -> LayerPages:
+def _layer(allocator: Any, number: int) -> BatchedLayer:
     """The pages of a layer."""
     k, v = allocator._kv_page_views[number]
-    return LayerPages(
+    return BatchedLayer(
         k, v, allocator._kv_token_views[number], getattr(allocator, "sliding_window", None),
         allocator.write_trash_index, allocator.sentinel_index,
     )  # fmt: skip
@@ -146,12 +146,12 @@ def _batch(cache: Any, allocator: Any, options: dict[str, Any]) -> Batch:
     return Batch(starts, lengths, int(most_queries or 0), int(most_tokens or 0), read=read, write=write)
 
 
-def _write(layer: LayerPages, k: Any, v: Any, rows: Any) -> None:
+def _write(layer: BatchedLayer, k: Any, v: Any, rows: Any) -> None:
     for memory, new in zip(layer.rows, (k, v), strict=True):
         memory.index_copy_(0, rows, new)
 
 
-def _newest_tokens(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, request: AttendRequest) -> Any:
+def _newest_tokens(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request: AttendRequest) -> Any:
     """One new token of each request: (B, Hq, D)."""
     table, page = batch.table[: q.shape[0]], layer.k.shape[1]
     position = batch.lengths - 1
@@ -163,7 +163,7 @@ def _newest_tokens(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, requ
     return _newest(q, layer, table, batch.lengths, request)
 
 
-def _newest(q: Any, layer: LayerPages, table: Any, lengths: Any, request: AttendRequest) -> Any:
+def _newest(q: Any, layer: BatchedLayer, table: Any, lengths: Any, request: AttendRequest) -> Any:
     """Attention of the newest token of each request, which is written: a ring is read in the order of its slots."""
     if layer.window is not None:
         lengths = lengths.clamp(max=layer.window)
@@ -171,7 +171,7 @@ def _newest(q: Any, layer: LayerPages, table: Any, lengths: Any, request: Attend
     return paged_call(OPERATION, q, pools, request._replace(causal=False)).attend(q)
 
 
-def _pages(layer: LayerPages, batch: Batch, first: Any, requests: Any) -> Any:
+def _pages(layer: BatchedLayer, batch: Batch, first: Any, requests: Any) -> Any:
     """(n, pages) the pages of requests in order; of a ring, in the order of its slots, for requests of one new token.
 
     Args:
@@ -193,7 +193,7 @@ def _pages(layer: LayerPages, batch: Batch, first: Any, requests: Any) -> Any:
     return torch.where(inside, rows // page, -1).int()
 
 
-def _firsts(layer: LayerPages, batch: Batch) -> Any:
+def _firsts(layer: BatchedLayer, batch: Batch) -> Any:
     """(B + 1,) where the rows of each request begin in `batch.read`, which a sliding layer limits to its window."""
     counts = batch.lengths
     if layer.window is not None:
@@ -202,7 +202,7 @@ def _firsts(layer: LayerPages, batch: Batch) -> Any:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-def _by_request(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, request: AttendRequest) -> Any:
+def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request: AttendRequest) -> Any:
     """On a CPU, where the host knows the numbers: the requests of one new token together, the others one by one."""
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     firsts = _firsts(layer, batch)
@@ -238,7 +238,7 @@ def _by_request(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, request
     return out
 
 
-def _prompt(q: Any, k: Any, v: Any, layer: LayerPages, request: AttendRequest) -> Any:
+def _prompt(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest) -> Any:
     """Attention of a whole prompt (1, Hq, n, D) over its own keys (n, H, D)."""
     inside = layer.window is None or q.shape[2] <= layer.window
     if not inside or request.softcap is not None or request.sink_logits is not None:
@@ -249,14 +249,14 @@ def _prompt(q: Any, k: Any, v: Any, layer: LayerPages, request: AttendRequest) -
     )
 
 
-def _over_rows(q: Any, k: Any, v: Any, layer: LayerPages, request: AttendRequest) -> Any:
+def _over_rows(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest) -> Any:
     """Attention of the newest tokens (1, Hq, n, D) over keys (m, H, D) in the order of their positions."""
     keys, values = (a.transpose(0, 1)[None] for a in (k, v))
     caches = ContiguousCaches(keys, values, k.shape[0])
     return contiguous_call(OPERATION, q, caches, request._replace(window=layer.window)).attend(q)
 
 
-def _by_tiles(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, request: AttendRequest) -> Any:
+def _by_tiles(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request: AttendRequest) -> Any:
     """On a device, without waiting for it: tiles of queries, over pages or, of a ring, over the window before them."""
     sequences, total = batch.lengths.shape[0], q.shape[0]
     firsts = _firsts(layer, batch)
@@ -281,7 +281,7 @@ def _by_tiles(q: Any, k: Any, v: Any, layer: LayerPages, batch: Batch, request: 
     return torch.where(tiles.inside[:, None, None], of_rows, 0)
 
 
-def _with_window(k: Any, v: Any, layer: LayerPages, batch: Batch) -> tuple[Any, Any]:
+def _with_window(k: Any, v: Any, layer: BatchedLayer, batch: Batch) -> tuple[Any, Any]:
     """The rows that a sliding layer's queries see: those before the new ones, which are copied, and the new ones."""
     if not batch.read.numel():
         return k, v
