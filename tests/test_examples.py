@@ -580,3 +580,22 @@ def test_the_shipped_model_is_small_and_says_how_it_was_made():
     assert training["command"].startswith("python examples/train.py")
     assert training["validation_loss_nats_per_token"] < 2.0
     assert training["parameters"] == Model.load(folder).parameters
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.filterwarnings("default")
+def test_rollouts_compares_texts_and_time(arch, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    from tikv.integrations.transformers import batching, shim
+
+    if shim.VERSION < batching.FIRST:
+        pytest.skip("this version's continuous batching is refused")
+    example = importlib.import_module("rollouts")
+    command = ["--prompts", "3", "--longest", "9", "--tokens", "3", "--sample"]
+    monkeypatch.setattr(sys, "argv", ["rollouts.py", *command])
+    example.main()
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "3 prompts of up to 9 tokens, 3 new tokens each, torch.float32"
+    assert head.split() == ["attention", "first", "call", "later", "tokens/s", "as", "generate"]
+    assert [row.split()[0] for row in rows] == ["sdpa", "tikv", "sdpa,", "tikv,"]
+    assert [row.split()[-3:] for row in rows[:2]] == [["3", "of", "3"]] * 2

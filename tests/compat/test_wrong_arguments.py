@@ -57,7 +57,35 @@ RAGGED = FLASH | {
 PAGES = {"kv_indices": starts(2, 0, 1), "kv_indptr": starts(0, 1, 3), "kv_last_page_len": starts(3, 2)}
 STATE = {"v": rows(2, 2, 8), "s": rows(2, 2), "v_other": rows(2, 2, 8), "s_other": rows(2, 2)}
 BLOCKS = {"block_table": starts(2, 0, 1, 2).reshape(2, 2), "cu_seq_lens": starts(0, 3, 5)}
+ROWS = {
+    "q": rows(3, 4, 16),
+    "k": rows(5, 2, 16),
+    "v": rows(5, 2, 16),
+    "cu_seqlens_q": starts(0, 1, 3),
+    "cu_seqlens_k": starts(0, 2, 5),
+    "max_seqlen_q": 2,
+    "max_seqlen_k": 3,
+    "softmax_scale": 0.5,
+    "causal": True,
+    "window_size": (3, 0),
+    "softcap": 2.0,
+    "deterministic": False,
+    "return_attn_probs": True,
+}
+DENSE = {name: value for name, value in ROWS.items() if "seqlen" not in name}
+DENSE |= {name: rows(2, 3, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 CALLS = {
+    "flash_attn_func": (flash_attn.flash_attn_func, DENSE | {"dropout_p": 0.0, "alibi_slopes": rows(4)}),
+    "flash_attn_varlen_func": (flash_attn.flash_attn_varlen_func, ROWS | {"dropout_p": 0.0, "alibi_slopes": rows(4)}),
+    "flash_attn_varlen_func of pages": (
+        flash_attn.flash_attn_varlen_func,
+        ROWS | {"k": rows(2, 4, 2, 16), "v": rows(2, 4, 2, 16), "block_table": starts(0, 1).reshape(2, 1)},
+    ),
+    "flash_attn_func 3": (flash_attn_interface.flash_attn_func, DENSE | {"num_splits": 1, "sm_margin": 0}),
+    "flash_attn_varlen_func 3": (
+        flash_attn_interface.flash_attn_varlen_func,
+        ROWS | {"num_splits": 1, "pack_gqa": True, "seqused_k": starts(2, 1)},
+    ),
     "flash_attn": (flash_attn.flash_attn_with_kvcache, FLASH | {"alibi_slopes": rows(4)}),
     "flash_attn of pages": (flash_attn.flash_attn_with_kvcache, FLASH | {"block_table": starts(0, 1).reshape(2, 1)}),
     "flash_attn 3": (flash_attn_interface.flash_attn_with_kvcache, RAGGED),
@@ -178,6 +206,12 @@ OTHERS = {
     "cu_seqlens_q": [starts(0, 1, 4), starts(1, 2, 3), starts(0, 2, 1), starts(0, 3), starts(), starts(0, 0, 3)],
     "cu_seqlens_k_new": [starts(0, 1, 3), starts(0, 2, 1), starts(0, 2)],
     "max_seqlen_q": [-1, 1, 1.5],
+    "cu_seqlens_k": [starts(0, 1, 6), starts(1, 2, 3), starts(0, 2, 1), starts(0, 3), starts(), starts(0, 0, 4)],
+    "max_seqlen_k": [-1, 1, 1.5],
+    "seqused_k": [starts(3, 1), starts(-1, 1), starts(1)],
+    "dropout_p": [0.5, "x", float("nan")],
+    "pack_gqa": [False],
+    "sm_margin": [1, -1, 1.5],
     "rotary_seqlens": [starts(3, 99), starts(-1, 0)],
     "window_size": [(1,), (1, 2, 3), (1.0, 2.0), "ab", np.array([0.5, 1.0]), (True, False)],
     "softmax_scale": ["x", float("nan"), float("inf"), [1, 2]],
@@ -216,6 +250,10 @@ MORE = {
     "batch_indices", "block_table", "cu_seq_lens", "dst", "k_pe", "key", "kv_c", "kv_cache", "kv_indices", "kv_indptr",
     "page_table", "paged_kv_indices", "positions", "seq_starts", "src", "src_cache", "token_to_seq", "value",
 }  # fmt: skip
+# Calls whose `v` may be narrower.
+NARROWER = {"merge_states", *(name for name in CALLS if name.startswith("flash_attn_") and "func" in name)}
+MORE_OF_CALLS = {("flash_attn 3", "q"), ("flash_attn_varlen_func", "q"), ("flash_attn_varlen_func of pages", "q")}
+MORE_OF_CALLS |= {("flash_attn_varlen_func 3", "q")}
 UNREAD = {"kv_last_page_len": "append_paged_kv_cache"}  # which page lengths follow from
 WRITTEN = {"k_cache", "v_cache", "out", "key_cache", "value_cache", "kv_cache", "dst"}
 FILLED = {"batch_indices", "positions"}  # by `get_batch_indices_positions`
@@ -232,12 +270,12 @@ def wrong_values(call, name, value):
         yield value.astype(np.complex64)
         yield value[None]
         yield value[..., 0] if value.ndim > 1 else value.reshape(-1, 1)
-        if name not in MORE and (call, name) != ("flash_attn 3", "q"):
+        if name not in MORE and (call, name) not in MORE_OF_CALLS:
             yield np.concatenate([value, value[:1]])  # one more along the first axis
         if value.dtype == F32:
             yield value.astype(np.int32)
             yield value.astype(np.float64)
-            if value.ndim > 1 and (call, name) != ("merge_states", "v"):
+            if value.ndim > 1 and not (name == "v" and call in NARROWER):
                 yield value[..., :-1]
         else:
             yield value.astype(F32)

@@ -1,8 +1,11 @@
-"""flash-attention's `flash_attn_with_kvcache`: append, rotate and attend, over a token-major or a paged cache."""
+"""flash-attention's functions: attention of queries over keys, and over a cache to which it appends."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tikv.arrays import Array, Arrays
+from tikv.compat.flash_rows import RowsArguments, attend_rows, refuse_dropout
 from tikv.compat.indices import flag
 from tikv.compat.kvcache import Arguments, CacheCall
 
@@ -95,3 +98,126 @@ def flash_attn_with_kvcache(
     )
     out, lse = call.run()
     return (out, lse) if return_softmax_lse else out
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend, as flash-attention's function does in inference: there is no `backward`.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        k, v: (B, Sk, H, D) and (B, Sk, H, D_v).
+        dropout_p: must be 0.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_with_kvcache`; query i is the token
+            at ``Sk - Sq + i``.
+        deterministic: has no effect, since results are always the same.
+        return_attn_probs: also return the log-sum-exp (natural logarithm), (B, Hq, Sq), and None for the probabilities.
+
+    Returns:
+        (B, Sq, Hq, D_v) in q's dtype; with ``return_attn_probs``, three. A query that sees nothing gives 0 and -inf.
+
+    Raises:
+        OptionError: dropout; a window that is not a pair of integers.
+        ShapeError, DTypeError: as `tikv.decode_attention`.
+
+    Exactness, cost: those of `tikv.decode_attention`; nothing is copied.
+    """
+    operation = "flash_attn_func"
+    flag(deterministic, "deterministic", operation)
+    wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
+    refuse_dropout(operation, dropout_p)
+    out, lse = attend_rows(
+        RowsArguments(
+            operation,
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )
+    )
+    return (out, lse, None) if wants_lse else out
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """Attend with sequences of different lengths, one after the other, as flash-attention's function does in inference.
+
+    Args:
+        q: (total_q, Hq, D).
+        k, v: (total_k, H, D) and (total_k, H, D_v); with ``block_table``, (N, page, H, D) of any page size.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32: where the queries and keys of each sequence start. On a device they
+            are not read by the host.
+        max_seqlen_q, max_seqlen_k: the most queries and the most keys that a sequence has.
+        dropout_p, deterministic: as in `flash_attn_func`.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_with_kvcache`.
+        return_attn_probs: also return the log-sum-exp (natural logarithm), (Hq, total_q), and None for the
+            probabilities.
+        block_table: (B, pages) int32.
+
+    Returns:
+        (total_q, Hq, D_v) in q's dtype; with ``return_attn_probs``, three. A query that sees nothing, and a row that
+        belongs to no sequence, give 0 and -inf.
+
+    Raises:
+        OptionError: dropout; a window that is not a pair of integers.
+        ShapeError, DTypeError, PositionError: as `tikv.decode_attention` and `tikv.paged_decode_attention`. Starts,
+            lengths and pages are checked if all of them lie on the host. Otherwise they are limited to what there is.
+
+    Exactness: that of `tikv.decode_attention`. Cost: one attention of tiles of queries; keys are read where they lie,
+        and queries and results are copied once. A window with a right side, and ``alibi_slopes`` without ``causal``,
+        make each sequence one tile: of ``max_seqlen_q`` queries.
+    """
+    operation = "flash_attn_varlen_func"
+    flag(deterministic, "deterministic", operation)
+    wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
+    refuse_dropout(operation, dropout_p)
+    out, lse = attend_rows(
+        RowsArguments(
+            operation,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            block_table=block_table,
+        )
+    )
+    return (out, lse, None) if wants_lse else out

@@ -1,10 +1,11 @@
-"""flash-attention 3's `flash_attn_with_kvcache`, in a module named as in its wheel."""
+"""flash-attention 3's functions, in a module named as in its wheel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tikv.arrays import Array, Arrays
+from tikv.compat.flash_rows import RowsArguments, attend_rows
 from tikv.compat.indices import flag, refuse_option
 from tikv.compat.kvcache import Arguments, CacheCall
 from tikv.errors import OptionError
@@ -98,10 +99,7 @@ def flash_attn_with_kvcache(
     flag(return_softmax_lse, "return_softmax_lse", OPERATION)
     if scheduler_metadata is not None:
         raise OptionError(f"{OPERATION}: scheduler_metadata is not supported. Leave it out.")
-    if pack_gqa is not None and not flag(pack_gqa, "pack_gqa", OPERATION):
-        refuse_option(OPERATION, pack_gqa=(pack_gqa, "None or True"))
-    if type(sm_margin) is not int or sm_margin:
-        refuse_option(OPERATION, sm_margin=(sm_margin, "0"))
+    _check_options(OPERATION, pack_gqa, sm_margin)
     call = CacheCall(
         Arguments(
             OPERATION,
@@ -135,3 +133,154 @@ def flash_attn_with_kvcache(
     )
     out, lse = call.run()
     return (out, lse) if return_softmax_lse else out
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend, as flash-attention 3's function does in inference: there is no `backward`.
+
+    Args:
+        q, k, v, softmax_scale, causal, window_size, softcap: as in `tikv.compat.flash_attn.flash_attn_func`.
+        qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
+        num_splits: 0 lets the library choose.
+        pack_gqa, sm_margin: as in `flash_attn_with_kvcache`.
+        deterministic: has no effect, since results are always the same.
+        return_attn_probs: also return the log-sum-exp (natural logarithm), (B, Hq, Sq).
+
+    Returns:
+        (B, Sq, Hq, D_v) in q's dtype; with ``return_attn_probs``, a pair.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: as in `tikv.compat.flash_attn.flash_attn_func`.
+
+    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_func`.
+    """
+    operation = "flash_attn_interface.flash_attn_func"
+    _check_options(operation, pack_gqa, sm_margin, deterministic)
+    _refuse_arguments(operation, qv, q_descale, k_descale, v_descale, attention_chunk)
+    wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
+    out, lse = attend_rows(
+        RowsArguments(
+            operation,
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+    )
+    return (out, lse) if wants_lse else out
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """Attend with sequences of different lengths, one after the other, as flash-attention 3's function in inference.
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
+            block_table: as in `tikv.compat.flash_attn.flash_attn_varlen_func`. With ``block_table`` and ``seqused_k``,
+            ``cu_seqlens_k`` may be None, as in vLLM's kernels.
+        seqused_q: must be None.
+        seqused_k: (B,) int32: how many of its keys each sequence sees; None for all.
+        qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
+        num_splits, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
+        return_attn_probs: also return the log-sum-exp (natural logarithm), (Hq, total_q).
+
+    Returns:
+        (total_q, Hq, D_v) in q's dtype; with ``return_attn_probs``, a pair.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `tikv.compat.flash_attn.flash_attn_varlen_func`.
+
+    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_varlen_func`.
+    """
+    operation = "flash_attn_interface.flash_attn_varlen_func"
+    _check_options(operation, pack_gqa, sm_margin, deterministic)
+    _refuse_arguments(operation, qv, q_descale, k_descale, v_descale, attention_chunk)
+    wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
+    if seqused_q is not None:
+        raise OptionError(f"{operation}: seqused_q is not supported. Leave it out, and pass only the queries in use.")
+    out, lse = attend_rows(
+        RowsArguments(
+            operation,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            num_splits=num_splits,
+            block_table=block_table,
+        )
+    )
+    return (out, lse) if wants_lse else out
+
+
+def _check_options(operation: str, pack_gqa: Any, sm_margin: Any, deterministic: Any = False) -> None:
+    """Refuse what these options may not be."""
+    flag(deterministic, "deterministic", operation)
+    if pack_gqa is not None and not flag(pack_gqa, "pack_gqa", operation):
+        refuse_option(operation, pack_gqa=(pack_gqa, "None or True"))
+    if type(sm_margin) is not int or sm_margin:
+        refuse_option(operation, sm_margin=(sm_margin, "0"))
+
+
+def _refuse_arguments(operation: str, qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, chunk: Any) -> None:
+    """Refuse what only `flash_attn_with_kvcache` takes."""
+    arguments = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    arguments["attention_chunk"] = None if type(chunk) is int and chunk == 0 else chunk
+    for name, value in arguments.items():
+        if value is not None:
+            raise OptionError(
+                f"{operation}: {name} is not supported. Leave it out, or use flash_attn_with_kvcache, which takes it."
+            )

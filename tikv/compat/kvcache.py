@@ -118,7 +118,7 @@ class CacheCall:
         self.asked = rows_of = ragged_rows.rows_of(self.index, "q", self.views["q"].shape, "cu_seqlens_q")
         self.batch = int(rows_of.counts.shape[0])
         self.queries = self._most_queries()
-        self.sight = _sight(args)
+        self.sight = sight_of(args.causal, args.window_size, args.attention_chunk, args.operation)
         added = self._new_rows()
         self.layout = self._layout(added)
         self.rotated_from = self.layout.before
@@ -460,17 +460,15 @@ class CacheCall:
             if layout.pads is not None:
                 table, (k, v) = self._token_table(table, layout.pads, layout.capacity, (k, v))
                 lengths = lengths - layout.pads
-            seen = _seen(sight, most, layout.capacity, args.alibi_slopes is not None)
+            seen = seen_keys(sight, most, layout.capacity, args.alibi_slopes is not None)
             asked, to = asked.transposed(0, 2, 1, 3), to.transposed(0, 2, 1, 3)
             lse = new_like(queries, (batch, heads, most), dtypes.float32, runtime_of(queries))
             to_lse = view(lse, "lse", self.operation)
-        softcap = real(args.softcap, "softcap", self.operation)
-        if softcap is not None and softcap < 0:
-            refuse_option(self.operation, softcap=(args.softcap, "0 for none, or a positive number"))
+        softcap = softcap_of(args.softcap, self.operation)
         splits = checks.integer(args.num_splits, "num_splits", self.operation)
         pools = Caches(PagedLayout(), k, v, for_operation(lengths, args.q), for_operation(table, args.q), **scales)
         request = AttendRequest(
-            scale=scale, softcap=softcap or None, alibi_slopes=args.alibi_slopes, num_splits=splits or None,
+            scale=scale, softcap=softcap, alibi_slopes=args.alibi_slopes, num_splits=splits or None,
             short=True, **seen,
         )  # fmt: skip
         ready = attention_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
@@ -543,26 +541,38 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
     return a.restrided((tokens, 1, heads, width), (token, token, head, last)), apart
 
 
-def _sight(args: Arguments) -> Sight:
+def sight_of(causal: Any, window_size: Any, chunk: Any, operation: str) -> Sight:
     """The keys that queries see, from the options.
 
     Raises:
         OptionError: a window that is not a pair of integers.
     """
-    causal = flag(args.causal, "causal", args.operation)
-    chunk = checks.integer(args.attention_chunk, "attention_chunk", args.operation, high=MOST)
+    causal = flag(causal, "causal", operation)
+    chunk = checks.integer(chunk, "attention_chunk", operation, high=MOST)
     try:
-        left, right = args.window_size
+        left, right = window_size
         if isinstance(left, bool) or isinstance(right, bool):
             raise TypeError("not a number but a truth value")
         left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         accepted = "(left, right), integers, -1 for unlimited"
-        refuse_option(args.operation, window_size=(args.window_size, accepted))
+        refuse_option(operation, window_size=(window_size, accepted))
     return Sight(min(left, MOST) if left >= 0 else -1, 0 if causal else min(right, MOST) if right >= 0 else -1, chunk)
 
 
-def _seen(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
+def softcap_of(value: Any, operation: str) -> float | None:
+    """The soft cap; these libraries write 0 for no soft cap.
+
+    Raises:
+        OptionError: it is negative, or not a number.
+    """
+    softcap = real(value, "softcap", operation)
+    if softcap is not None and softcap < 0:
+        refuse_option(operation, softcap=(value, "0 for none, or a positive number"))
+    return softcap or None
+
+
+def seen_keys(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
     """The keys that queries see, as options of attention."""
     farthest = capacity + queries  # from a query before the first token to the last one
     left, right = min(sight.left, farthest), min(sight.right, farthest)

@@ -11,11 +11,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tikv import runtime
-from tikv.errors import DTypeError
-from tikv.integrations.transformers import keywords, shim, steps
+from tikv.errors import DTypeError, OptionError
+from tikv.integrations.transformers import batching, keywords, shim, steps
 from tikv.integrations.transformers.chosen import attend_chosen, chosen_keys
 from tikv.integrations.transformers.keywords import ATTENTION as ATTENTION
 from tikv.integrations.transformers.keywords import HEARD, KEYWORDS, MODEL, OPERATION
+from tikv.integrations.transformers.paged import attend_pages
 from tikv.integrations.transformers.prompts import PromptMask, attend_prompt, prompt_mask, window_of
 from tikv.integrations.transformers.slots import request_of
 from tikv.integrations.transformers.stored import attend_in_place, decoded, reads_in_place
@@ -351,5 +352,35 @@ def _starts(padding: Any) -> Any:
     return starts if bool((padding == behind).all()) else None
 
 
+def attend_batch(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """`attend` while a manager of transformers' continuous batching runs: over its pages, or as `attend` without them.
+
+    Raises:
+        OptionError: there are no pages, and this version of transformers made no mask.
+    """
+    cache = kwargs.get("cache")
+    if cache is None or not hasattr(cache, "layer_to_allocator"):
+        if not shim.MODELS_UPDATE_PAGES:
+            raise OptionError(
+                f"{OPERATION}: the model was called while a manager of continuous batching runs, which this version of "
+                "transformers makes no masks for. Stop the manager first."
+            )
+        return attend(module, query, key, value, attention_mask, dropout, scaling, softcap, **kwargs)
+    keywords.check_declared(type(module))
+    batching.check_attention(cache)
+    return attend_pages(module, query, key, value, scaling, softcap, kwargs), None
+
+
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, mask_for_attend)
+batching.install(attend_batch, mask_for_attend)

@@ -507,6 +507,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """As `TikvCache.activate_past_recording`."""
         self.record_past = True
+        self._put_in_order()  # all layers alike: one mask is made for those of a kind
         self._settled = self.get_seq_length()
 
     @property

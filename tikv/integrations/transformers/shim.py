@@ -34,6 +34,8 @@ MASKS_BY_VMAP = "use_vmap" not in inspect.signature(masking_utils.sdpa_mask).par
 CROP_IS_RELATIVE = VERSION >= (5, 14)  # the argument counts tokens to remove, as a negative number
 CROP_REFUSES_POSITIVE = VERSION >= (5, 16)
 
+MODELS_UPDATE_PAGES = VERSION >= (5, 24)  # and masks are not made in continuous batching
+
 _STATE_FIELDS = (
     "state_size",
     "conv_kernel",

@@ -1,0 +1,222 @@
+"""`flash_attn_func` and `flash_attn_varlen_func` of both versions by their definition."""
+
+import inspect
+
+import numpy as np
+import oracle
+import pytest
+from peers_by_definition import softmax_attention
+
+import tikv
+from tikv.compat import flash_attn, flash_attn_interface, flash_rows
+from tikv.ops.attention.query_tiles import query_tiles
+
+HEADS, GROUP, WIDTH = 2, 2, 32
+COUNTS, HELD = (1, 0, 5, 21, 3, 2), (9, 3, 5, 24, 1, 0)  # more queries than keys, and no keys, too
+
+
+def expected(q, k, v, left, right, softcap=0.0, slopes=None):
+    """(out, lse) of one sequence: q (n, Hq, D), k and v (m, H, D)."""
+    n, m = len(q), len(k)
+    own, keys = np.arange(m - n, m)[:, None], np.arange(m)
+    seen = np.ones((n, m), bool)
+    if left >= 0:
+        seen &= keys >= own - left
+    if right >= 0:
+        seen &= keys <= own + right
+    out, lse = np.zeros((*q.shape[:2], v.shape[-1])), np.zeros((q.shape[1], n))
+    for h in range(q.shape[1]):
+        bias = 0.0 if slopes is None else -slopes[h] * np.abs(own - keys)
+        head = k[:, h // GROUP], v[:, h // GROUP]
+        out[:, h], lse[h] = softmax_attention(q[:, h], *head, q.shape[-1] ** -0.5, seen, softcap, bias)
+    return out, lse
+
+
+CASES = [
+    {},
+    {"causal": True},
+    {"causal": True, "window": (6, -1)},
+    {"window": (6, 2)},
+    {"window": (3, -1)},
+    {"causal": True, "softcap": 2.0, "alibi": (4,)},
+    {"alibi": (6, 4)},
+    {"causal": True, "alibi": (6, 4)},
+]
+
+
+def options_of(case, rng, arch):
+    slopes = rng.uniform(0.1, 0.5, case["alibi"]).astype(np.float32) if "alibi" in case else None
+    options = {"causal": case.get("causal", False), "softcap": case.get("softcap", 0.0)}
+    options["window_size"] = case.get("window", (-1, -1))
+    if slopes is not None:
+        options["alibi_slopes"] = oracle.place(slopes, arch)
+    left, right = options["window_size"]
+    return options, slopes, left, 0 if options["causal"] else right
+
+
+def call(options, version=2):
+    """The function of a version, and what it takes of these options."""
+    module = flash_attn if version == 2 or "alibi_slopes" in options else flash_attn_interface
+    return module.flash_attn_varlen_func, module.flash_attn_func
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case) or "all")
+def test_sequences_of_different_lengths(arch, rng, case, paged):
+    options, slopes, left, right = options_of(case, rng, arch)
+    starts = np.cumsum([0, *COUNTS]).astype(np.int32)
+    of_keys = np.cumsum([0, *HELD]).astype(np.int32)
+    q = rng.standard_normal((starts[-1] + 2, HEADS * GROUP, WIDTH)).astype(np.float32)  # two rows of no sequence
+    k, v = (rng.standard_normal((of_keys[-1], HEADS, WIDTH)).astype(np.float32) for _ in "kv")
+    caches = [k, v]
+    if paged:
+        page = 4
+        table = rng.permutation(len(HELD) * 6).reshape(len(HELD), 6).astype(np.int32)
+        caches = [rng.standard_normal((table.size, page, HEADS, WIDTH)).astype(np.float32) for _ in "kv"]
+        for b, held in enumerate(HELD):
+            for p in range(held):
+                for pool, a in zip(caches, (k, v), strict=True):
+                    pool[table[b, p // page], p % page] = a[of_keys[b] + p]
+        options["block_table"] = oracle.place(table, arch)
+    arrays = [oracle.place(a, arch) for a in (q, *caches, starts, of_keys)]
+    for version in (2, 3):
+        varlen, _ = call(options, version)
+        out, lse = varlen(*arrays, max(COUNTS), max(HELD), return_attn_probs=True, **options)[:2]
+        out, lse = oracle.to_numpy(out), oracle.to_numpy(lse)
+        assert out.shape == q.shape
+        assert lse.shape == q.shape[1::-1]
+        for b in range(len(HELD)):
+            rows, keys = slice(*starts[b : b + 2]), slice(*of_keys[b : b + 2])
+            of_row = None if slopes is None else np.broadcast_to(slopes, (len(HELD), HEADS * GROUP))[b]
+            want, want_lse = expected(q[rows], k[keys], v[keys], left, right, options["softcap"], of_row)
+            np.testing.assert_allclose(out[rows], want, rtol=0, atol=3e-6)
+            np.testing.assert_allclose(lse[:, rows], want_lse, rtol=0, atol=1e-5)
+        assert (out[starts[-1] :] == 0).all()
+        assert (lse[:, starts[-1] :] == -np.inf).all()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.get("alibi") != (6, 4)], ids=lambda c: "-".join(c) or "all")
+def test_sequences_of_one_length(arch, rng, case):
+    options, slopes, left, right = options_of(case, rng, arch)
+    q = rng.standard_normal((2, 5, HEADS * GROUP, WIDTH)).astype(np.float32)
+    k, v = (rng.standard_normal((2, 9, HEADS, WIDTH)).astype(np.float32) for _ in "kv")
+    arrays = [oracle.place(a, arch) for a in (q, k, v)]
+    for version in (2, 3):
+        _, dense = call(options, version)
+        out, lse = dense(*arrays, return_attn_probs=True, **options)[:2]
+        for b in range(2):
+            want, want_lse = expected(q[b], k[b], v[b], left, right, options["softcap"], slopes)
+            np.testing.assert_allclose(oracle.to_numpy(out)[b], want, rtol=0, atol=3e-6)
+            np.testing.assert_allclose(oracle.to_numpy(lse)[b], want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.archs("cpu")
+def test_every_tile_size_gives_the_same(arch, rng, monkeypatch):
+    """Tiles of a GPU's size, of one query, and all between."""
+    starts, of_keys = (np.cumsum([0, *n]).astype(np.int32) for n in (COUNTS, HELD))
+    q = rng.standard_normal((starts[-1], HEADS * GROUP, WIDTH)).astype(np.float32)
+    k, v = (rng.standard_normal((of_keys[-1], HEADS, WIDTH)).astype(np.float32) for _ in "kv")
+    results = []
+    for size in (1, 2, 7, 16, 64):
+        monkeypatch.setattr(flash_rows, "TILE_QUERIES_ON_HOST", size)
+        results.append(flash_attn.flash_attn_varlen_func(q, k, v, starts, of_keys, 30, 30, causal=True))
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=0, atol=2e-6)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_tiles_of_torch_are_those_of_numpy(arch, size):
+    """On a device, torch computes them; the rows of a tile are the queries of its sequence, each once."""
+    torch = pytest.importorskip("torch")
+    starts = np.cumsum([0, *COUNTS])
+    total = int(starts[-1]) + 2
+    tiles = query_tiles(np, starts, np.arange(total), size, len(COUNTS))
+    for a, b in zip(
+        tiles, query_tiles(torch, torch.tensor(starts), torch.arange(total), size, len(COUNTS)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b.numpy())
+    for row in range(starts[-1]):
+        assert tiles.rows[tiles.tile[row], tiles.number[row]] == row
+        sequence = int(np.searchsorted(starts[1:], row, side="right"))
+        assert tiles.sequence[tiles.tile[row]] == sequence
+        after = size - 1 - tiles.number[row] + tiles.behind[tiles.tile[row]]
+        assert row + after == starts[sequence + 1] - 1
+    assert tiles.used.sum() == sum(-(-n // size) for n in COUNTS)
+
+
+@pytest.mark.archs("cpu")
+def test_no_queries_and_no_sequences(arch):
+    q, k = np.ones((0, 4, 16), np.float32), np.ones((3, 2, 16), np.float32)
+    for starts, of_keys in (([0], [0]), ([0, 0], [0, 3])):
+        starts, of_keys = np.array(starts, np.int32), np.array(of_keys, np.int32)
+        assert flash_attn.flash_attn_varlen_func(q, k, k, starts, of_keys, 0, 3).shape == (0, 4, 16)
+
+
+@pytest.mark.archs("cpu")
+def test_used_keys_of_version_3(arch, rng):
+    """`seqused_k` alone over pages, as vLLM's kernels are called, and over rows."""
+    q = rng.standard_normal((3, 4, 16)).astype(np.float32)
+    k, v = (rng.standard_normal((9, 2, 16)).astype(np.float32) for _ in "kv")
+    starts, of_keys, used = (np.array(a, np.int32) for a in ([0, 1, 3], [0, 4, 9], [3, 2]))
+    varlen = flash_attn_interface.flash_attn_varlen_func
+    by_rows = varlen(q, k, v, starts, of_keys, 2, 5, seqused_k=used, causal=True)
+    pools = [np.concatenate([a[:4], a[4:8]]).reshape(2, 4, 2, 16) for a in (k, v)]
+    table = np.array([[0], [1]], np.int32)
+    by_pages = varlen(q, *pools, starts, None, 2, 5, seqused_k=used, causal=True, block_table=table)
+    np.testing.assert_allclose(by_rows, by_pages, rtol=0, atol=1e-6)
+    want, _ = expected(q[1:3], k[4:6], v[4:6], -1, 0)
+    np.testing.assert_allclose(by_rows[1:3], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout_p": 0.5}, "dropout_p=0.5 is not supported"),
+        ({"window_size": (1,)}, "window_size"),
+        ({"max_seqlen_q": 1}, "max_seqlen_q=1, but sequence 1 has 2 queries"),
+        ({"max_seqlen_k": 3}, "max_seqlen_k=3, but sequence 0 has 4 keys"),
+        ({"max_seqlen_q": None}, "max_seqlen_q is missing"),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k is missing"),
+        ({"cu_seqlens_k": np.array([0, 4, 99], np.int32)}, "must ascend from 0 to at most the 9 rows of k"),
+        ({"cu_seqlens_k": np.array([0, 4], np.int32)}, r"cu_seqlens_k is \(2,\)"),
+        ({"cu_seqlens_q": np.array([0, 2, 1], np.int32)}, "must ascend"),
+        ({"v": np.ones((8, 2, 16), np.float32)}, "both need one dtype and the same shape"),
+        ({"alibi_slopes": np.ones(3, np.float32)}, "alibi_slopes is"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_refused(arch, options, words):
+    given = {
+        "q": np.ones((3, 4, 16), np.float32),
+        "k": np.ones((9, 2, 16), np.float32),
+        "v": np.ones((9, 2, 16), np.float32),
+        "cu_seqlens_q": np.array([0, 1, 3], np.int32),
+        "cu_seqlens_k": np.array([0, 4, 9], np.int32),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 5,
+    }
+    with pytest.raises(tikv.TikvError, match=words):
+        flash_attn.flash_attn_varlen_func(**given | options)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"])
+def test_what_version_3_refuses_by_name(arch, name):
+    q, starts = np.ones((2, 2, 16), np.float32), np.array([0, 2], np.int32)
+    for function in (flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_func):
+        arguments = (q, q, q, starts, starts, 2, 2) if "cu_seqlens_q" in inspect.signature(function).parameters else ()
+        if name in inspect.signature(function).parameters:
+            with pytest.raises(tikv.OptionError, match=f"{name} is not supported"):
+                function(*(arguments or (q[None], q[None], q[None])), **{name: 4})
+
+
+@pytest.mark.archs("cpu")
+def test_backward_is_refused(arch):
+    torch = pytest.importorskip("torch")
+    q = torch.ones(2, 2, 16, requires_grad=True)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    out = flash_attn.flash_attn_varlen_func(q, q, q, starts, starts, 2, 2, causal=True)
+    with pytest.raises(tikv.OptionError):
+        out.sum().backward()

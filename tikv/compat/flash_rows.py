@@ -1,0 +1,264 @@
+"""What both versions of flash-attention's `flash_attn_func` and `flash_attn_varlen_func` share: they only attend.
+
+Sequences of different lengths are read where they lie: in pages through a table, or one after the other in arrays
+(total_k, H, D), which attention takes for one cache of which each sequence sees its own part. Queries become tiles of
+equally many; where a query sees keys after its own, the tile is the whole sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.compat import ragged_rows
+from tikv.compat.indices import Indices, for_operation, refuse_option
+from tikv.compat.kvcache import MOST, Sight, seen_keys, sight_of, softcap_of
+from tikv.compat.ragged_rows import on_device_of
+from tikv.errors import OptionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.contiguous import CONTIGUOUS, ContiguousLayout
+from tikv.ops.attention.options import real
+from tikv.ops.attention.paged import PagedLayout
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.query_tiles import QueryTiles, query_tiles
+from tikv.ops.attention.request import AttendRequest
+
+TILE_ROWS = 128  # query rows of a KV head in a tile, as many as a block of the kernels for prompts takes
+TILE_QUERIES_ON_HOST = 16
+
+
+class RowsArguments(NamedTuple):
+    """The arguments of either version; without `cu_seqlens_q`, sequences of one length, (B, S, heads, D)."""
+
+    operation: str
+    q: Any
+    k: Any
+    v: Any
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+    seqused_k: Any = None
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = (-1, -1)
+    softcap: Any = 0.0
+    alibi_slopes: Any = None
+    num_splits: Any = 0
+    block_table: Any = None
+
+
+def refuse_dropout(operation: str, dropout_p: Any) -> None:
+    """Refuse any dropout but 0."""
+    if real(dropout_p, "dropout_p", operation) not in (0.0, None):
+        refuse_option(operation, dropout_p=(dropout_p, "0.0: these functions are for inference"))
+
+
+def attend_rows(args: RowsArguments) -> tuple[Any, Any]:
+    """(out, lse) of a call of either function.
+
+    Raises:
+        TikvError: arguments that do not fit each other.
+    """
+    operation = args.operation
+    sight = sight_of(args.causal, args.window_size, 0, operation)
+    splits = checks.integer(args.num_splits, "num_splits", operation) or None
+    request = AttendRequest(
+        scale=real(args.softmax_scale, "softmax_scale", operation), softcap=softcap_of(args.softcap, operation),
+        alibi_slopes=args.alibi_slopes, num_splits=splits, short=True,
+    )  # fmt: skip
+    out, lse = _dense(args, request, sight) if args.cu_seqlens_q is None else _Ragged(args, request, sight).attend()
+    return refuse_backward((out, lse), args.q, args.k, args.v)  # type: ignore[no-any-return]
+
+
+def _views(args: RowsArguments, axes: tuple[tuple[str, str], ...]) -> list[ArrayView]:
+    """Views of q, k and v, whose axes, and their names, are given."""
+    views = []
+    for name, names in axes:
+        a = view(getattr(args, name), name, args.operation)
+        checks.rank(a, (names.count(",") + 1,), name, f"({names})", args.operation)
+        views.append(a)
+    q, k, v = views
+    if k.shape[:-1] != v.shape[:-1] or k.dtype is not v.dtype:
+        raise ShapeError(
+            f"{args.operation}: k is {describe(k)} and v {describe(v)}; both need one dtype and the same shape but for "
+            "the last axis."
+        )
+    return [q, k, v]
+
+
+def _dense(args: RowsArguments, request: AttendRequest, sight: Sight) -> tuple[Any, Any]:
+    """Attention of sequences with equally many queries, and equally many keys."""
+    q, k, v = _views(args, (("q", "B, Sq, Hq, D"), ("k", "B, Sk, H, D"), ("v", "B, Sk, H, D_v")))
+    (batch, queries, heads, _), held = q.shape, k.shape[1]
+    out, lse, results = _results(args.q, (batch, queries, heads, v.shape[3]))
+    request = request._replace(**seen_keys(sight, queries, held, args.alibi_slopes is not None))
+    caches = Caches(CONTIGUOUS, k.transposed(0, 2, 1, 3), v.transposed(0, 2, 1, 3), held)
+    attention_call(args.operation, q.transposed(0, 2, 1, 3), caches, request).prepare(None, results).run()
+    return handed_over(out), handed_over(lse)
+
+
+def _results(like: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Results]:
+    """New arrays (n, T, Hq, D_v) and (n, Hq, T), and how attention writes them."""
+    live, dtype = runtime_of(like), view(like, "q", "").dtype
+    out = new_like(like, shape, dtype, live)
+    lse = new_like(like, (shape[0], shape[2], shape[1]), dtypes.float32, live)
+    to = view(out, "out", "").transposed(0, 2, 1, 3)
+    return out, lse, Results(to, True, view(lse, "lse", ""))
+
+
+class _Ragged:
+    """A call of `flash_attn_varlen_func`, checked when the object is made."""
+
+    def __init__(self, args: RowsArguments, request: AttendRequest, sight: Sight) -> None:
+        self.args, self.request, self.sight, self.operation = args, request, sight, args.operation
+        self.paged = args.block_table is not None
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        self.index = Indices(self.operation, {name: getattr(args, name) for name in names})
+        of_keys = ("N, page, H, D", "N, page, H, D_v") if self.paged else ("total_k, H, D", "total_k, H, D_v")
+        self.q, self.k, self.v = _views(args, (("q", "total_q, Hq, D"), ("k", of_keys[0]), ("v", of_keys[1])))
+        ragged_rows.require_library(self.operation, {"q": args.q}, "Such a call")
+        self.starts = self._starts("cu_seqlens_q", self.q.shape[0], "rows of q")
+        self.batch = int(self.starts.shape[0]) - 1
+        self.first, self.lengths = self._keys()
+        slopes = args.alibi_slopes
+        if slopes is not None:
+            a = view(slopes, "alibi_slopes", self.operation)
+            if a.shape not in ((self.q.shape[1],), (self.batch, self.q.shape[1])):
+                raise ShapeError(f"{self.operation}: alibi_slopes is {describe(a)}; it must be (Hq,) or (B, Hq).")
+        self.most = self._most("max_seqlen_q", self.starts[1:] - self.starts[:-1], "queries")
+        self._most("max_seqlen_k", self.lengths, "keys")
+
+    def attend(self) -> tuple[Any, Any]:
+        """(out (total_q, Hq, D_v), lse (Hq, total_q))."""
+        args, (total, heads, _) = self.args, self.q.shape
+        most = min(self.most, total)
+        if not (total and self.batch and most):
+            shape = (1, total, heads, self.v.shape[-1])
+            out, lse, _ = _results(args.q, shape)
+            return _emptied(out[0], 0.0), _emptied(lse[0], -math.inf)
+        size = self._tile(most)
+        tiles = query_tiles(self.index.library, self.starts, self.index.arange(total), size, self.batch)
+        queries = args.q[on_device_of(tiles.rows, args.q)]
+        out, lse, results = _results(args.q, (*queries.shape[:3], self.v.shape[-1]))
+        asked = view(queries, "q", self.operation).transposed(0, 2, 1, 3)
+        self._call(asked, tiles, size).prepare(None, results).run()
+        tile, number, inside = (on_device_of(a, out) for a in (tiles.tile, tiles.number, tiles.inside))
+        out = ragged_rows.selected(inside[:, None, None], out[tile, number], 0.0)
+        return out, ragged_rows.selected(inside[:, None], lse[tile, :, number], -math.inf).T
+
+    def _tile(self, most: int) -> int:
+        """How many queries a tile has: of so many at most, all if one of them sees keys after its own."""
+        sight = self.sight
+        slopes = self.args.alibi_slopes is not None
+        if sight.right > 0 or (sight.right < 0 and (sight.left >= 0 or slopes)):
+            return most
+        group = max(1, self.q.shape[1] // max(1, self.k.shape[-2]))
+        return min(most, TILE_QUERIES_ON_HOST if self.q.device == "cpu" else -(-TILE_ROWS // group))
+
+    def _call(self, queries: ArrayView, tiles: QueryTiles, size: int) -> Any:
+        """The checked call of attention of the tiles."""
+        index, args, sequence = self.index, self.args, tiles.sequence
+        causal = self.sight.right == 0
+        if self.paged:
+            table = index.array("block_table", (self.batch, None), "(B, pages)")[sequence]
+            held = int(table.shape[1]) * self.k.shape[1]
+            lengths = for_operation(tiles.lengths(self.lengths, causal), args.q)
+            pools = Caches(PagedLayout(), self.k, self.v, lengths, for_operation(table, args.q))
+            return attention_call(self.operation, queries, pools, self._request(size, held, sequence))
+        first = self.first[sequence] * tiles.used
+        ends = index.library.maximum(tiles.lengths(self.first + self.lengths, causal), first)
+        both = index.library.stack((ends, first), 1).reshape(-1)
+        n, (held, heads, _) = int(sequence.shape[0]), self.k.shape
+        rows = []
+        for a in (self.k, self.v):
+            step = a.strides
+            rows.append(a.restrided((n, heads, held, a.shape[2]), (0, step[1], step[0], step[2])))
+        caches = Caches(ContiguousLayout(starts=True), rows[0], rows[1], for_operation(both, args.q))
+        return attention_call(self.operation, queries, caches, self._request(size, held, sequence))
+
+    def _request(self, size: int, held: int, sequence: Any) -> AttendRequest:
+        """What tiles of so many queries of these sequences see."""
+        slopes = self.args.alibi_slopes
+        if slopes is not None and len(slopes.shape) == 2:
+            slopes = slopes[on_device_of(sequence, slopes)]
+        return self.request._replace(alibi_slopes=slopes, **seen_keys(self.sight, size, held, slopes is not None))
+
+    def _starts(self, name: str, end: int | None, what: str) -> Any:
+        """An argument (B + 1,) that ascends from 0 to at most `end`."""
+        batch = None if name == "cu_seqlens_q" else self.batch + 1
+        starts = self.index.array(name, (batch,), "(B + 1,)")
+        if not starts.shape[0]:
+            raise ShapeError(f"{self.operation}: {name} is empty; it needs one more entry than there are sequences.")
+        self.index.check_starts(name, starts, MOST if end is None else end, what)
+        return starts
+
+    def _keys(self) -> tuple[Any, Any]:
+        """(the first key, the number of keys) of each sequence; the first is 0 in pages."""
+        index, args = self.index, self.args
+        if not index.has("cu_seqlens_k"):
+            if not (self.paged and index.has("seqused_k")):
+                raise ShapeError(
+                    f"{self.operation}: cu_seqlens_k is missing. Pass where the keys of each sequence start, or, with "
+                    "a table of pages, seqused_k."
+                )
+            first = self.starts[:-1] * 0
+            lengths = first
+        else:
+            starts = self._starts("cu_seqlens_k", None if self.paged else self.k.shape[0], "rows of k")
+            lengths = starts[1:] - starts[:-1]
+            first = lengths * 0 if self.paged else starts[:-1]
+        if index.has("seqused_k"):
+            used = index.array("seqused_k", (self.batch,), "(B,)")
+            most = lengths if index.has("cu_seqlens_k") else used
+            index.refuse_where(
+                (used < 0) | (used > most),
+                lambda b: f"seqused_k{[*b]}={int(used[b])} is not one of 0..{int(most[b])}, the keys of the sequence.",
+            )
+            lengths = used
+        if self.paged:
+            self._check_pages(lengths)
+        elif args.seqused_k is not None:
+            lengths = index.library.minimum(lengths.clip(0), most)
+        return first, lengths
+
+    def _check_pages(self, lengths: Any) -> None:
+        """Check the table, if the host knows its values."""
+        index, (blocks, page) = self.index, self.k.shape[:2]
+        table = index.array("block_table", (self.batch, None), "(B, pages)")
+        held = int(table.shape[1]) * page
+        index.refuse_where(
+            lengths > held,
+            lambda b: f"sequence {b[0]} has {int(lengths[b])} keys, and block_table has pages for {held}.",
+        )
+        starts = index.arange(table.shape[1])[None] * page
+        index.refuse_where(
+            ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
+            lambda at: (
+                f"sequence {at[0]} has {int(lengths[at[0]])} keys and needs page {int(table[at])} (block_table"
+                f"[{at[0]}, {at[1]}]), but there are {blocks}. Use 0..{blocks - 1}."
+            ),
+        )
+
+    def _most(self, name: str, counts: Any, what: str) -> int:
+        """The argument that says the most queries or keys of any sequence."""
+        value = getattr(self.args, name)
+        if value is None:
+            raise OptionError(f"{self.operation}: {name} is missing. Pass the most {what} of any sequence.")
+        most = checks.integer(value, name, self.operation, high=MOST)
+        self.index.refuse_where(
+            counts > most,
+            lambda b: (
+                f"{name}={most}, but sequence {b[0]} has {int(counts[b])} {what}. Pass the most {what} of any sequence."
+            ),
+        )
+        return int(most)
+
+
+def _emptied(array: Any, number: float) -> Any:
+    """The array, filled with a number."""
+    array[...] = number
+    return array
