@@ -13,6 +13,7 @@ from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.options import INTEGERS, AttentionOptions, CacheLayout
 from tikv.ops.attention.plan import NEW, AttentionPlan, ReadyAttention, Results
 from tikv.ops.attention.request import AttendRequest
+from tikv.ops.attention.terms import NO_TERMS
 from tikv.ops.fixed_scales import scale_given
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Formats
@@ -94,7 +95,7 @@ def attention_call(
     request = request.checked(operation)
     layout, k, v, lens, table, k_scale, v_scale, head_dim_v, formats = caches
     live, names = runtime_of(q, k), layout.names
-    if "table" in names:
+    if paged := "table" in names:
         layout.check(operation, caches, request)
     length, arguments, of_codes = 0, {"q": q}, None
     if isinstance(k, Quantized) or isinstance(v, Quantized):
@@ -103,7 +104,7 @@ def attention_call(
         of_codes, head_dim_v = dict(zip(STORED, (*codes, *numbers), strict=True)), None
     else:
         arguments |= {"k": k, "v": v}
-    if "table" in names:
+    if paged:
         arguments["table"] = table = index_array(table, names["table"], operation)
     if isinstance(lens, INTEGERS):
         length = checks.integer(lens, names["lens"], operation)
@@ -116,8 +117,10 @@ def attention_call(
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         _add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    arrays |= request.terms.views(operation) if terms is None else terms
-
+    if terms is None and request.terms is not NO_TERMS:
+        terms = request.terms.views(operation)
+    if terms:
+        arrays |= terms
     key = plan_key(operation, arrays, (request.choices, return_mass, layout, formats, v is None))
     plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:

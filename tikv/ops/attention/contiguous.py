@@ -102,7 +102,9 @@ def decode_attention(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
-    layout = ContiguousLayout(checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation))
+    layout = CONTIGUOUS
+    if ring is not False or type(sinks) is not int or sinks:
+        layout = ContiguousLayout(checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation))
     caches = Caches(layout, k_cache, v_cache, seq_lens, None, k_scale, v_scale, head_dim_v)
     results = Results(out, checks.flag(return_lse, "return_lse", operation))
     call = attention_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))

@@ -100,7 +100,7 @@ def paged_decode_attention(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
-    pages = PagedLayout(checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)))
+    pages = NHD if layout == "NHD" else PagedLayout(checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)))
     pools = Caches(pages, k_pool, v_pool, context_lens, block_tables, k_scale, v_scale, head_dim_v)
     call = attention_call(operation, q, pools, request)
     result = call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
@@ -145,6 +145,9 @@ class PagedLayout(NamedTuple):
         cache = _pool_layout(arrays, self.name, live, operation, formats, named)
         window_or_none(options.span, operation)
         return cache, options
+
+
+NHD = PagedLayout()
 
 
 def check_paged_queries(
