@@ -64,6 +64,7 @@ def test_a_life(arch, family, tmp_path):
 
 # Each was wrong once.
 SLOTS_MOVED = [("begin", 67, [0], 0), ("compiled", 5, False, 0), ("crop", 1), ("compiled", 1, True, 0)]
+RECORDED_IN_A_RING = [("begin", 1, [0], 1), ("steps", 1, 1), ("record",), ("compiled", 6, False, 1)]
 ONE_LAYER_READY = [("begin", 1, [0], 0), ("interrupt", 0, True, 1, 1), ("compiled", 1, True, 0)]
 AFTER_AN_INTERRUPT = [
     ("begin", 1, [0], 0), ("tokens", 71, 0), ("interrupt", 0, False, 1, 0), ("crop", 1), ("compiled", 1, True, 0)
@@ -76,6 +77,7 @@ AFTER_AN_INTERRUPT = [
         ("gemma3", {"max_cache_len": 300}, SLOTS_MOVED),
         ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
         ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
+        ("mistral", {"max_cache_len": 40}, RECORDED_IN_A_RING),
     ],
 )
 def test_a_life_that_was_wrong(arch, family, options, operations, tmp_path):
