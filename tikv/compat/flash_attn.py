@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tikv.arrays import Array, Arrays
 from tikv.compat.flash_rows import RowsArguments, attend_rows, refuse_dropout
 from tikv.compat.indices import flag
@@ -101,18 +99,18 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_func(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
+    alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Arrays:
     """Attend, as flash-attention's function does in inference: there is no `backward`.
 
     Args:
@@ -154,11 +152,11 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -166,11 +164,11 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
+    alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> Any:
+    block_table: Array | None = None,
+) -> Arrays:
     """Attend with sequences of different lengths, one after the other, as flash-attention's function does in inference.
 
     Args:

@@ -136,15 +136,15 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_func(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     softmax_scale: float | None = None,
     causal: bool = False,
-    qv: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
+    qv: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -153,7 +153,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Arrays:
     """Attend, as flash-attention 3's function does in inference: there is no `backward`.
 
     Args:
@@ -193,21 +193,21 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    qv: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
+    qv: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -216,8 +216,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> Any:
+    block_table: Array | None = None,
+) -> Arrays:
     """Attend with sequences of different lengths, one after the other, as flash-attention 3's function in inference.
 
     Args:
