@@ -221,9 +221,10 @@ def flash_attn_varlen_func(
     """Attend with sequences of different lengths, one after the other, as flash-attention 3's function in inference.
 
     Args:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
-            block_table: as in `tikv.compat.flash_attn.flash_attn_varlen_func`. With ``block_table`` and ``seqused_k``,
-            ``cu_seqlens_k`` may be None, as in vLLM's kernels.
+        q, k, v, max_seqlen_q, max_seqlen_k: as in `tikv.compat.flash_attn.flash_attn_varlen_func`.
+        cu_seqlens_q, cu_seqlens_k, block_table: likewise; with ``block_table`` and ``seqused_k``, ``cu_seqlens_k`` may
+            be None, as in vLLM's kernels.
+        softmax_scale, causal, window_size, softcap: likewise.
         seqused_q: must be None.
         seqused_k: (B,) int32: how many of its keys each sequence sees; None for all.
         qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
