@@ -183,8 +183,9 @@ def test_what_somebody_still_has_stays_as_it_is(arch):
 
 @pytest.mark.archs("cpu")
 def test_a_copy_that_is_overwritten_too_early_is_seen(arch, monkeypatch):
-    lend = Place.lend
-    monkeypatch.setattr(Place, "lend", lambda self, array: (lend(self, array), setattr(self, "_lent", []))[0])
+    hand_out = Place.hand_out
+    forgetful = lambda self, array: (hand_out(self, array), setattr(self, "_references", []))[0]  # noqa: E731
+    monkeypatch.setattr(Place, "hand_out", forgetful)
     with pytest.raises(AssertionError):
         test_what_somebody_still_has_stays_as_it_is(arch)
 
