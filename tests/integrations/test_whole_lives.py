@@ -78,6 +78,7 @@ AFTER_AN_INTERRUPT = [
         ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
         ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
         ("mistral", {"max_cache_len": 40}, RECORDED_IN_A_RING),
+        ("gemma2", {"window": 12, "sinks": 4}, [("begin", 77, [0], 1), ("begin", 12, [8, 7], 1)]),
     ],
 )
 def test_a_life_that_was_wrong(arch, family, options, operations, tmp_path):

@@ -21,6 +21,7 @@ KINDS = {  # how often each kind of operation comes, of about 60
     "snapshot": 3, "restore": 4,
 }  # fmt: skip
 OPERATIONS = 24
+SCALES = ("k_scale", "v_scale")
 FIXED_SCALES = (0.5, 0.11, 2.0)
 
 
@@ -143,7 +144,7 @@ def _shorter(chosen: Chosen) -> Any:
         size //= 2
     for name in chosen.options:
         if name != "sinks":
-            dropped = {"sinks"} if name == "window" else set()
+            dropped = {"sinks"} if name == "window" else {"v_dtype", *SCALES} if name == "dtype" else set()
             options = {k: v for k, v in chosen.options.items() if k != name and k not in dropped}
             yield chosen._replace(options=options)
     for i, operation in enumerate(operations):

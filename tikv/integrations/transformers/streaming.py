@@ -109,7 +109,7 @@ class StreamingLayer(RingLayer):
 
     def let_go_of_prompt(self) -> None:
         """As `TikvLayer.let_go_of_prompt`."""
-        if self.has_prompt_room and not (self.store is None or self._staged or self.record_past):
+        if self.has_prompt_room and self.get_seq_length() and not (self._staged or self.record_past):
             now, slots = self.slot_map, self.window + rooms.ROLLBACK
             first = max(now.first, self._oldest_needed(now.end) - 1 - rooms.ROLLBACK)
             self._rearrange(now._replace(first=first), slots)
