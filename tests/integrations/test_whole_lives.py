@@ -64,6 +64,10 @@ def test_a_life(arch, family, tmp_path):
 
 # Each was wrong once.
 SLOTS_MOVED = [("begin", 67, [0], 0), ("compiled", 5, False, 0), ("crop", 1), ("compiled", 1, True, 0)]
+BY_ANOTHER_NAME = [
+    ("begin", 2, [0], 1), ("attention", "eager"), ("compiled", 1, False, 1), ("attention", "tikv"),
+    ("compiled", 1, False, 1),
+]  # fmt: skip
 RECORDED_IN_A_RING = [("begin", 1, [0], 1), ("steps", 1, 1), ("record",), ("compiled", 6, False, 1)]
 ONE_LAYER_READY = [("begin", 1, [0], 0), ("interrupt", 0, True, 1, 1), ("compiled", 1, True, 0)]
 AFTER_AN_INTERRUPT = [
@@ -78,6 +82,8 @@ AFTER_AN_INTERRUPT = [
         ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
         ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
         ("mistral", {"max_cache_len": 40}, RECORDED_IN_A_RING),
+        ("deepseek", {"max_cache_len": 300}, BY_ANOTHER_NAME),
+        ("llama", {"max_cache_len": 300}, BY_ANOTHER_NAME),
         ("gemma2", {"window": 12, "sinks": 4}, [("begin", 77, [0], 1), ("begin", 12, [8, 7], 1)]),
     ],
 )

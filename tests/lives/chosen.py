@@ -70,7 +70,7 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
                 del found["v_dtype"]
         stored = found["dtype"], found.get("v_dtype", found["dtype"])
-        if rng.random() < 0.3 and all(name.startswith("float8") or name == "nvfp4" for name in stored):
+        if rng.random() < 0.3 and (stored == ("nvfp4", "nvfp4") or all(name.startswith("float8") for name in stored)):
             found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
     if not {"window", "dtype"} & found.keys() and set(FAMILIES[family].layers) == {FULL} and rng.random() < 0.2:
         found["place"] = "host"

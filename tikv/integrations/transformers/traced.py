@@ -40,6 +40,8 @@ def append(layer: Any, key_states: Any, value_states: Any) -> tuple[Any, Any]:
     k_scale, v_scale = (None if a is None else a.flatten(0, 1)[:, :, None] for a in memory.scales)
     torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
     store.recount(length=end, origin=store.origin)
+    if layer._counted is not None:
+        layer._counted.current = False  # the count on the device does not know of these tokens
     first = max(0, end - tokens - layer._past) if layer.is_sliding else 0
     copied = memory.as_stored and torch.is_grad_enabled()  # as in `_returned`
     k, v = (a[:, :, first:end].to(layer.dtype, copy=copied) for a in (memory.k, memory.v))
