@@ -534,8 +534,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         for layer, back in ahead:
             layer.crop(back)
         for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
-            if isinstance(layer, RingLayer):
-                layer._put_in_order()
+            layer._put_in_order()
         return int(self.get_seq_length())
 
     def snapshot(self) -> TikvSnapshot:

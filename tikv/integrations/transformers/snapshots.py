@@ -118,7 +118,7 @@ class _State:
 
     def __init__(self, layer: Any) -> None:
         self._keys = _keys_of(layer)
-        self._state = layer.copied_state()
+        self._state = copy.deepcopy(layer.state())
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +134,7 @@ class _State:
 
 
 def _saved(layer: Any) -> Any:
-    return _State(layer) if hasattr(layer, "copied_state") else _keys_of(layer)
+    return _State(layer) if hasattr(layer, "set_state") else _keys_of(layer)
 
 
 def _keys_of(layer: Any) -> Any:

@@ -19,8 +19,13 @@ KINDS = ("conv", "recurrent")
 
 def tensors_of(layer: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Copies of a layer's states on the host, by their names in files."""
+    return {name: _as_numpy(state) for name, state in _named(layer).items()}
+
+
+def _named(layer: Any) -> dict[str, Any]:
+    """A layer's states by their names in files."""
     return {
-        f"{kind}.{i}": _as_numpy(state)
+        f"{kind}.{i}": state
         for kind, states in zip(KINDS, (layer.conv_states, layer.recurrent_states), strict=True)
         for i, state in states.items()
         if state is not None
@@ -30,7 +35,7 @@ def tensors_of(layer: Any) -> dict[str, np.ndarray[Any, Any]]:
 def metadata_of(layer: Any) -> dict[str, Any]:
     """What a file says of them."""
     return {
-        "shapes": {name: list(a.shape) for name, a in tensors_of(layer).items()},
+        "shapes": {name: list(a.shape) for name, a in _named(layer).items()},
         "kernels": [layer.conv_kernel_size[i] for i in range(layer.number_of_states)],
         "seen": [layer.has_previous_state[i] for i in range(layer.number_of_states)],
         "from_start": [i in layer._from_start for i in range(layer.number_of_states)],

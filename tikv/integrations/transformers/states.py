@@ -128,12 +128,12 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             self.conv_states[i] = self.recurrent_states[i] = None
             self.is_conv_states_initialized[i] = self.is_recurrent_states_initialized[i] = False
 
-    def copied_state(self) -> dict[str, Any]:
-        """A copy of the state, and of what is known of it, by the names of attributes."""
-        return {name: copy.deepcopy(getattr(self, name)) for name in vars(StateLayer(self.index, **self._options))}
+    def state(self) -> dict[str, Any]:
+        """The state, and what is known of it, by the names of attributes; nothing is copied."""
+        return {name: getattr(self, name) for name in vars(StateLayer(self.index, **self._options))}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Put back a copy that `copied_state` made; states that are as large are written in place."""
+        """Take a copy of what `state` returned; states that are as large are written in place."""
         for name, value in state.items():
             if name in ("conv_states", "recurrent_states"):
                 self._put(getattr(self, name), value)
@@ -239,7 +239,7 @@ class _KeysBeside(StateLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         layer = self._keys.__deepcopy__(self, memo)
-        layer.set_state(self.copied_state())
+        layer.set_state(self.state())
         return layer
 
     def __repr__(self) -> str:
