@@ -20,6 +20,7 @@ def run(settings: Settings, progress: Progress) -> None:
     from lives import chosen, life
 
     torch.set_num_threads(1)  # models this small only wait for a second thread
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody wrote is NaN: who reads it is seen
     transformers.logging.set_verbosity_error()
 
     def fails(other: chosen.Chosen) -> bool:

@@ -197,8 +197,9 @@ def test_a_tree_follows_a_fork(arch, rng):
 def test_a_call_that_fails_leaves_the_tree_before(arch, rng, pooled, name, monkeypatch):
     cache = Cache(rng, arch, pooled, name).draft()
     before = cache.bits()
-    with pytest.raises(tikv.TikvError):
-        cache.draft([[0, 0], [-1, 0]])
+    rows = [cache.rows(2, heads) for heads in (Q_HEADS, HEADS, HEADS)]
+    with pytest.raises(tikv.PositionError, match="not a token before token 0"):  # the host knows these parents
+        cache.of.extend(0, *rows, *cache.bounds(2), parents=[[0, 0], [-1, 0]])
     assert cache.bits() == before
     cache.refuses([[1], [1, 2]] if pooled else [[1, 2], [1, 2]], NO_PATH)
 

@@ -182,6 +182,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _put_in_order(self) -> None:
         """Move the tokens to temporal order, if they are in another."""
 
+    def _clear_empty(self, first: int) -> None:
+        """Write zeros to the slots from `first` on that shorter rows leave empty, if there are any."""
+
     def _show_ring(self) -> None:
         """Tell attention which of the slots the newest token sees, if not all of them."""
 
@@ -273,6 +276,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         end = before.end + tokens
         after = before.after(tokens if before.ring else min(end, counted.slots) - before.end)
         self._count_as(after)
+        self._clear_empty(before.used)
         if after.ring:
             self._settled = max(self._settled, after.first - after.sinks)
             self._show_ring()

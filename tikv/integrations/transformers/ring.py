@@ -58,14 +58,15 @@ class RingLayer(TikvLayer):
             self._attach()
         if renewed or (sources != np.arange(to.used)).any():
             self._memory.take(words, sources)
-        if self._starts is not None:
-            self._clear_empty(0)
+        self._clear_empty(0)
         if self._counted is not None:
             self._counted.current = False
         self._show_ring()
 
     def _clear_empty(self, first: int) -> None:
-        """Write zeros to empty slots from `first` on, which attention that gets a mask multiplies by 0."""
+        """As `TikvLayer._clear_empty`: attention that gets a mask multiplies them by 0, and a NaN would stay one."""
+        if self._starts is None:
+            return
         empty = self.slot_map.positions()[:, first:] < 0
         if empty.any():
             self._memory.clear(first, empty)
@@ -149,8 +150,7 @@ class RingLayer(TikvLayer):
             self._count_as(before._replace(first=after.first) if written else before)
             raise
         self._count_as(after)
-        if self._starts is not None:
-            self._clear_empty(before.used if before.ring else 0)
+        self._clear_empty(before.used if before.ring else 0)
         self._count_on_device(tokens)
         self._show_ring()
         return self._returned(key_states, 0, used)
