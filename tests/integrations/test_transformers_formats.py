@@ -135,5 +135,8 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
         TikvCache(config(), v_dtype="int32")
     with pytest.raises(tikv.OptionError, match="k_scale scales 8-bit floats and nvfp4, but K is stored as int8"):
         TikvCache(config(), dtype="int8", k_scale=1.0)
+    for other in ("int8", "nvfp4"):
+        with pytest.raises(tikv.OptionError, match=f"{other} has one scale per row"):
+            TikvCache(config(), dtype="float8_e4m3fn", v_dtype=other, k_scale=1.0)
     with pytest.raises(tikv.DTypeError, match="values of float64 cannot be stored as q8_0"):
         TikvCache(config(), v_dtype="q8_0").update(*rows(rng, 3, torch.float64), 1)

@@ -277,7 +277,7 @@ def _scaled_whole(
 
 
 def check_divided(stored: Sequence[Stored | None], scales: Sequence[Any], operation: str) -> None:
-    """Raise OptionError if a scale is given for a K or V that cannot have one; None stands for the model's dtype."""
+    """Raise OptionError if a scale is given that K or V, or the other of them, cannot have; None: the model's dtype."""
     for name, dtype, scale in zip(SCALES, stored, scales, strict=True):
         whole = isinstance(dtype, GroupFormat) and dtype.has_tensor_scale
         if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
@@ -286,6 +286,13 @@ def check_divided(stored: Sequence[Stored | None], scales: Sequence[Any], operat
                 f"{operation}: {name} scales 8-bit floats and nvfp4, but {name[0].upper()} is stored {shown}. Leave it "
                 "out, or use float8_e4m3fn, float8_e5m2 or nvfp4."
             )
+    by_row = [dtype for dtype in stored if dtype is not None and (row := format_of(dtype)) and row.finds_scales]
+    floats = [s for dtype, s in zip(stored, scales, strict=True) if dtype in dtypes.FLOATS8]
+    if by_row and any(scale is not None for scale in floats):
+        raise OptionError(
+            f"{operation}: {by_row[0].name} has one scale per row, and attention reads the scales of K and V with "
+            "the same strides, so neither k_scale nor v_scale can be given. Leave both out."
+        )
 
 
 def _divisors(stored: Sequence[Stored], scales: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
@@ -298,13 +305,7 @@ def _divisors(stored: Sequence[Stored], scales: Sequence[Any], heads: int, opera
     divisors: list[Divisor] = [None, None]
     check_divided(stored, scales, operation)
     for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, scales, strict=True)):
-        row = format_of(dtype)
-        if row is not None and row.finds_scales:
-            raise OptionError(
-                f"{operation}: {dtype.name} has one scale per row, and attention reads the scales of K and V with "
-                "the same strides, so neither k_scale nor v_scale can be given. Leave both out."
-            )
-        if row is not None:
+        if format_of(dtype) is not None:
             divisors[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
     k, v = divisors
     if k is not None and v is not None and len(k) != len(v):
