@@ -47,9 +47,11 @@ def random_chunks(rng, tokens):
         pytest.param(
             {"dtype": "float16", "window": 40, "sinks": 3, "rows": np.float16},
             id="half-ring",
-            marks=pytest.mark.thorough,
+            marks=[pytest.mark.thorough, pytest.mark.full("vulkan")],
         ),
-        pytest.param({"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=pytest.mark.thorough),
+        pytest.param(
+            {"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=[pytest.mark.thorough, pytest.mark.full("vulkan")]
+        ),
         pytest.param({"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)}, id="tokens", marks=pytest.mark.thorough),
     ],
 )

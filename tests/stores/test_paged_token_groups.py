@@ -71,6 +71,7 @@ class Both:
                         oracle.assert_same_bits(got, np.swapaxes(want.copy_to_host()[0], 0, 1), what=f"{seq}, {layer}")
 
 
+@pytest.mark.full("vulkan", unless=lambda params: params["values"] == "float16")
 @pytest.mark.parametrize("values", [None, "float16", tikv.Quant(8, 32)], ids=str)
 def test_sequences_hold_what_stores_of_their_own_do(arch, rng, values):
     both = Both(rng, arch, v_dtype=values)

@@ -42,6 +42,7 @@ def generate(store, rng, arch, prompt, steps):
     return found
 
 
+@pytest.mark.full("vulkan", unless=lambda params: params["case"] == "half")
 @pytest.mark.parametrize("case", STORES)
 def test_a_store_compiles_nothing_afterwards(arch, made, case):
     store, other = (tikv.KVCacheStore(**FORM, capacity=160, **STORES[case]) for _ in range(2))
@@ -69,6 +70,7 @@ def test_a_captured_step_compiles_nothing_afterwards(arch, rng, made):
     assert [made[key].name for key in set(made) - before] == []
 
 
+@pytest.mark.full("vulkan")
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_pool_compiles_nothing_afterwards(arch, rng, made, per_head):
     pool = tikv.PagedKVCacheStore(**FORM, num_blocks=48, block_size=16, dtype="float32", per_head=per_head)
