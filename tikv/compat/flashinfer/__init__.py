@@ -6,6 +6,7 @@ of base 2, and pages of one token may omit the axis of length 1.
 
 from tikv.compat.flashinfer import cascade as cascade
 from tikv.compat.flashinfer import decode as decode
+from tikv.compat.flashinfer import mla as mla
 from tikv.compat.flashinfer import page as page
 from tikv.compat.flashinfer import prefill as prefill
 from tikv.compat.flashinfer.cascade import merge_state as merge_state

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat.flash_rows import caches_of_rows, tile_size
 from tikv.compat.flashinfer.masks import read_tokens, window_tokens
 from tikv.compat.flashinfer.pools import PageLists
@@ -306,18 +306,10 @@ class PlannedAttention:
             count = int(self.key_positions.shape[0])
             k, v = rotated_rows(k[:count], self.key_positions, self.scores), wide(v[:count])
         else:
-            pages, blocks = self.pages, int(k.shape[0])
-            outside = (pages < 0) | (pages >= blocks)
-            if self.on_host and outside.any():
-                at = int(np.argmax(outside))
-                raise PositionError(
-                    f"{self.operation}: a request needs page {int(pages[at])}, but there are {blocks}. Use "
-                    f"0..{blocks - 1}."
-                )
-            if not self.on_host and int(pages.shape[0]):
+            if not self.on_host and int(self.pages.shape[0]):
+                outside = (self.pages < 0) | (self.pages >= k.shape[0])
                 table = table.masked_fill(outside[table.long()], -1)
-            pages = on_device_of(pages.clip(0, max(0, blocks - 1)), k)
-            k, v = (_taken(a, pages) for a in (k, v))
+            k, v = (pages_of(self.operation, a, self.pages) for a in (k, v))
             if keys.layout == "HND":
                 k, v = (a.swapaxes(1, 2) for a in (k, v))
             rows = k.reshape(-1, *k.shape[2:])
@@ -392,8 +384,20 @@ def _detached(array: Any) -> Any:
     return array.detach() if hasattr(array, "detach") else array
 
 
-def _taken(array: Any, pages: Any) -> Any:
-    """The pages with these numbers; torch cannot index all 8-bit floats, so that it takes their bits."""
+def pages_of(operation: str, array: Array, pages: Array) -> Array:
+    """A copy of these pages; on a device, of any page instead of one that the array does not have.
+
+    Raises:
+        PositionError: the array does not have a page, and the host knows it.
+    """
+    blocks = int(array.shape[0])
+    if isinstance(pages, np.ndarray) and ((pages < 0) | (pages >= blocks)).any():
+        at = int(np.argmax((pages < 0) | (pages >= blocks)))
+        raise PositionError(
+            f"{operation}: a request needs page {int(pages[at])}, but there are {blocks}. Use 0..{blocks - 1}."
+        )
+    pages = on_device_of(pages.clip(0, max(0, blocks - 1)), array)
     if isinstance(array, np.ndarray) or array.element_size() > 1:
         return array[pages]
-    return array.view(library_of(array).uint8)[pages].view(array.dtype)
+    bits = library_of(array).uint8  # torch cannot index all 8-bit floats
+    return array.view(bits)[pages].view(array.dtype)
