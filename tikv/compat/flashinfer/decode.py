@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import Array, Arrays, ArrayView, handed_over, new_like, refuse_backward, view
+from tikv.arrays import Array, Arrays, ArrayView, describe, handed_over, new_like, refuse_backward, view
 from tikv.compat.flashinfer.masks import mask_of_new_tokens
 from tikv.compat.flashinfer.planned import Heads, PlannedAttention, Run, attend_single
 from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of, slots_of_page
@@ -25,7 +25,7 @@ from tikv.compat.flashinfer.wrappers import (
     starts_of,
 )
 from tikv.compat.indices import flag, for_operation, refuse_option
-from tikv.errors import OptionError
+from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.call import Caches, attention_call
 from tikv.ops.attention.options import real
@@ -212,7 +212,10 @@ def single_decode_with_kv_cache(
         operation, pos_encoding_mode, window_left, False, logits_soft_cap, sm_scale, (rope_scale, rope_theta)
     )
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    run = Run(q[None], keys_in_rows(k, v, kv_layout, operation), scales, return_lse=wants_lse)
+    keys = keys_in_rows(k, v, kv_layout, operation)
+    if keys.k.shape != keys.v.shape:
+        raise ShapeError(f"{operation}: k is {describe(keys.k)} and v {describe(keys.v)}; both need one shape.")
+    run = Run(q[None], keys, scales, return_lse=wants_lse)
     results = attend_single(operation, run, scores)
     return (results[0][0], results[1][0]) if wants_lse else results[0]
 

@@ -80,10 +80,11 @@ def read_tokens(
     values = np.asarray(array if library_of(array) is np else array.detach().cpu()).reshape(-1)
     sizes = counts * lengths
     parts = -(-sizes // 8) if packed else sizes
-    if values.size != int(parts.sum()):
+    whole = len(counts) == 1 and tuple(array.shape) == (int(counts[0]), int(lengths[0])) and not packed
+    if values.size != int(parts.sum()) or not (whole or len(array.shape) == 1):
         raise ShapeError(
-            f"{operation}: {name} has {values.size} entries; {counts.tolist()} queries over {lengths.tolist()} tokens "
-            f"need {int(parts.sum())}."
+            f"{operation}: {name} is {tuple(array.shape)}; {counts.tolist()} queries over {lengths.tolist()} tokens "
+            f"need ({int(parts.sum())},)."
         )
     seen = []
     for part, n, length in zip(np.split(values, np.cumsum(parts)[:-1]), counts, lengths, strict=True):

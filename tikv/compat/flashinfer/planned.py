@@ -31,12 +31,14 @@ from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, Caches, attention_call
 from tikv.ops.attention.contiguous import CONTIGUOUS
+from tikv.ops.attention.options import QUERIES
 from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
 
 ALL_KEYS = Sight(-1, -1, 0)
+ROTATED = (*QUERIES, *dtypes.FLOATS8)  # dtypes of keys that can be rotated as they are copied
 LOG2_E = float(np.log2(np.e))
 
 
@@ -242,6 +244,8 @@ class PlannedAttention:
             raise ShapeError(
                 f"{operation}: q is {describe(q)} where the plan needs {(self.total, heads.queries, heads.width)}."
             )
+        if q.dtype not in QUERIES:
+            raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
         if (q.device == "cpu") is not self.on_host:
             raise ShapeError(
                 f"{operation}: q is on {q.device}, and the workspace of the wrapper is not. Pass a workspace on the "
@@ -251,6 +255,11 @@ class PlannedAttention:
         rotates = self.scores.mode == "ROPE_LLAMA"
         if rotates:
             named |= dict(zip(("k", "v"), run.keys.arrays, strict=True))
+            for name, a in (("keys", run.keys.k), ("values", run.keys.v)):
+                if a.dtype not in ROTATED:
+                    raise DTypeError(
+                        f"{operation}: {name} are {describe(a)}; ROPE_LLAMA reads {', '.join(t.name for t in ROTATED)}."
+                    )
         if rotates or self.rows is not None or self.slopes is not None:
             named |= {name: a for name, a in (("out", run.out), ("lse", run.lse)) if a is not None}
             require_library(operation, named, "Such a plan")
@@ -374,7 +383,7 @@ def attend_single(operation: str, run: Run, scores: Scores, masks: tuple[Any, An
     heads = Heads(q.shape[1], k.shape[1], k.shape[2], run.keys.v.shape[2])
     requests = Requests(np.array([0, q.shape[0]]), np.array([k.shape[0]]), np.array([0]))
     tokens = None
-    if masks != (None, None):
+    if any(mask is not None for mask in masks):
         tokens = read_tokens(operation, masks, requests.counts, requests.lengths, scores.sight.left)
     return PlannedAttention(operation, requests, heads, scores, run.q, tokens).run(run)
 
