@@ -16,6 +16,7 @@ CASES = [
     {"causal": True, "window": 5},
     {"window": 3},
     {"causal": True, "softcap": 2.0, "scale": 0.3},
+    {"mode": "ALIBI"},
     {"mode": "ALIBI", "causal": True},
     {"mode": "ALIBI", "window": 4},
     {"mode": "ROPE_LLAMA"},

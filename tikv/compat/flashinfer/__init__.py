@@ -13,6 +13,9 @@ from tikv.compat.flashinfer.cascade import merge_state as merge_state
 from tikv.compat.flashinfer.cascade import merge_state_in_place as merge_state_in_place
 from tikv.compat.flashinfer.cascade import merge_states as merge_states
 from tikv.compat.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
+from tikv.compat.flashinfer.decode import (
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
 from tikv.compat.flashinfer.decode import batch_decode_with_paged_kv_cache as batch_decode_with_paged_kv_cache
 from tikv.compat.flashinfer.decode import single_decode_with_kv_cache as single_decode_with_kv_cache
 from tikv.compat.flashinfer.page import append_paged_kv_cache as append_paged_kv_cache

@@ -10,7 +10,7 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import Array, Arrays, ArrayView, describe, handed_over, new_like, refuse_backward, view
 from tikv.compat.flashinfer.masks import mask_of_new_tokens
-from tikv.compat.flashinfer.planned import Heads, PlannedAttention, Run, attend_single
+from tikv.compat.flashinfer.planned import Heads, Run, attend_single
 from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of, slots_of_page
 from tikv.compat.flashinfer.scores import multiplied, scales_of, scores_of
 from tikv.compat.flashinfer.wrappers import (
@@ -228,8 +228,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_layout: "NHD" or "HND".
         use_tensor_cores: has no effect.
         backend: "auto", "fa2" or "fa3", without effect.
-        use_cuda_graph, jit_args: must be False and None.
-        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: must be None.
+        use_cuda_graph: plans keep their arrays in place, so that a captured run follows a later plan. The number of
+            requests and all options stay as in the first plan.
+        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: with ``use_cuda_graph``, arrays
+            into which plans copy their indices: (B + 1,), the most pages of all requests together, and (B,).
+        jit_args: must be None.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -262,8 +265,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        refused = {"use_cuda_graph": use_cuda_graph, "jit_args": jit_args, **buffers}
-        super().__init__(float_workspace_buffer, kv_layout, backend, refused)
+        graphs = (use_cuda_graph, buffers)
+        super().__init__(float_workspace_buffer, kv_layout, backend, {"jit_args": jit_args}, graphs, tiled=False)
         self._use_tensor_cores = flag(use_tensor_cores, "use_tensor_cores", self._operation("__init__"))
 
     @property
@@ -337,8 +340,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         batch = starts_of(operation, "indptr", indptr).size - 1
         arrays, names = (indptr, indices, last_page_len), ("indptr", "indices", "last_page_len")
         requests = paged_requests(operation, np.arange(batch + 1) * each, arrays, page_size, names)
-        plan = PlannedAttention(self._operation("run"), requests, heads, scores, self._workspace)
-        self._plan, self._dtypes = plan, dtypes_of
+        self._take(operation, requests, heads, scores, dtypes_of, arrays)
 
     begin_forward = plan
 
@@ -398,3 +400,25 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return plan.run(Run(q, keys, scales, sinks, out, lse, wants_lse))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` with ``use_cuda_graph=True``.
+
+    Args:
+        workspace_buffer: as there.
+        indptr_buffer, indices_buffer, last_page_len_buffer: its three buffers.
+        kv_layout, use_tensor_cores: as there.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Array,
+        indptr_buffer: Array,
+        indices_buffer: Array,
+        last_page_len_buffer: Array,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        buffers = (indptr_buffer, indices_buffer, last_page_len_buffer)
+        super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)

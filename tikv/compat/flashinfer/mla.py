@@ -20,7 +20,7 @@ from tikv.compat.flashinfer.wrappers import (
 )
 from tikv.compat.indices import flag, for_operation, refuse_option
 from tikv.compat.ragged_rows import joined, require_library
-from tikv.errors import DTypeError, ShapeError
+from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks
 
 NAMES = ("kv_indptr", "kv_indices", "kv_len_arr")
@@ -32,8 +32,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     Args:
         float_workspace_buffer: an array on the device of the queries; its memory is not used.
         backend: "auto", "fa2" or "fa3", without effect.
-        use_cuda_graph: must be False.
-        qo_indptr, kv_indptr, kv_indices, kv_len_arr: must be None.
+        use_cuda_graph: as in `BatchPrefillWithPagedKVCacheWrapper`, over keys that are read in place.
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr: with ``use_cuda_graph``, arrays into which plans copy their
+            indices.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -49,14 +50,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         kv_len_arr: Array | None = None,
         backend: str = "auto",
     ) -> None:
-        refused = {
-            "use_cuda_graph": use_cuda_graph,
+        buffers = {
             "qo_indptr": qo_indptr,
             "kv_indptr": kv_indptr,
             "kv_indices": kv_indices,
             "kv_len_arr": kv_len_arr,
         }
-        super().__init__(float_workspace_buffer, "NHD", backend, refused)
+        super().__init__(float_workspace_buffer, "NHD", backend, {}, (use_cuda_graph, buffers), tiled=True)
 
     def plan(
         self,
@@ -105,10 +105,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         starts = starts_of(operation, "qo_indptr", qo_indptr)
         arrays = (kv_indptr, kv_indices, kv_len_arr)
         requests = paged_requests(operation, starts, arrays, page_size, NAMES, of_lengths=True)
-        plan = PlannedAttention(
-            self._operation("run"), requests, Heads(heads, 1, width, width_v), scores, self._workspace
-        )
-        self._plan, self._dtypes = plan, dtypes_of
+        self._take(operation, requests, Heads(heads, 1, width, width_v), scores, dtypes_of, (qo_indptr, *arrays))
         self._copies: tuple[PlannedAttention, Any] | None = None
 
     def run(
@@ -167,6 +164,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         _check_parts(operation, (ckv_cache, kpe_cache), ("ckv_cache", "kpe_cache"), plan.heads.width_v, beside)
         q, keys = (joined([q_nope, q_pe]) if beside else q_nope), _adjacent(ckv, kpe_cache, beside, operation)
         arrays = (ckv_cache, kpe_cache)
+        if keys is None and self._graphs:
+            raise OptionError(
+                f"{operation}: with use_cuda_graph=True, ckv_cache and kpe_cache must be adjacent columns of one array."
+            )
         if keys is None:
             require_library(operation, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache}, "A copy of pages")
             plan, pages = self._copies = self._copies or _of_copies(plan)

@@ -38,6 +38,7 @@ from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
 
 ALL_KEYS = Sight(-1, -1, 0)
+PLACED = ("lengths", "table", "shift", "positions", "pages", "key_positions", "rows", "places")  # what a plan places
 ROTATED = (*QUERIES, *dtypes.FLOATS8)  # dtypes of keys that can be rotated as they are copied
 LOG2_E = float(np.log2(np.e))
 
@@ -96,6 +97,14 @@ class Run(NamedTuple):
     base2: bool = True
 
 
+class Room(NamedTuple):
+    """The most that the plans of one wrapper need, for CUDA graphs, whose arrays stay where they are."""
+
+    total: int  # queries
+    pages: int  # entries of the list of pages; 0 if keys are rows
+    tiled: bool  # whether requests may have different numbers of queries
+
+
 class PlannedAttention:
     """Attention of the queries of requests over their keys; `run` may be called any number of times.
 
@@ -106,11 +115,14 @@ class PlannedAttention:
         scores: the options.
         like: an array on the device where queries and keys lie.
         tokens: the tokens that each query reads, from `read_tokens`; None for those that `scores.sight` says.
+        room: what later plans need, which `follow` takes; None if there are none.
     """
 
     def __init__(
-        self, operation: str, requests: Requests, heads: Heads, scores: Scores, like: Any, tokens: Any = None
-    ) -> None:
+        self, operation: str, requests: Requests, heads: Heads, scores: Scores, like: Any, tokens: Any = None,
+        room: Room | None = None,
+    ) -> None:  # fmt: skip
+        self.room = room
         self.operation, self.requests, self.heads, self.scores, self.like = operation, requests, heads, scores, like
         self.total, self.on_host = int(requests.starts[-1]), on_host(like)
         if scores.mode == "ALIBI" and tokens is None and scores.sight.right < 0 <= scores.sight.left:
@@ -123,17 +135,18 @@ class PlannedAttention:
         self.sequences = len(sequence)
         self.slopes: Any = None
         self.positions: Any = None
+        self.shift: Any = None  # of each query, what its slopes are multiplied by in its log-sum-exp
         numbers = np.arange(self.total) - requests.starts[requests.of_queries]
         before = (requests.lengths - requests.counts)[requests.of_queries]  # the position of a request's first query
         if scores.mode == "ROPE_LLAMA":
             check_rotated(heads.width, operation)
-            self.positions = for_operation(before + numbers, like)
+            self.positions = self._placed(before + numbers)
         elif scores.mode == "ALIBI":
             slopes = alibi_slopes(heads.queries)
             self.slopes = slopes if self.on_host else library_of(like).as_tensor(slopes, device=like.device)
-            if self.sight.right < 0:  # attention then counts distances from the last query of the request
-                before = requests.lengths[requests.of_queries] - 1 - numbers
-            self.shift = for_operation(before, like)
+            if self.sight.right < 0:  # every tile then ends where its request ends, and distances are counted so
+                before = requests.lengths[requests.of_queries] - self.size + self._in_tile(numbers) - numbers
+            self.shift = self._placed(before)
         self.table: Any = None
         self.pages: Any = None  # the pages whose keys are rotated
         self.key_positions: Any = None
@@ -149,17 +162,26 @@ class PlannedAttention:
         if self.tokens is not None:
             self.size = 1
             return requests.of_queries, requests.lengths[requests.of_queries]
-        most = int(counts.max(initial=0))
-        if most == int(counts.min(initial=most)):
+        most, total, room = int(counts.max(initial=0)), self.total, self.room
+        if not (room and room.tiled) and most == int(counts.min(initial=most)):
             self.size = most
             return np.arange(len(counts)), requests.lengths
+        if room:
+            most = total = room.total
         group = max(1, self.heads.queries // max(1, self.heads.keys))
         self.size = tile_size(self.sight, False, most, group, self.on_host)
-        tiles = query_tiles(np, requests.starts, np.arange(self.total), self.size, len(counts))
-        used = int(tiles.used.sum())
+        tiles = query_tiles(np, requests.starts, np.arange(total), self.size, len(counts))
+        used = len(tiles.used) if room else int(tiles.used.sum())
         self.rows = for_operation(tiles.rows[:used].reshape(-1), self.like)
         self.places = for_operation(tiles.tile * self.size + tiles.number, self.like)
         return tiles.sequence[:used], tiles.lengths(requests.lengths, self.sight.right == 0)[:used]
+
+    def _in_tile(self, numbers: np.ndarray[Any, Any]) -> Any:
+        """The number in its tile of each query, from its number in its request."""
+        if self.tokens is not None:
+            return 0
+        counts = self.requests.counts[self.requests.of_queries]
+        return numbers if self.rows is None else self.size - 1 - (counts - 1 - numbers) % self.size
 
     def _plan_pages(self, lists: PageLists, sequence: Any, lengths: Any) -> None:
         """The pages and lengths that attention reads."""
@@ -168,11 +190,16 @@ class PlannedAttention:
             first, last = int(lists.starts[0]), int(lists.starts[-1])
             of_page = np.repeat(np.arange(len(lists.lengths)), np.diff(lists.starts))
             ordinal = np.arange(first, last) - lists.starts[of_page]
-            self.key_positions = for_operation(((ordinal * page)[:, None] + np.arange(page)).reshape(-1), self.like)
-            self.pages = for_operation(lists.pages[first:last], self.like)
+            positions, pages = (ordinal * page)[:, None] + np.arange(page), lists.pages[first:last]
+            if self.room:
+                positions, pages = (_padded(a, self.room.pages) for a in (positions, pages))
+            self.key_positions = for_operation(positions.reshape(-1), self.like)
+            self.pages = for_operation(pages, self.like)
             table = np.clip(lists.entries(sequence), first, max(first, last - 1)) - first
-        self.table = for_operation(lists.table(sequence) if table is None else table, self.like)
-        self.lengths = for_operation(lengths, self.like)
+        table = lists.table(sequence) if table is None else table
+        if self.room:
+            table = _padded(table, max(1, self.room.pages), axis=1)
+        self.table, self.lengths = for_operation(table, self.like), for_operation(lengths, self.like)
 
     def _plan_rows(self, first: Any, sequence: Any, lengths: Any) -> None:
         """The rows that attention reads; for queries that read tokens of their own, each row is a page."""
@@ -190,6 +217,20 @@ class PlannedAttention:
         starts = first[sequence]
         both = np.stack((np.maximum(starts + lengths, starts), starts), 1)
         self.lengths = for_operation(both.reshape(-1), self.like)
+
+    def _placed(self, numbers: np.ndarray[Any, Any]) -> Any:
+        """A number of each query, where queries lie."""
+        return for_operation(_padded(numbers, self.room.total) if self.room else numbers, self.like)
+
+    def follow(self, plan: PlannedAttention) -> None:
+        """Become another plan with the same room; arrays stay where they are, as a captured graph needs it."""
+        for name in PLACED:
+            array, new = getattr(self, name), getattr(plan, name)
+            if isinstance(array, np.ndarray):
+                array[...] = new
+            elif array is not None:
+                array.copy_(new)
+        self.requests, self.total = plan.requests, plan.total
 
     def run(self, run: Run) -> Any:
         """`out`, or (out, lse) with `return_lse`.
@@ -210,7 +251,10 @@ class PlannedAttention:
             asked, (to, to_lse) = run.q, (out, lse)
             table = self.table
             if rotates:
-                asked, (keys, table) = rotated_rows(_detached(asked), self.positions, self.scores), self._rotated(keys)
+                asked, (keys, table) = (
+                    rotated_rows(_detached(asked), self.positions[: self.total], self.scores),
+                    self._rotated(keys),
+                )
             if self.rows is not None:
                 asked = _detached(asked)[on_device_of(self.rows, asked)]
             copied = asked is not run.q
@@ -330,7 +374,7 @@ class PlannedAttention:
         k, v, layout = keys.k, keys.v, PagedLayout(keys.layout)
         if table is None:
             held = k.shape[0]
-            if self.sequences == 1:
+            if self.sequences == 1 and self.room is None:
                 first, length = int(self.requests.first[0]), int(self.requests.lengths[0])  # type: ignore[index]
                 rows = [
                     a.restrided((1, a.shape[1], length, a.shape[2]), (0, a.strides[1], a.strides[0], a.strides[2]),
@@ -358,7 +402,7 @@ class PlannedAttention:
     def _copy(self, source: Any, to: Any) -> None:
         """Copy rows of sequences to the queries that they belong to."""
         if self.places is not None:
-            source = source[on_device_of(self.places, source)]
+            source = source[on_device_of(self.places[: self.total], source)]
         if isinstance(to, np.ndarray):
             to[...] = source.astype(to.dtype)
         else:
@@ -370,10 +414,10 @@ class PlannedAttention:
         They multiply the key's position less the query's number in its request, and not less its position.
         """
         if isinstance(lse, np.ndarray):
-            lse += self.shift[:, None] * (self.slopes * np.float32(LOG2_E))
+            lse += self.shift[: self.total, None] * (self.slopes * np.float32(LOG2_E))
         else:
             shift, slopes = (on_device_of(a, lse) for a in (self.shift, self.slopes))
-            lse.detach().add_(shift[:, None] * (slopes * LOG2_E))
+            lse.detach().add_(shift[: self.total, None] * (slopes * LOG2_E))
 
 
 def attend_single(operation: str, run: Run, scores: Scores, masks: tuple[Any, Any] = (None, None)) -> Any:
@@ -386,6 +430,15 @@ def attend_single(operation: str, run: Run, scores: Scores, masks: tuple[Any, An
     if any(mask is not None for mask in masks):
         tokens = read_tokens(operation, masks, requests.counts, requests.lengths, scores.sight.left)
     return PlannedAttention(operation, requests, heads, scores, run.q, tokens).run(run)
+
+
+def _padded(array: Any, extent: int, axis: int = 0) -> Any:
+    """The array with zeros after its end along an axis."""
+    shape = [*array.shape]
+    shape[axis] = extent
+    whole = np.zeros(shape, array.dtype) if isinstance(array, np.ndarray) else array.new_zeros(shape)
+    whole[(slice(None),) * axis + (slice(array.shape[axis]),)] = array
+    return whole
 
 
 def _detached(array: Any) -> Any:

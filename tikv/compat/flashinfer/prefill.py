@@ -9,7 +9,7 @@ import numpy as np
 
 from tikv.arrays import Array, Arrays, view
 from tikv.compat.flashinfer.masks import read_tokens
-from tikv.compat.flashinfer.planned import Heads, PlannedAttention, Requests, Run, attend_single
+from tikv.compat.flashinfer.planned import Heads, Requests, Run, attend_single
 from tikv.compat.flashinfer.pools import check_layout
 from tikv.compat.flashinfer.scores import scores_of
 from tikv.compat.flashinfer.wrappers import (
@@ -108,9 +108,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         float_workspace_buffer: an array on the device of the queries; its memory is not used.
         kv_layout: "NHD" or "HND".
         backend: "auto", "fa2" or "fa3", without effect.
-        use_cuda_graph, jit_args, jit_kwargs: must be False and None.
-        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: must be None.
-        custom_mask_buf, mask_indptr_buf: must be None.
+        use_cuda_graph: as in `BatchDecodeWithPagedKVCacheWrapper`. Later plans may have fewer queries than the first; a
+            captured run then writes any numbers for the queries after the last request.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: with ``use_cuda_graph``,
+            arrays into which plans copy their indices.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -136,11 +138,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
             "paged_kv_indices_buf": paged_kv_indices_buf,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-            "custom_mask_buf": custom_mask_buf,
-            "mask_indptr_buf": mask_indptr_buf,
         }
-        refused = {"use_cuda_graph": use_cuda_graph, "jit_args": jit_args, "jit_kwargs": jit_kwargs, **buffers}
-        super().__init__(float_workspace_buffer, kv_layout, backend, refused)
+        refused = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        refused |= {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+        super().__init__(float_workspace_buffer, kv_layout, backend, refused, (use_cuda_graph, buffers), tiled=True)
 
     def plan(
         self,
@@ -215,8 +216,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         arrays = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         requests = paged_requests(operation, starts, arrays, page_size)
         tokens = _tokens(operation, custom_mask, packed_custom_mask, requests, scores.sight.left)
-        plan = PlannedAttention(self._operation("run"), requests, heads, scores, self._workspace, tokens)
-        self._plan, self._dtypes = plan, dtypes_of
+        self._take(operation, requests, heads, scores, dtypes_of, (qo_indptr, *arrays), tokens)
 
     begin_forward = plan
 
@@ -284,8 +284,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         float_workspace_buffer: an array on the device of the queries; its memory is not used.
         kv_layout: "NHD" or "HND".
         backend: "auto", "fa2" or "fa3", without effect.
-        use_cuda_graph, jit_args, jit_kwargs: must be False and None.
-        qo_indptr_buf, kv_indptr_buf, custom_mask_buf, mask_indptr_buf: must be None.
+        use_cuda_graph: as in `BatchPrefillWithPagedKVCacheWrapper`.
+        qo_indptr_buf, kv_indptr_buf: with ``use_cuda_graph``, arrays into which plans copy their indices.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -307,11 +308,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "kv_indptr_buf": kv_indptr_buf,
-            "custom_mask_buf": custom_mask_buf,
-            "mask_indptr_buf": mask_indptr_buf,
         }
-        refused = {"use_cuda_graph": use_cuda_graph, "jit_args": jit_args, "jit_kwargs": jit_kwargs, **buffers}
-        super().__init__(float_workspace_buffer, kv_layout, backend, refused)
+        refused = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        refused |= {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+        super().__init__(float_workspace_buffer, kv_layout, backend, refused, (use_cuda_graph, buffers), tiled=True)
 
     def plan(
         self,
@@ -385,8 +385,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             )
         requests = Requests(starts, np.diff(of_keys), of_keys[:-1])
         tokens = _tokens(operation, custom_mask, packed_custom_mask, requests, scores.sight.left)
-        plan = PlannedAttention(self._operation("run"), requests, heads, scores, self._workspace, tokens)
-        self._plan, self._dtypes = plan, dtypes_of
+        self._take(operation, requests, heads, scores, dtypes_of, (qo_indptr, kv_indptr), tokens)
 
     begin_forward = plan
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
-from tikv.compat.flashinfer.planned import Keys, PlannedAttention, Requests
+from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, Requests, Room
 from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
+from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
-from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
 from tikv.runtime import current
@@ -27,9 +28,15 @@ class Wrapper:
         workspace: an array whose device alone is read.
         kv_layout, backend: as in FlashInfer.
         refused: options that must be None or False, by name.
+        graphs: whether plans keep their arrays for CUDA graphs, and then the caller's buffers, by name, into which each
+            plan copies its indices.
+        tiled: whether requests may have different numbers of queries.
     """
 
-    def __init__(self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any]) -> None:
+    def __init__(
+        self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any],
+        graphs: tuple[Any, dict[str, Any]], tiled: bool,
+    ) -> None:  # fmt: skip
         operation = f"flashinfer.{type(self).__name__}"
         check_layout(kv_layout, operation)
         if not hasattr(workspace, "dtype"):
@@ -38,6 +45,15 @@ class Wrapper:
             )
         check_backend(operation, backend)
         refuse_passed(operation, **refused)
+        self._graphs, self._buffers, self._tiled = flag(graphs[0], "use_cuda_graph", operation), graphs[1], tiled
+        if not self._graphs:
+            refuse_passed(operation, **self._buffers)
+        for name, buffer in self._buffers.items() if self._graphs else ():
+            if buffer is None:
+                raise OptionError(f"{operation}: use_cuda_graph=True needs {name}. Pass an int32 array on the device.")
+            checks.rank(view(buffer, name, operation), (1,), name, "one axis", operation)
+            checks.indices(view(buffer, name, operation), name, operation)
+            checks.writable(view(buffer, name, operation), name, operation)
         self._workspace, self._kv_layout = workspace, kv_layout
         self._plan: PlannedAttention | None = None
         self._dtypes: tuple[Any, Any] = (None, None)
@@ -45,7 +61,7 @@ class Wrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the wrapper was made for CUDA graphs."""
-        return False
+        return self._graphs
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         """Take other workspaces; as in the constructor, only the device of the first one is read."""
@@ -56,6 +72,60 @@ class Wrapper:
 
     def _operation(self, method: str) -> str:
         return f"flashinfer.{type(self).__name__}.{method}"
+
+    def _take(
+        self, operation: str, requests: Requests, heads: Heads, scores: Scores, planned: tuple[Any, Any],
+        indices: tuple[Any, ...], tokens: Any = None,
+    ) -> None:  # fmt: skip
+        """Make the plan; `indices` are copied into the buffers, in their order.
+
+        Raises:
+            OptionError, CapacityError: with CUDA graphs, the plan needs more than the first one, or other options.
+        """
+        like, run = self._workspace, self._operation("run")
+        if not self._graphs:
+            self._plan, self._dtypes = PlannedAttention(run, requests, heads, scores, like, tokens), planned
+            return
+        if tokens is not None:
+            raise OptionError(f"{operation}: a mask with use_cuda_graph=True is not supported. Use a wrapper without.")
+        before, entries = self._plan, 0 if requests.lists is None else len(requests.lists.pages)
+        for (name, buffer), array in zip(self._buffers.items(), indices, strict=True):
+            if (len(array) > len(buffer)) if "indices" in name else (len(array) != len(buffer)):
+                raise CapacityError(
+                    f"{operation}: {name} has {len(buffer)} entries, and the plan has {len(array)}. With CUDA graphs, "
+                    "the number of requests stays, and there are at most as many indices as their buffer has entries."
+                )
+        if before is None:
+            if not requests.starts[-1]:
+                raise CapacityError(f"{operation}: no queries. With CUDA graphs, plan for the most queries first.")
+            pages = [len(buffer) for name, buffer in self._buffers.items() if "indices" in name]
+            room = Room(int(requests.starts[-1]), max(pages, default=0), self._tiled)
+        else:
+            assert before.room is not None
+            room = before.room
+            alike = (before.heads, before.scores, before.requests.page, self._dtypes)
+            if (heads, scores, requests.page, planned) != alike:
+                raise OptionError(
+                    f"{operation}: these options are not those of the first plan, and captured graphs keep them. Use a "
+                    "wrapper for each set of options."
+                )
+            total = int(requests.starts[-1])
+            if total > room.total or (total < room.total and not room.tiled):
+                raise CapacityError(
+                    f"{operation}: {total} queries, and the first plan had {room.total}. With CUDA graphs, plan for "
+                    "the most queries first."
+                )
+        plan = PlannedAttention(run, requests, heads, scores, like, room=room)
+        if plan.tokens is not None or (plan.key_positions is not None and not entries and plan.pages is None):
+            raise OptionError(
+                f"{operation}: with use_cuda_graph=True, rows with ROPE_LLAMA and windows with ALIBI are not supported."
+            )
+        for buffer, array in zip(self._buffers.values(), indices, strict=True):
+            fill(buffer, array)
+        if before is None:
+            self._plan, self._dtypes = plan, planned
+        else:
+            before.follow(plan)
 
     def _planned(self, operation: str, q: Any, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
         """The plan, once q and the keys have the dtypes that it was made for.
@@ -83,6 +153,15 @@ class Wrapper:
             planned = self._plan.scores.sight.left
             if checks.integer(window_left, "window_left", operation, low=-1) != planned:
                 refuse_option(operation, window_left=(window_left, f"None, or {planned} as in the plan"))
+
+
+def fill(buffer: Array, indices: Array) -> None:
+    """Copy indices to the start of a buffer."""
+    if isinstance(buffer, np.ndarray):
+        buffer[: len(indices)] = np.asarray(indices)
+    else:
+        library = library_of(buffer)
+        buffer[: len(indices)].copy_(library.as_tensor(indices))
 
 
 def refuse_passed(operation: str, **options: Any) -> None:
