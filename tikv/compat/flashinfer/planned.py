@@ -115,7 +115,7 @@ class PlannedAttention:
         scores: the options.
         like: an array on the device where queries and keys lie.
         tokens: the tokens that each query reads, from `read_tokens`; None for those that `scores.sight` says.
-        room: what later plans need, which `follow` takes; None if there are none.
+        room: what the later plans that `follow` takes need; None without later plans.
     """
 
     def __init__(
