@@ -23,6 +23,7 @@ from tikv.compat.flashinfer.scores import (
     multiplied,
     rotated_rows,
     scales_of,
+    turns_of,
 )
 from tikv.compat.indices import for_operation, library_of, on_host
 from tikv.compat.kvcache import Sight, seen_keys
@@ -141,9 +142,9 @@ class PlannedAttention:
         if scores.mode == "ROPE_LLAMA":
             check_rotated(heads.width, operation)
             self.positions = self._placed(before + numbers)
+            self.turns = self._constant(turns_of(scores, heads.width))
         elif scores.mode == "ALIBI":
-            slopes = alibi_slopes(heads.queries)
-            self.slopes = slopes if self.on_host else library_of(like).as_tensor(slopes, device=like.device)
+            self.slopes = self._constant(alibi_slopes(heads.queries))
             if self.sight.right < 0:  # every tile then ends where its request ends, and distances are counted so
                 before = requests.lengths[requests.of_queries] - self.size + self._in_tile(numbers) - numbers
             self.shift = self._placed(before)
@@ -222,6 +223,10 @@ class PlannedAttention:
         """A number of each query, where queries lie."""
         return for_operation(_padded(numbers, self.room.total) if self.room else numbers, self.like)
 
+    def _constant(self, numbers: np.ndarray[Any, Any]) -> Any:
+        """Numbers where queries lie, in their dtype."""
+        return numbers if self.on_host else library_of(self.like).as_tensor(numbers, device=self.like.device)
+
     def follow(self, plan: PlannedAttention) -> None:
         """Become another plan with the same room; arrays stay where they are, as a captured graph needs it."""
         for name in PLACED:
@@ -252,7 +257,7 @@ class PlannedAttention:
             table = self.table
             if rotates:
                 asked, (keys, table) = (
-                    rotated_rows(_detached(asked), self.positions[: self.total], self.scores),
+                    rotated_rows(_detached(asked), self.positions[: self.total], self.turns),
                     self._rotated(keys),
                 )
             if self.rows is not None:
@@ -357,7 +362,7 @@ class PlannedAttention:
         k, v, table = *(_detached(a) for a in keys.arrays), self.table
         if self.pages is None:
             count = int(self.key_positions.shape[0])
-            k, v = rotated_rows(k[:count], self.key_positions, self.scores), wide(v[:count])
+            k, v = rotated_rows(k[:count], self.key_positions, self.turns), wide(v[:count])
         else:
             if not self.on_host and int(self.pages.shape[0]):
                 outside = (self.pages < 0) | (self.pages >= k.shape[0])
@@ -366,7 +371,7 @@ class PlannedAttention:
             if keys.layout == "HND":
                 k, v = (a.swapaxes(1, 2) for a in (k, v))
             rows = k.reshape(-1, *k.shape[2:])
-            k, v = rotated_rows(rows, self.key_positions, self.scores).reshape(k.shape), wide(v)
+            k, v = rotated_rows(rows, self.key_positions, self.turns).reshape(k.shape), wide(v)
         return Keys(view(k, "k", self.operation), view(v, "v", self.operation), (k, v)), table
 
     def _call(self, asked: ArrayView, keys: Keys, table: Any, scales: Scales, run: Run) -> AttentionCall:

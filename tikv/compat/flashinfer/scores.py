@@ -103,20 +103,23 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     return np.exp2(exponents).astype(np.float32)
 
 
-def rotated_rows(x: Array, positions: Array, scores: Scores) -> Array:
-    """Rows x (n, H, D) at positions (n,), as ROPE_LLAMA rotates them: pairs (i, i + D / 2); float32.
+def turns_of(scores: Scores, width: int) -> np.ndarray[Any, Any]:
+    """(width / 2,) float64: the angle by which ROPE_LLAMA turns each pair (i, i + width / 2) from one token to the next."""
+    pairs = width // 2
+    turns: np.ndarray[Any, Any] = scores.rope_theta ** (-np.arange(pairs) / max(1, pairs)) / scores.rope_scale
+    return turns
 
-    The angles are computed in float64.
-    """
-    library, pairs = library_of(x), x.shape[-1] // 2
-    numbers = scores.rope_theta ** (-np.arange(pairs) / pairs) / scores.rope_scale
+
+def rotated_rows(x: Array, positions: Array, turns: Array) -> Array:
+    """Rows x (n, H, D) at positions (n,), rotated by `turns_of`; float32, with angles in float64."""
+    library = library_of(x)
     if library is np:
-        angles = np.asarray(positions, np.float64)[:, None] * numbers
+        angles = np.asarray(positions, np.float64)[:, None] * turns
         rows = np.arange(len(angles))
         tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     else:
-        steps = library.as_tensor(numbers, device=x.device)
-        angles = library.as_tensor(positions, device=x.device).to(library.float64)[:, None] * steps
+        angles = library.as_tensor(positions, device=x.device).to(library.float64)[:, None]
+        angles = angles * library.as_tensor(turns, device=x.device)
         rows = library.arange(angles.shape[0], device=x.device)
         tables = angles.cos().float(), angles.sin().float()
     return rotated(wide(x), rows, *tables, False)
