@@ -104,7 +104,7 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
 
 
 def turns_of(scores: Scores, width: int) -> np.ndarray[Any, Any]:
-    """(width / 2,) float64: the angle by which ROPE_LLAMA turns each pair (i, i + width / 2) from one token to the next."""
+    """(width / 2,) float64: the angles by which ROPE_LLAMA turns pairs (i, i + width / 2), from token to token."""
     pairs = width // 2
     turns: np.ndarray[Any, Any] = scores.rope_theta ** (-np.arange(pairs) / max(1, pairs)) / scores.rope_scale
     return turns
