@@ -31,6 +31,7 @@ def latent(rng, page, counts=COUNTS, lengths=LENGTHS, heads=8):
 def test_latent_attention(arch, rng, adjacent, page, causal):
     q, cache, table, rows = latent(rng, page)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(placed(np.zeros(8, np.uint8), arch))
+    table = (table[0], np.append(table[1], 0), *table[2:])  # the entry after the last request is not read
     wrapper.plan(*(placed(a, arch) for a in table), 8, CKV, KPE, page, causal, 0.2, "float32", "float32")
     parts = [placed(a, arch) for a in (q[..., :CKV], q[..., CKV:])]
     pages = placed(cache, arch)
@@ -97,6 +98,7 @@ def test_tokens_after_the_end_are_not_read(arch, rng):
         ("plan", {"use_profiler": True}, "use_profiler=True"),
         ("plan", {"kv_len_arr": np.array([3, 9])}, r"kv_len_arr\[1\]=9; it must be from 0 to the tokens"),
         ("plan", {"kv_indptr": np.array([0, 1])}, "kv_indptr has 2 entries"),
+        ("plan", {"kv_indptr": 3}, "kv_indptr"),
         ("plan", {"head_dim_kpe": -1}, "head_dim_kpe"),
         ("run", {"q_pe": np.ones((2, 4, 3), np.float32)}, r"q_pe \(2, 4, 3\); the plan needs the widths 8 and 4"),
         ("run", {"kpe_cache": np.ones((2, 4, 4), np.float32)}, r"kpe_cache \(2, 4, 4\)"),

@@ -93,13 +93,15 @@ def page_lists(
         arrays: the three; `indices` alone may stay on a device.
         batch: the number of requests.
         page: tokens of a page.
-        of_lengths: what the third array holds.
+        of_lengths: what the third array holds; `indptr` may then have more entries, which are not read.
 
     Raises:
         ShapeError, DTypeError, PositionError: the arrays do not fit the requests or one another.
     """
     live, (of_starts, of_pages, of_tokens) = current(), names
     starts, tokens = (np.array(host_integers(arrays[i], names[i], operation, live), np.int64) for i in (0, 2))
+    if of_lengths:
+        starts = starts[: batch + 1]
     if (len(starts), len(tokens)) != (batch + 1, batch):
         raise ShapeError(
             f"{operation}: {of_starts} has {len(starts)} entries and {of_tokens} {len(tokens)}; {batch} requests need "
