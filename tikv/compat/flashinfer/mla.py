@@ -77,8 +77,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Say which queries and pages each request has, and the options of the runs that follow. Indices are copied.
 
         Args:
-            qo_indptr, kv_indptr: (B + 1,): where each request's queries and pages start, on the host or the device; more
-                entries of the second are not read, as in FlashInfer.
+            qo_indptr: (B + 1,): where each request's queries start, on the host or the device.
+            kv_indptr: (B + 1,): where its pages start; more entries are not read, as in FlashInfer.
             kv_indices: the pages of all requests, one after the other.
             kv_len_arr: (B,): the tokens of each request.
             num_heads, head_dim_ckv, head_dim_kpe, page_size: the shapes of q and of the pages; ``head_dim_kpe`` may be
