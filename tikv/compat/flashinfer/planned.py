@@ -98,7 +98,7 @@ class Run(NamedTuple):
     base2: bool = True
 
 
-class Room(NamedTuple):
+class PlanRoom(NamedTuple):
     """The most that the plans of one wrapper need, for CUDA graphs, whose arrays stay where they are."""
 
     total: int  # queries
@@ -121,7 +121,7 @@ class PlannedAttention:
 
     def __init__(
         self, operation: str, requests: Requests, heads: Heads, scores: Scores, like: Any, tokens: Any = None,
-        room: Room | None = None,
+        room: PlanRoom | None = None,
     ) -> None:  # fmt: skip
         self.room = room
         self.operation, self.requests, self.heads, self.scores, self.like = operation, requests, heads, scores, like

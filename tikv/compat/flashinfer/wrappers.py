@@ -8,7 +8,7 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
-from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, Requests, Room
+from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests
 from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
 from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
@@ -99,7 +99,7 @@ class Wrapper:
             if not requests.starts[-1]:
                 raise CapacityError(f"{operation}: no queries. With CUDA graphs, plan for the most queries first.")
             pages = [len(buffer) for name, buffer in self._buffers.items() if "indices" in name]
-            room = Room(int(requests.starts[-1]), max(pages, default=0), self._tiled)
+            room = PlanRoom(int(requests.starts[-1]), max(pages, default=0), self._tiled)
         else:
             assert before.room is not None
             room = before.room
