@@ -170,6 +170,10 @@ def test_decode_of_pages(arch, rng, case, each):
     wrapper.plan(*table, 8, 2, 32, 5, q_data_type="float32", q_len_per_req=each, **options)
     out, lse = wrapper.run(placed(q, arch), placed(cache, arch), return_lse=True)
     compared(out, lse, q, k, v, starts, of_keys, case)
+    with pytest.raises(tikv.ShapeError, match=f"q_len_per_req={each}, as in the plan, need {4 * each} rows"):
+        wrapper.run(placed(q[1:], arch), placed(cache, arch))
+    with pytest.raises(tikv.OptionError, match="q_len_per_req=2"):
+        wrapper.run(placed(q, arch), placed(cache, arch), q_len_per_req=2)
     to, to_lse = out * 0 + 7, lse * 0 + 7
     wrapper.run(placed(q, arch), placed(cache, arch), out=to, lse=to_lse)
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))

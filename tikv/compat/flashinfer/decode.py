@@ -392,6 +392,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._check_window(operation, window_left)
         keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation)
         plan = self._planned(operation, q, keys.k, args)
+        rows = view(q, "q", operation).shape[:1]
+        if rows != (plan.total,):
+            raise ShapeError(
+                f"{operation}: q is {describe(view(q, 'q', operation))} where {plan.sequences} requests with "
+                f"q_len_per_req={plan.size}, as in the plan, need {plan.total} rows."
+            )
         each = checks.integer_or_none(q_len_per_req, "q_len_per_req", operation)
         if each not in (None, plan.size) and plan.sequences:
             refuse_option(operation, q_len_per_req=(q_len_per_req, f"None, or {plan.size} as in the plan"))
