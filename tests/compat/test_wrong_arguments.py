@@ -115,6 +115,38 @@ CALLS = {
             "out": rows(2, 2, 2, 8),
         },
     ),
+    "single_decode": (
+        flashinfer.single_decode_with_kv_cache,
+        {
+            "q": rows(4, 16),
+            "k": rows(5, 2, 16),
+            "v": rows(5, 2, 16),
+            "kv_layout": "NHD",
+            "pos_encoding_mode": "ROPE_LLAMA",
+            "use_tensor_cores": False,
+            **dict.fromkeys(("q_scale", "k_scale", "v_scale", "rope_scale", "rope_theta", "sm_scale"), 2.0),
+            "window_left": 3,
+            "logits_soft_cap": 3.0,
+            "return_lse": True,
+        },
+    ),
+    "single_prefill": (
+        flashinfer.single_prefill_with_kv_cache,
+        {
+            "q": rows(2, 4, 16),
+            "k": rows(5, 2, 16),
+            "v": rows(5, 2, 16),
+            "custom_mask": np.ones((2, 5), bool),
+            "causal": False,
+            "kv_layout": "NHD",
+            "pos_encoding_mode": "NONE",
+            "sm_scale": 0.5,
+            "window_left": 3,
+            "logits_soft_cap": 3.0,
+            "backend": "fa2",
+            "return_lse": True,
+        },
+    ),
     "get_batch_indices_positions": (
         flashinfer.get_batch_indices_positions,
         {
@@ -251,7 +283,11 @@ MORE = {
     "page_table", "paged_kv_indices", "positions", "seq_starts", "src", "src_cache", "token_to_seq", "value",
 }  # fmt: skip
 # Calls whose `v` may be narrower.
-NARROWER = {"merge_states", *(name for name in CALLS if name.startswith("flash_attn_") and "func" in name)}
+NARROWER = {
+    "single_prefill",
+    "merge_states",
+    *(name for name in CALLS if name.startswith("flash_attn_") and "func" in name),
+}
 MORE_OF_CALLS = {("flash_attn 3", "q"), ("flash_attn_varlen_func", "q"), ("flash_attn_varlen_func of pages", "q")}
 MORE_OF_CALLS |= {("flash_attn_varlen_func 3", "q")}
 UNREAD = {"kv_last_page_len": "append_paged_kv_cache"}  # which page lengths follow from

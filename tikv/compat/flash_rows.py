@@ -110,6 +110,25 @@ def _results(like: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Results]:
     return out, lse, Results(to, True, view(lse, "lse", ""))
 
 
+def tile_size(sight: Sight, slopes: bool, most: int, group: int, on_host: bool) -> int:
+    """How many queries a tile has: of so many at most, all if one of them sees keys after its own."""
+    if sight.right > 0 or (sight.right < 0 and (sight.left >= 0 or slopes)):
+        return most
+    return min(most, TILE_QUERIES_ON_HOST if on_host else -(-TILE_ROWS // group))
+
+
+def caches_of_rows(k: ArrayView, v: ArrayView, ends_and_starts: Any, sequences: int) -> Caches:
+    """Rows (total, H, D) of keys and values as one cache of which each sequence sees its part.
+
+    `ends_and_starts` is (2 * sequences,): the end and the first row of each.
+    """
+    rows = []
+    for a in (k, v):
+        (held, heads, width), step = a.shape, a.strides
+        rows.append(a.restrided((sequences, heads, held, width), (0, step[1], step[0], step[2])))
+    return Caches(ContiguousLayout(starts=True), rows[0], rows[1], ends_and_starts)
+
+
 class _Ragged:
     """A call of `flash_attn_varlen_func`, checked when the object is made."""
 
@@ -151,13 +170,9 @@ class _Ragged:
         return out, ragged_rows.selected(inside[:, None], lse[tile, :, number], -math.inf).T
 
     def _tile(self, most: int) -> int:
-        """How many queries a tile has: of so many at most, all if one of them sees keys after its own."""
-        sight = self.sight
-        slopes = self.args.alibi_slopes is not None
-        if sight.right > 0 or (sight.right < 0 and (sight.left >= 0 or slopes)):
-            return most
+        """How many queries a tile has."""
         group = max(1, self.q.shape[1] // max(1, self.k.shape[-2]))
-        return min(most, TILE_QUERIES_ON_HOST if self.q.device == "cpu" else -(-TILE_ROWS // group))
+        return tile_size(self.sight, self.args.alibi_slopes is not None, most, group, self.q.device == "cpu")
 
     def _call(self, queries: ArrayView, tiles: QueryTiles, size: int) -> Any:
         """The checked call of attention of the tiles."""
@@ -172,13 +187,8 @@ class _Ragged:
         first = self.first[sequence] * tiles.used
         ends = index.library.maximum(tiles.lengths(self.first + self.lengths, causal), first)
         both = index.library.stack((ends, first), 1).reshape(-1)
-        n, (held, heads, _) = int(sequence.shape[0]), self.k.shape
-        rows = []
-        for a in (self.k, self.v):
-            step = a.strides
-            rows.append(a.restrided((n, heads, held, a.shape[2]), (0, step[1], step[0], step[2])))
-        caches = Caches(ContiguousLayout(starts=True), rows[0], rows[1], for_operation(both, args.q))
-        return attention_call(self.operation, queries, caches, self._request(size, held, sequence))
+        caches = caches_of_rows(self.k, self.v, for_operation(both, args.q), int(sequence.shape[0]))
+        return attention_call(self.operation, queries, caches, self._request(size, self.k.shape[0], sequence))
 
     def _request(self, size: int, held: int, sequence: Any) -> AttendRequest:
         """What tiles of so many queries of these sequences see."""

@@ -1,0 +1,282 @@
+"""What FlashInfer's wrappers share: their workspace, the options of plans that change nothing here, and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import Array, ArrayView, view
+from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests
+from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
+from tikv.compat.flashinfer.scores import Scores
+from tikv.compat.indices import flag, library_of, refuse_option
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.indices import host_integers
+from tikv.runtime import current
+
+BACKENDS = ("auto", "fa2", "fa3")  # those of FlashInfer whose arguments mean the same
+PAGED = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+class Wrapper:
+    """A wrapper of FlashInfer: `plan` sets its plan, which `run` follows.
+
+    Args:
+        workspace: an array whose device alone is read.
+        kv_layout, backend: as in FlashInfer.
+        refused: options that must be None or False, by name.
+        graphs: whether plans keep their arrays for CUDA graphs, and then the caller's buffers, by name, into which each
+            plan copies its indices.
+        tiled: whether requests may have different numbers of queries.
+    """
+
+    def __init__(
+        self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any],
+        graphs: tuple[Any, dict[str, Any]], tiled: bool,
+    ) -> None:  # fmt: skip
+        operation = f"flashinfer.{type(self).__name__}"
+        check_layout(kv_layout, operation)
+        if not hasattr(workspace, "dtype"):
+            raise DTypeError(
+                f"{operation}: the workspace is {type(workspace).__name__}. Pass an array on the device of the queries."
+            )
+        check_backend(operation, backend)
+        refuse_passed(operation, **refused)
+        self._graphs, self._buffers, self._tiled = flag(graphs[0], "use_cuda_graph", operation), graphs[1], tiled
+        if not self._graphs:
+            refuse_passed(operation, **self._buffers)
+        for name, buffer in self._buffers.items() if self._graphs else ():
+            if buffer is None:
+                raise OptionError(f"{operation}: use_cuda_graph=True needs {name}. Pass an int32 array on the device.")
+            checks.rank(view(buffer, name, operation), (1,), name, "one axis", operation)
+            checks.indices(view(buffer, name, operation), name, operation)
+            checks.writable(view(buffer, name, operation), name, operation)
+        self._workspace, self._kv_layout = workspace, kv_layout
+        self._plan: PlannedAttention | None = None
+        self._dtypes: tuple[Any, Any] = (None, None)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made for CUDA graphs."""
+        return self._graphs
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        """Take other workspaces; as in the constructor, only the device of the first one is read."""
+        self._workspace = float_workspace_buffer
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+    def _operation(self, method: str) -> str:
+        return f"flashinfer.{type(self).__name__}.{method}"
+
+    def _take(
+        self, operation: str, requests: Requests, heads: Heads, scores: Scores, planned: tuple[Any, Any],
+        indices: tuple[Any, ...], tokens: Any = None,
+    ) -> None:  # fmt: skip
+        """Make the plan; `indices` are copied into the buffers, in their order.
+
+        Raises:
+            OptionError, CapacityError: with CUDA graphs, the plan needs more than the first one, or other options.
+        """
+        like, run = self._workspace, self._operation("run")
+        if not self._graphs:
+            self._plan, self._dtypes = PlannedAttention(run, requests, heads, scores, like, tokens), planned
+            return
+        if tokens is not None:
+            raise OptionError(f"{operation}: a mask with use_cuda_graph=True is not supported. Use a wrapper without.")
+        before, entries = self._plan, 0 if requests.lists is None else len(requests.lists.pages)
+        for (name, buffer), array in zip(self._buffers.items(), indices, strict=True):
+            if (len(array) > len(buffer)) if "indices" in name else (len(array) != len(buffer)):
+                raise CapacityError(
+                    f"{operation}: {name} has {len(buffer)} entries, and the plan has {len(array)}. With CUDA graphs, "
+                    "the number of requests stays, and there are at most as many indices as their buffer has entries."
+                )
+        if before is None:
+            if not requests.starts[-1]:
+                raise CapacityError(f"{operation}: no queries. With CUDA graphs, plan for the most queries first.")
+            pages = [len(buffer) for name, buffer in self._buffers.items() if "indices" in name]
+            room = PlanRoom(int(requests.starts[-1]), max(pages, default=0), self._tiled)
+        else:
+            assert before.room is not None
+            room = before.room
+            alike = (before.heads, before.scores, before.requests.page, self._dtypes)
+            if (heads, scores, requests.page, planned) != alike:
+                raise OptionError(
+                    f"{operation}: these options are not those of the first plan, and captured graphs keep them. Use a "
+                    "wrapper for each set of options."
+                )
+            total = int(requests.starts[-1])
+            if total > room.total or (total < room.total and not room.tiled):
+                raise CapacityError(
+                    f"{operation}: {total} queries, and the first plan had {room.total}. With CUDA graphs, plan for "
+                    "the most queries first."
+                )
+        plan = PlannedAttention(run, requests, heads, scores, like, room=room)
+        if plan.tokens is not None or (plan.key_positions is not None and not entries and plan.pages is None):
+            raise OptionError(
+                f"{operation}: with use_cuda_graph=True, rows with ROPE_LLAMA and windows with ALIBI are not supported."
+            )
+        for buffer, array in zip(self._buffers.values(), indices, strict=True):
+            fill(buffer, array)
+        if before is None:
+            self._plan, self._dtypes = plan, planned
+        else:
+            before.follow(plan)
+
+    def _planned(self, operation: str, q: Any, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
+        """The plan, once q and the keys have the dtypes that it was made for.
+
+        Raises:
+            OptionError: there is no plan, or arguments for kernels of a caller's own.
+            DTypeError: the dtypes differ.
+        """
+        if extra:
+            raise OptionError(f"{operation}: {len(extra)} more arguments, for kernels of your own. Leave them out.")
+        if self._plan is None:
+            raise OptionError(f"{operation}: there is no plan yet. Call plan first.")
+        for name, a, dtype in (("q", view(q, "q", operation), self._dtypes[0]), ("the keys", k, self._dtypes[1])):
+            if a.dtype is not dtype:
+                option = "q_data_type" if name == "q" else "kv_data_type"
+                raise DTypeError(
+                    f"{operation}: {name}: {a.dtype.name}, and the plan has {option}={dtype.name}. Pass {option} to "
+                    "plan."
+                )
+        return self._plan
+
+    def _check_window(self, operation: str, window_left: Any) -> None:
+        """Refuse another window than that of the plan."""
+        if window_left is not None and self._plan is not None:
+            planned = self._plan.scores.sight.left
+            if checks.integer(window_left, "window_left", operation, low=-1) != planned:
+                refuse_option(operation, window_left=(window_left, f"None, or {planned} as in the plan"))
+
+
+def fill(buffer: Array, indices: Array) -> None:
+    """Copy indices to the start of a buffer."""
+    if isinstance(buffer, np.ndarray):
+        buffer[: len(indices)] = np.asarray(indices)
+    else:
+        library = library_of(buffer)
+        buffer[: len(indices)].copy_(library.as_tensor(indices))
+
+
+def refuse_passed(operation: str, **options: Any) -> None:
+    """Refuse every option that is neither None nor False.
+
+    Raises:
+        OptionError: it names the option.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            shown = f"={value!r}" if isinstance(value, bool | int | float | str) else ""
+            raise OptionError(f"{operation}: {name}{shown} is not supported. Leave it out.")
+
+
+def check_backend(operation: str, backend: Any) -> None:
+    """Refuse the backends of FlashInfer whose arguments mean something else."""
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        refuse_option(operation, backend=(backend, "'auto', 'fa2' or 'fa3', which change nothing here"))
+
+
+def check_hints(operation: str, flags: dict[str, Any], integers: dict[str, Any]) -> None:
+    """Check options that change nothing here: True or False, and integers or None.
+
+    Raises:
+        OptionError, DTypeError: one is something else.
+    """
+    for name, value in flags.items():
+        flag(value, name, operation)
+    for name, value in integers.items():
+        checks.integer_or_none(value, name, operation)
+
+
+def planned_dtypes(
+    operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None
+) -> tuple[dtypes.DType, dtypes.DType]:
+    """The dtypes of queries and keys that a plan names.
+
+    Raises:
+        DTypeError: one is not a dtype, or results are to have another one than queries.
+    """
+    queries = dtypes.parse(default if of_queries is None else of_queries, operation)
+    of_keys = default if of_keys is None else of_keys
+    keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
+    if of_results is not None and dtypes.parse(of_results, operation) is not queries:
+        raise DTypeError(
+            f"{operation}: o_data_type={of_results} is not supported. Results have the dtype of q, {queries.name}."
+        )
+    return queries, keys
+
+
+def heads_of(operation: str, **numbers: Any) -> tuple[int, ...]:
+    """Sizes that a plan names, each at least 1.
+
+    Raises:
+        PositionError: one is less.
+        ShapeError: the query heads do not divide among the KV heads.
+    """
+    sizes = {name: checks.integer(value, name, operation, low=1) for name, value in numbers.items()}
+    queries, keys = sizes["num_qo_heads"], sizes["num_kv_heads"]
+    if queries % keys:
+        raise ShapeError(f"{operation}: {queries} query heads do not divide among {keys} KV heads.")
+    return tuple(sizes.values())
+
+
+def starts_of(operation: str, name: str, starts: Any) -> np.ndarray[Any, Any]:
+    """(B + 1,) int64 on the host, ascending from 0.
+
+    Raises:
+        ShapeError, DTypeError, PositionError: they are not.
+    """
+    array = np.array(host_integers(starts, name, operation, current()), np.int64)
+    if not array.size:
+        raise ShapeError(f"{operation}: {name} is empty; it needs one more entry than there are requests.")
+    if array[0] != 0 or (np.diff(array) < 0).any():
+        raise PositionError(f"{operation}: {name} is {array.tolist()}; it must ascend from 0.")
+    return array
+
+
+def paged_requests(
+    operation: str, starts: np.ndarray[Any, Any], arrays: tuple[Any, Any, Any], page: Any,
+    names: tuple[str, str, str] = PAGED, of_lengths: bool = False,
+) -> Requests:  # fmt: skip
+    """Requests whose keys lie in pages; `arrays` and `names` as in `page_lists`."""
+    page = checks.integer(page, "page_size", operation, low=1)
+    lists = page_lists(operation, names, arrays, len(starts) - 1, page, of_lengths)
+    return Requests(starts, lists.lengths, lists=lists, page=page)
+
+
+def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str) -> Keys:
+    """The keys and values of FlashInfer's `paged_kv_cache`."""
+    k, v = pools_of(paged_kv_cache, layout, operation)
+    for a in (k, v):
+        if not isinstance(a, ArrayView):
+            raise DTypeError(f"{operation}: paged_kv_cache holds a {type(a).__name__}. Pass plain arrays.")
+    pair = isinstance(paged_kv_cache, tuple | list)
+    arrays = tuple(paged_kv_cache) if pair else (paged_kv_cache,) * 2
+    if library_of(*arrays) is not np or all(isinstance(a, np.ndarray) for a in arrays):
+        axis = 1 if layout == "NHD" else 2
+        pages = arrays if pair else (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
+        arrays = tuple(a if len(a.shape) == 4 else a.reshape(*a.shape[:axis], 1, *a.shape[axis:]) for a in pages)
+    return Keys(k, v, arrays, layout)
+
+
+def keys_in_rows(k: Array, v: Array, layout: str, operation: str) -> Keys:
+    """Keys and values (total, H, D) in NHD, or (H, total, D) in HND."""
+    views = []
+    for name, a in (("k", k), ("v", v)):
+        seen = view(a, name, operation)
+        checks.rank(seen, (3,), name, "(total, H, D) in NHD, (H, total, D) in HND", operation)
+        views.append(seen if layout == "NHD" else seen.transposed(1, 0, 2))
+    if views[0].shape[:2] != views[1].shape[:2]:
+        raise ShapeError(
+            f"{operation}: k is {views[0].shape} and v {views[1].shape}; both need the same rows and heads."
+        )
+    arrays = (k, v)
+    if layout == "HND" and all(hasattr(a, "swapaxes") for a in arrays):
+        arrays = (k.swapaxes(0, 1), v.swapaxes(0, 1))
+    return Keys(views[0], views[1], arrays)
