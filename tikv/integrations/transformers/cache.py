@@ -123,6 +123,21 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
     return kinds
 
 
+def _recording(kinds: list[shim.LayerKind], text: Any, record_states: int) -> list[shim.LayerKind]:
+    """What each layer caches, with the option of those that keep a state.
+
+    Raises:
+        OptionError: states cannot be recorded.
+    """
+    if not any(kind.state is not None for kind in kinds):
+        return kinds
+    from tikv.integrations.transformers import state_calls
+
+    state_calls.watch(text, record_states)
+    option = {"record_states": record_states}
+    return [kind if kind.state is None else kind._replace(state={**option, **kind.state}) for kind in kinds]
+
+
 def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed: bool) -> None:
     """Check that all layers can keep groups along tokens.
 
@@ -261,6 +276,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
         place: "device", or "host" to keep full-attention layers in page-locked memory of the host, for CUDA.
         resident_layers: with "host", how many layers the GPU has copies of.
+        record_states: the last tokens that `crop` can always drop from layers with a state; 0 for none.
 
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
@@ -304,6 +320,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         offload_only_non_sliding: bool = True,
         place: str = "device",
         resident_layers: int = 2,
+        record_states: int = 0,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
@@ -323,7 +340,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
-        self._made = {
+        self._made: dict[str, Any] = {
             "max_cache_len": limit,
             "dtype": asdict(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
             "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
@@ -331,9 +348,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
             "window": window,
             "sinks": sinks,
+            "record_states": _integer(record_states, "record_states", 0, "leave it out"),
         }
         self._fields = cache_files.fields_of(text)
-        kinds, limit = shim.bounded(_served(config, text), limit)
+        kinds, limit = shim.bounded(_recording(_served(config, text), text, record_states), limit)
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
@@ -370,6 +388,16 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
         self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
+        self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
+
+    @property
+    def record_states(self) -> int:
+        """The last tokens whose states are recorded; 0 for none, or for a model without states."""
+        return self._made["record_states"] if self._with_states else 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer lets its state grow until the next `crop`."""
+        return not self.record_states and bool(super().is_recording_past(layer_idx))
 
     def __repr__(self) -> str:
         """Equal layers share a line; after four kinds of layers the others are counted."""
@@ -449,7 +477,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
         if not _is_traced():
-            self._note_use(f"{name} {options.get('state_idx', 0)}", layer_idx)
+            number = options.get("state_idx", 0)
+            if self.state_call is None or self.state_call.is_first:
+                self._note_use(f"{name} {number}", layer_idx)
+            if self.record_states:
+                self.layers[layer_idx].record(number, self.state_call)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, **options: Any) -> Any:
@@ -467,6 +499,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def get_recurrent_state(self, layer_idx: int, **options: Any) -> Any:
         """As transformers' caches."""
         return self._use_state("get_recurrent_state", layer_idx, (), options)
+
+    def undo(self, call: Any) -> None:
+        """Take back what an interrupted `StateCall` did to states, if they are recorded."""
+        for (layer_idx, number), tokens in call.recorded.items():
+            if self.layers[layer_idx].take_back(number, tokens):
+                for use in [use for use in self._used_in_step if use[1] == layer_idx and use[0].endswith(f" {number}")]:
+                    del self._used_in_step[use]
 
     def _refuse_unequal(self, appended: list[int]) -> None:
         """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""
@@ -630,9 +669,20 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
                     self._refuse_unequal(appended)
             self._refuse_another_text(queries, tokens, layer_idx)
+            if tokens > 1 and self._with_states and self._updated is self._with_keys[-1]:
+                self._refuse_tokens_together(tokens)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
+
+    def _refuse_tokens_together(self, tokens: int) -> None:
+        """Raise OptionError if a module would begin several tokens without the state that it keeps itself."""
+        held = self.get_seq_length()
+        for layer in self._with_states if held else ():
+            layer.refuse_state_outside(
+                f"{OPERATION}: after {held} tokens, {tokens} new tokens together",
+                "Pass one token at a time, or call reset() and pass the whole text.",
+            )
 
     def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
         """Raise if the mask or the positions show that new tokens do not continue the text in the cache.
@@ -701,6 +751,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         if tokens_to_remove:
             self._refuse_states_outside("crop")
+            self._refuse_half_step()
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)
