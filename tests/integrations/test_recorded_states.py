@@ -253,6 +253,40 @@ def test_a_call_that_was_interrupted_in_a_module_is_undone(arch, monkeypatch):
     assert torch.equal(read(model, cache, ids[:, 9:12]), want)
 
 
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_are_aligned_after_an_interrupt(arch, family, count):
+    model, ids = model_of(family), tokens(2, 14)
+    layers = next(m for name, m in model.named_modules() if name.endswith("layers"))
+    want = None
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    for layer in layers:
+        cache = TikvCache(model.config, record_states=4)
+        read(model, cache, ids[:, :9])
+        want = read(model, copy.deepcopy(cache), ids[:, 9:12]) if want is None else want
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            read(model, cache, ids[:, 9 : 9 + count])
+        handle.remove()
+        assert cache.align() == 9
+        assert torch.equal(read(model, cache, ids[:, 9:12]), want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_tokens_beyond_the_memory_reach_no_state(arch, family):
+    """The states of layers before the first attention took them, and then attention refused them."""
+    model, ids = model_of(family), tokens(1, 14)
+    cache = TikvCache(model.config, max_cache_len=10)
+    read(model, cache, ids[:, :9])
+    want = read(model, copy.deepcopy(cache), ids[:, 9:10])
+    with pytest.raises(tikv.CapacityError):
+        read(model, cache, ids[:, 9:12])
+    assert torch.equal(read(model, cache, ids[:, 9:10]), want)
+
+
 def test_a_model_without_states_takes_the_option(arch):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE)).eval()
     cache, ids = TikvCache(model.config, record_states=4), tokens(1, 9)

@@ -539,10 +539,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if 0 < len(used) < len(counted) and any(
             state is not None for of_layer in states for state in of_layer.values()
         ):
+            way = "Call align(), or use" if self.record_states else "A state cannot go back: use"
             raise PositionError(
                 f"{OPERATION}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
-                f"Their states include its tokens, and a state cannot go back. Use restore() of a snapshot that was "
-                f"taken before that step, or reset()."
+                f"Their states include its tokens. {way} restore() of a snapshot that was taken before that step, or "
+                f"reset()."
             )
 
     def align(self) -> int:
@@ -552,8 +553,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             That length. The model goes on with the token at this position.
 
         Raises:
-            PositionError: a layer has overwritten what it would then need, or keeps a state, which cannot go back.
-                Nothing is changed. Use `reset`.
+            PositionError: a layer has overwritten what it would then need, or keeps a state, which cannot go back
+                unless ``record_states`` recorded it. Nothing is changed. Use `reset`.
 
         Examples:
             >>> import torch
@@ -565,13 +566,21 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> [layer.get_seq_length() for layer in cache.layers], cache.align()
             ([6, 3], 3)
         """
-        self._refuse_half_step()
-        least = min(layer.appended for layer in self._with_keys)
-        ahead = [(layer, least - layer.appended) for layer in self._with_keys if layer.appended > least]
+        recorded = self._with_states if self.record_states else []
+        if not recorded:
+            self._refuse_half_step()
+        lengths = [*(layer.appended for layer in self._with_keys), *(layer.shortest() for layer in recorded)]
+        least = min(lengths)
+        for layer in recorded:
+            layer.check_align(least)
+        ahead = [(a, least - a.appended) for a in self._with_keys if a.appended > least and a not in recorded]
         for layer, back in ahead:
             layer._cropped_to(back)
         for layer, back in ahead:
             layer.crop(back)
+        for layer in recorded:
+            layer.align(least)
+        self._used_in_step.clear()
         for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
             layer._put_in_order()
         return int(self.get_seq_length())
@@ -669,15 +678,22 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
                     self._refuse_unequal(appended)
             self._refuse_another_text(queries, tokens, layer_idx)
-            if tokens > 1 and self._with_states and self._updated is self._with_keys[-1]:
-                self._refuse_tokens_together(tokens)
+            if self._with_states and self._updated is self._with_keys[-1]:
+                self._refuse_before_states(tokens)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
 
-    def _refuse_tokens_together(self, tokens: int) -> None:
-        """Raise OptionError if a module would begin several tokens without the state that it keeps itself."""
-        held = self.get_seq_length()
+    def _refuse_before_states(self, tokens: int) -> None:
+        """Raise before a layer with a state takes tokens that others cannot take, or that its module takes wrongly.
+
+        Raises:
+            CapacityError: there would be more than ``max_cache_len`` tokens.
+            OptionError: a module would begin several tokens without the state that it keeps itself.
+        """
+        for layer in self._with_keys:
+            layer._refuse_beyond_limit(tokens)
+        held = self.get_seq_length() if tokens > 1 else 0
         for layer in self._with_states if held else ():
             layer.refuse_state_outside(
                 f"{OPERATION}: after {held} tokens, {tokens} new tokens together",

@@ -59,6 +59,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
 
     Attributes:
         records: of each state, what it was before the newest calls of its module, if states are recorded.
+        seen: how many tokens each state includes, if states are recorded.
     """
 
     def __init__(self, index: int, record_states: int = 0, **options: Any) -> None:
@@ -68,6 +69,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         self._options: Mapping[str, Any] = {"record_states": record_states, **options}
         self._from_start: set[int] = set()  # the states that include all tokens since the first
         self.records: dict[int, list[EarlierState]] = {i: [] for i in range(self.number_of_states)}
+        self.seen = dict.fromkeys(range(self.number_of_states), 0)
 
     def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """As transformers' layer does."""
@@ -94,6 +96,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             return
         if not call.note(self.index, state_idx):
             return
+        self.seen[state_idx] += call.tokens
         spare = EarlierState(0, None, None)
         while records and sum(each.tokens for each in records[1:]) + call.tokens >= self.record_states:
             spare = records.pop(0)
@@ -117,6 +120,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         records, at = self.records[state_idx], self._record_before(state_idx, back)
         if at is None:
             return False
+        self.seen[state_idx] -= back
         if records[at].is_start:
             self._forget_state(state_idx)
         else:
@@ -240,6 +244,30 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         self.conv_states[i] = self.recurrent_states[i] = None
         self.is_conv_states_initialized[i] = self.is_recurrent_states_initialized[i] = False
         self.has_previous_state[i] = False
+        self.seen[i] = 0
+
+    def count_all(self, length: int) -> None:
+        """Note that the states, which came from a file, include so many tokens."""
+        self.seen = {i: length if self.has_previous_state[i] else 0 for i in self.seen}
+
+    def shortest(self) -> int:
+        """How many tokens the state includes that includes fewest, of those that the model has used."""
+        return min((seen for seen in self.seen.values() if seen), default=0)
+
+    def check_align(self, length: int) -> None:
+        """Raise PositionError unless `align` can take each state back to the first tokens."""
+        for i, seen in self.seen.items():
+            if seen > length and self._record_before(i, seen - length) is None:
+                raise PositionError(
+                    f"{OPERATION}.align: the state of layer {self.index} includes {seen} tokens, and what it was after "
+                    f"{length} is no longer recorded. Use restore() of a snapshot, or reset()."
+                )
+
+    def align(self, length: int) -> None:
+        """Take each state back to what it was after the first tokens, if it includes more."""
+        for i, seen in [*self.seen.items()]:
+            if seen > length:
+                self.take_back(i, seen - length)
 
     def state(self) -> dict[str, Any]:
         """The state, and what is known of it, by the names of attributes; nothing is copied."""
@@ -367,6 +395,18 @@ class _KeysBeside(StateLayer):
         target = self._keys._cropped_to(self, tokens_to_remove)
         StateLayer._cropped_to(self, tokens_to_remove)
         return target
+
+    def check_align(self, length: int) -> None:
+        """Raise PositionError unless `align` can take keys and states back to the first tokens."""
+        StateLayer.check_align(self, length)
+        if self.appended > length:
+            self._keys._cropped_to(self, length - self.appended)
+
+    def align(self, length: int) -> None:
+        """Take keys and states back to the first tokens, if they have more."""
+        StateLayer.align(self, length)
+        if self.appended > length:
+            self.cut(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `TikvLayer.crop`, for both or for neither."""
