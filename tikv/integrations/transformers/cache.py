@@ -634,6 +634,39 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 cache._find_layers()
                 cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
+    def fork(self, n: int) -> TikvCache:
+        """A new cache in which each sequence stands n times: so many texts go on from one prompt, computed once.
+
+        Args:
+            n: how many texts go on from each sequence, at least 1.
+
+        Returns:
+            A cache with the sequences 0, 0, ..., 1, 1, ...; this one stays as it is, and can be forked again.
+
+        Raises:
+            OptionError: n is no such number, or the model keeps the state of a layer in its own modules.
+            PositionError: the last step was interrupted between two layers. Call `align` or `reset` first.
+
+        Exactness: every bit is copied.
+        Cost: keys, values and states are copied, n times and once more; nothing is shared. A pool shares the blocks of
+            a prompt: `PagedKVCacheStore.fork`, or attention "tikv" in ``model.generate_batch``.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> prompt, states = TikvCache(LlamaConfig(num_hidden_layers=1)), torch.ones(1, 2, 3, 8)
+            >>> _ = prompt.update(states, states, 0)
+            >>> texts = prompt.fork(4)
+            >>> tuple(texts.layers[0].keys.shape), prompt.get_seq_length()
+            ((4, 2, 3, 8), 3)
+        """
+        count = _integer(n, "n", 1, "the cache itself")
+        self._refuse_half_step()
+        cache = copy.deepcopy(self)
+        cache.batch_repeat_interleave(count)
+        return cache
+
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
