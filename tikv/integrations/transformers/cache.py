@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from transformers import cache_utils
 
+from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers import files as cache_files
 from tikv.integrations.transformers import needs, shim
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations.transformers.generation import compare_lengths
+from tikv.integrations.transformers.gradients import through
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.indexed import IndexedLayer
@@ -29,6 +31,7 @@ from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
 from tikv.integrations.transformers.snapshots import TikvSnapshot
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
+from tikv.integrations.transformers.stored import decoded
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
@@ -133,8 +136,7 @@ def _recording(kinds: list[shim.LayerKind], text: Any, record_states: int) -> li
         return kinds
     from tikv.integrations.transformers import state_calls
 
-    state_calls.watch(text, record_states)
-    option = {"record_states": record_states}
+    option = {"is_here": state_calls.watch(text, record_states), "record_states": record_states}
     return [kind if kind.state is None else kind._replace(state={**option, **kind.state}) for kind in kinds]
 
 
@@ -233,6 +235,33 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     return ""
 
 
+def _let_gradients_flow(grad: Any, layers: list[Any], crossed: bool) -> None:
+    """Have the layers of a new cache pass gradients on.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    why = ""
+    if grad is not True:
+        why = "pass True or False"
+    elif crossed:
+        why = "the model may have an encoder"
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, TikvLayer):
+            continue
+        formats = [format for format in (layer.storage.k, layer.storage.v) if str(format) not in _WITH_GRADIENT]
+        if isinstance(layer, (GroupsLayer, HostLayer, IndexedLayer, StreamingLayer)):
+            why = why or f"layer {i} is a {type(layer).__name__}, which passes no gradients on"
+        elif formats or layer.storage.k_scale is not None or layer.storage.v_scale is not None:
+            why = why or f"codes have no gradient. Use dtype=None, one of {', '.join(_WITH_GRADIENT[1:])}, or no scale"
+        layer.graded = GradedTokens()
+    if why:
+        raise OptionError(f"{OPERATION}: grad={grad!r} is not possible: {why}.")
+
+
+_WITH_GRADIENT = ("None", "float32", "float16", "bfloat16")  # formats
+
+
 def _first_tokens(padding: Any) -> tuple[int, ...]:
     """The position of each row's first token that a mask (batch, n) shows; n for a row that is all padding."""
     shown = padding.bool()
@@ -277,6 +306,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         place: "device", or "host" to keep full-attention layers in page-locked memory of the host, for CUDA.
         resident_layers: with "host", how many layers the GPU has copies of.
         record_states: the last tokens that `crop` can always drop from layers with a state; 0 for none.
+        grad: let gradients flow to the keys and values of tokens that came with one; all others are frozen.
 
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
@@ -284,7 +314,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         DTypeError: nothing can be stored in that dtype. Whether it fits the model's dtype is checked with the first
             tokens.
 
-    Gradients do not flow through the cache: `backward` raises. Decode under ``torch.no_grad()``, as ``generate`` does.
+    Without ``grad=True``, gradients do not flow through the cache: `backward` raises.
 
     Examples:
         >>> import torch
@@ -321,6 +351,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         place: str = "device",
         resident_layers: int = 2,
         record_states: int = 0,
+        grad: bool = False,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
@@ -348,6 +379,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
             "window": window,
             "sinks": sinks,
+            "grad": grad is True,
             "record_states": _integer(record_states, "record_states", 0, "leave it out"),
         }
         self._fields = cache_files.fields_of(text)
@@ -375,6 +407,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
             self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
+        if grad is not False:
+            self._why_not_compiled = "gradients flow through it"
+            _let_gradients_flow(grad, layers, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._find_layers()
@@ -468,11 +503,25 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
                 self._refuse_unequal(appended)
-        pair = layer.update(key_states, value_states)
+        if self._made["grad"] and torch.is_grad_enabled():
+            pair = self._update_graded(layer, key_states, value_states)
+        else:
+            pair = layer.update(key_states, value_states)
         self._updated = layer
         if layer.has_prompt_room:
             self._prompted = layer
-        return pair  # type: ignore[no-any-return]
+        return pair
+
+    @staticmethod
+    def _update_graded(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` whose results pass gradients on to the tokens that came with one."""
+        first, graded = layer.get_seq_length(), layer.graded
+        assert graded is not None
+        with torch.no_grad():
+            pair = layer.update(key_states.detach(), value_states.detach())
+        graded.add(first, key_states, value_states)
+        keys, values = map(decoded, pair)
+        return through(graded, keys, values, layer.get_seq_length() - keys.shape[2])
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
@@ -727,7 +776,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         for layer in self._with_keys:
             layer._refuse_beyond_limit(tokens)
         held = self.get_seq_length() if tokens > 1 else 0
-        for layer in self._with_states if held else ():
+        for layer in [layer for layer in self._with_states if held and not layer.is_here]:
             layer.refuse_state_outside(
                 f"{OPERATION}: after {held} tokens, {tokens} new tokens together",
                 "Pass one token at a time, or call reset() and pass the whole text.",

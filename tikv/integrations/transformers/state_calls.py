@@ -58,8 +58,11 @@ class StateCall:
         return True
 
 
-def watch(text: Any, record_states: int) -> None:
+def watch(text: Any, record_states: int) -> bool:
     """From now on, modules of this configuration's models run in pieces where a cache needs that.
+
+    Returns:
+        Whether any module is known that keeps its state in a cache.
 
     Raises:
         OptionError: states are to be recorded, and no module is known that keeps them in a cache.
@@ -73,6 +76,7 @@ def watch(text: Any, record_states: int) -> None:
         )
     if record_states:
         let_generate_ask_the_cache()
+    return any(watched)
 
 
 def _modules_of(kind: type) -> list[Any]:

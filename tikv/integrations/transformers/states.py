@@ -55,6 +55,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
     Args:
         index: the layer's number, for messages.
         record_states: how many tokens `crop` can always drop; 0 for none.
+        is_here: whether a module of the model is known that keeps its state in the cache.
         **options: those of transformers' layer.
 
     Attributes:
@@ -62,11 +63,11 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         seen: how many tokens each state includes, if states are recorded.
     """
 
-    def __init__(self, index: int, record_states: int = 0, **options: Any) -> None:
+    def __init__(self, index: int, record_states: int = 0, is_here: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.record_past: bool = False  # as transformers' layer begins
-        self.index, self.record_states = index, record_states
-        self._options: Mapping[str, Any] = {"record_states": record_states, **options}
+        self.index, self.record_states, self.is_here = index, record_states, is_here
+        self._options: Mapping[str, Any] = {"record_states": record_states, "is_here": is_here, **options}
         self._from_start: set[int] = set()  # the states that include all tokens since the first
         self.records: dict[int, list[EarlierState]] = {i: [] for i in range(self.number_of_states)}
         self.seen = dict.fromkeys(range(self.number_of_states), 0)
