@@ -1,13 +1,17 @@
 """`TikvCache(config, record_states=k)`: crops of hybrids, drafted tokens, and prompts in chunks."""
 
 import copy
+import pathlib
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import family_page  # noqa: E402
+import hybrids  # noqa: E402
 import tiny_models  # noqa: E402
+from hybrids import read, steps, tokens, whole  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
 
 import tikv  # noqa: E402
@@ -21,12 +25,13 @@ pytestmark = [
 if shim.VERSION < (5, 24):
     pytest.skip("models read their states through the cache from transformers 5.24 on", allow_module_level=True)
 
-FAMILIES = (
-    "bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "inkling", "inkling2", "inkling2_loop",
-    "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5",
-    "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zamba", "zamba2", "zaya",
-)  # fmt: skip
+PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "families.md"
 FEW = ("falcon_h1", "qwen3_next", "inkling", "jamba")
+FAMILIES = [
+    pytest.param(family, marks=() if family in FEW else pytest.mark.full)
+    for family in hybrids.FAMILIES
+    if family != "recurrent_gemma"
+]
 DRAFTED = 6
 
 
@@ -36,27 +41,15 @@ def model_of(family):
     return tiny_models.tiny_model(tiny_models.generators(family)[0])
 
 
-def tokens(rows, count, seed=1):
-    low, high = tiny_models.ORDINARY.start, tiny_models.ORDINARY.stop
-    return torch.randint(low, high, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def read(model, cache, ids):
-    held = cache.get_seq_length()
-    positions = torch.arange(held, held + ids.shape[1])[None].expand(ids.shape[0], -1)  # Bamba's count from 0
-    mask = torch.ones(ids.shape[0], held + ids.shape[1], dtype=torch.long)
-    return model(ids, **given(cache), position_ids=positions, attention_mask=mask).logits
-
-
-def steps(model, cache, ids):
-    """The logits of tokens that come one at a time."""
-    return torch.cat([read(model, cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
-
-
-@torch.no_grad()
-def whole(model, ids):
-    return model(ids, use_cache=False).logits
+@pytest.mark.parametrize("family", hybrids.FAMILIES)
+def test_a_family_does_what_the_page_says(arch, family):
+    """Crops, drafted tokens, prompts in pieces, snapshots, files, forks and other orders of sequences."""
+    if family not in tiny_models.folders():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    text, row = PAGE.read_text(encoding="utf-8"), hybrids.row(family)
+    assert "no" not in row
+    if family_page.versions(text)[0] == transformers.__version__:
+        assert row in hybrids.rows_of(text)
 
 
 def near(got, want):
