@@ -303,3 +303,33 @@ def test_a_state_in_the_models_own_modules_cannot_be_recorded_and_takes_one_toke
     with pytest.raises(tikv.OptionError, match="4 new tokens together: the state of layer 0 is not in the cache"):
         read(model, cache, ids[:, 9:13])
     near(steps(model, cache, ids[:, 9:]), want[:, 9:])
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_cache_len": 40}, {"window": 32, "sinks": 2}, {"dtype": "float16"}, {"dtype": "int8"}, {"place": "host"}],
+    ids=str,
+)
+def test_keys_may_have_any_format_and_place_beside_states(arch, family, options):
+    """The same logits after crops, in a copy, from a file and after a snapshot, whatever attention's layers store."""
+    model, ids = model_of(family), tokens(2, 20)
+    if "place" in options and family in ("falcon_h1", "inkling"):
+        with pytest.raises(tikv.OptionError, match="a state in addition to keys and values"):
+            TikvCache(model.config, **options)
+        return
+    cache = TikvCache(model.config, record_states=DRAFTED, **options)
+    read(model, cache, ids[:, :9])
+    snapshot, twin = cache.snapshot(), copy.deepcopy(cache)
+    want = steps(model, cache, ids[:, 9:13])
+    assert torch.equal(steps(model, twin, ids[:, 9:13]), want)
+    cache.crop(-4)
+    assert torch.equal(steps(model, cache, ids[:, 9:13]), want)
+    cache.crop(-2)
+    read(model, cache, ids[:, :4])
+    cache.crop(-4)
+    assert torch.equal(steps(model, cache, ids[:, 11:13]), want[:, 2:])
+    cache.reset()
+    read(model, cache, ids)
+    cache.restore(snapshot)
+    assert torch.equal(steps(model, cache, ids[:, 9:13]), want)
