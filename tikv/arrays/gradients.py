@@ -50,7 +50,8 @@ def _no_backward() -> Any:
             """Refuse."""
             raise OptionError(
                 "tikv: gradients do not flow through its operations, so the gradients of queries, keys and values "
-                "would be wrong. Call the operations in torch.no_grad(), or train with torch's own attention."
+                "would be wrong. Call the operations in torch.no_grad(), use extend(..., grad=True) of a KVCacheStore, "
+                "or train with torch's own attention."
             )
 
     return NoBackward
