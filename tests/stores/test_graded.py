@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_definition(arch, dtype, layout, options):
 
 
 def test_keys_are_read_some_at_a_time(arch):
-    """With so many queries, backward looks at 700 keys together; the first of them are frozen."""
+    """With so many queries, backward looks at 174 keys together; the first of them are frozen."""
     store, old, new = store_of(batch=1, capacity=1800), rows(200, batch=1, seed=2, graded=False), rows(1500, batch=1)
     store.append(0, *old[1:])
     got = torch.autograd.grad(store.extend(0, *new, grad=True).square().sum(), new)

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-MOST_SCORES = 1 << 22  # that exist at once: 16 MB, and as much for each of a few others of their shape
+MOST_SCORES = 1 << 20  # that exist at once: 4 MB, and as much for each of a few others of their shape
 
 
 class Attended(NamedTuple):
@@ -50,15 +50,18 @@ def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: A
     for start in range(0, held, step):
         end = min(held, start + step)
         k, v = keys[:, :, start:end].float(), values[:, :, start:end].float()
-        scores = q @ k.transpose(2, 3) * scale
+        weights = (q @ k.transpose(2, 3)).mul_(scale)
+        slope = None
         if call.softcap is not None:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
-        weights = torch.exp(scores - lse)
+            weights.div_(call.softcap).tanh_()
+            slope = 1 - weights.square()
+            weights.mul_(call.softcap)
+        weights.sub_(lse).exp_()
         if end > held - tokens + 1:
-            weights = weights.masked_fill(torch.arange(start, end, device=q.device) > position, 0)
-        of_scores = weights * (grad_out @ v.transpose(2, 3) - centre) * scale
-        if call.softcap is not None:
-            of_scores = of_scores * (1 - (scores / call.softcap).square())
+            weights.masked_fill_(torch.arange(start, end, device=q.device) > position, 0)
+        of_scores = (grad_out @ v.transpose(2, 3)).sub_(centre).mul_(weights).mul_(scale)
+        if slope is not None:
+            of_scores.mul_(slope)
         of_q += of_scores @ k
         if end > first:
             trained = slice(max(first - start, 0), None)
