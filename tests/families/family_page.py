@@ -6,10 +6,12 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple
 
+import hybrids
 import torch
 import transformers
 from family_settings import CHUNKS, CODES_TOLERANCE, LENGTHS, PROMPT, STEPS, TOLERANCE
 from family_verdicts import outcome
+from tiny_models import folders
 
 WORDS = ("yes", "refused", "differs", "no cache", "not run", "not built")
 HEAD = """# Families of transformers
@@ -76,11 +78,12 @@ def page(results: dict[str, Any]) -> str:
         for one in classes:
             word, notes = outcome(one)
             found.append(Row(family, one["class"], word, _cell("; ".join(notes))))
-    return page_of(found, transformers.__version__, torch.__version__)
+    with_states = [hybrids.row(family) for family in hybrids.FAMILIES if family in folders()]
+    return page_of(found, with_states, transformers.__version__, torch.__version__)
 
 
-def page_of(table: list[Row], transformers_version: str, torch_version: str) -> str:
-    """The page that has these rows, found with these versions."""
+def page_of(table: list[Row], with_states: list[hybrids.Row], transformers_version: str, torch_version: str) -> str:
+    """The page that has these rows, and these of families with states, found with these versions."""
     counts = Counter(row.word for row in table)
     families = len({row.family for row in table})
     told = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
@@ -95,12 +98,13 @@ def page_of(table: list[Row], transformers_version: str, torch_version: str) -> 
         codes=CODES_TOLERANCE,
         counts=f"{len(table)} classes of {families} families: {told}",
     )
-    return head + "".join(f"| {' | '.join(row)} |\n" for row in table)
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in table) + "\n" + hybrids.table(with_states)
 
 
 def rows(text: str) -> list[Row]:
     """Those of a page's table."""
-    found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines() if line[:2] == "| "]
+    lines = text.partition(hybrids.HEADING)[0].splitlines()
+    found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines if line[:2] == "| "]
     return [Row(*cells) for cells in found[2:]]  # behind the table's own head
 
 

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import family_page  # noqa: E402
 import family_settings as settings  # noqa: E402
 import family_verdicts as verdicts  # noqa: E402
+import hybrids  # noqa: E402
 import tiny_models  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
@@ -83,7 +84,9 @@ def test_a_cache_that_forgets_a_token_is_seen(family, arch, monkeypatch):
 def test_the_page_is_what_the_survey_writes():
     text = PAGE.read_text(encoding="utf-8")
     rows = family_page.rows(text)
-    assert family_page.page_of(rows, *family_page.versions(text)) == text
+    with_states = hybrids.rows_of(text)
+    assert family_page.page_of(rows, with_states, *family_page.versions(text)) == text
+    assert "no" not in {cell for row in with_states for cell in row}
     assert {row.word for row in rows} <= set(family_page.WORDS)
     assert [row for row in rows if row.word == "differs"] == []
     assert rows == sorted(rows, key=lambda row: row.family)

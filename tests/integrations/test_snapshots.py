@@ -93,6 +93,31 @@ def test_a_cache_goes_back_to_what_it_held(arch, name, options):
         assert torch.equal(read(model, cache, later[0]), after), what
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_go_on_from_one_prompt(arch, name, options):
+    """As if each had read the prompt itself; the cache of the prompt stays as it is."""
+    if "window" in options and name == "DeepseekV32ForCausalLM":
+        pytest.skip("its indexer needs all keys")
+    model = model_of(name)
+    prompt, later = tokens(1, 9, seed=1), tokens(3, 6).split(1, dim=1)
+    cache, alone = TikvCache(model.config, **options), TikvCache(model.config, **options)
+    read(model, cache, prompt)
+    read(model, alone, prompt.expand(3, -1))
+    for texts in (cache.fork(3), cache.fork(3)):
+        for ids in later:
+            got, want = read(model, texts, ids), read(model, alone, ids)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.std()))
+        alone.reset()
+        read(model, alone, prompt.expand(3, -1))
+    assert cache.get_seq_length() == 9
+    pairs = cache.fork(2).fork(3)
+    assert read(model, pairs, later[0].repeat(2, 1)).shape[0] == 6
+    assert TikvCache(model.config).fork(2).get_seq_length() == 0
+    with pytest.raises(tikv.OptionError, match="n=0 is not supported"):
+        cache.fork(0)
+
+
 def test_groups_along_tokens_go_back_too(arch):
     config = transformers.LlamaConfig(**BASE)
     cache, states = TikvCache(config, dtype=GROUPS), torch.randn(2, 1, 2, 70, 32)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lives import families, life
-from lives.families import FAMILIES, FULL
+from lives.families import FAMILIES, FULL, STATE
 
 FORMATS = (
     "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
@@ -72,6 +72,8 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
         stored = found["dtype"], found.get("v_dtype", found["dtype"])
         if rng.random() < 0.3 and (stored == ("nvfp4", "nvfp4") or all(name.startswith("float8") for name in stored)):
             found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
+    if STATE in FAMILIES[family].layers and life.RECORDS and rng.random() < 0.6:
+        found["record_states"] = int(rng.choice([1, 3, 8, 40]))
     if not {"window", "dtype"} & found.keys() and set(FAMILIES[family].layers) == {FULL} and rng.random() < 0.2:
         found["place"] = "host"
     return found

@@ -20,13 +20,14 @@ from transformers.modeling_utils import AttentionInterface
 import tikv
 from lives import expected, families, traced
 from lives.families import CHUNKED, SLIDING, STATE
-from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers import TikvCache, shim
 
 MOST_TOKENS = 420
 MOST_ROWS = 4
 ROLLBACK = 64  # what a layer with a window can always be cropped by, as its manual says
 OFF = 2e-4  # of standard deviations: sums of float32 in another order
 OFF_LOGITS = 1e-3
+RECORDS = shim.VERSION >= (5, 24)  # whether states can be recorded; then states take several tokens after a prompt too
 ATTENTIONS = ("tikv", "sdpa", "eager")
 
 
@@ -46,6 +47,7 @@ class Text:
         longest: the greatest length since the cache was empty.
         recorded: from which length on the past is recorded; None if it is not.
         compiled: whether compiled steps have run since the cache was empty.
+        reach: the least length to which states that are recorded can go back.
     """
 
     cache: Any
@@ -55,6 +57,7 @@ class Text:
     longest: int = 0
     recorded: int | None = None
     compiled: bool = False
+    reach: int = 0
 
     @property
     def length(self) -> int:
@@ -150,7 +153,7 @@ class Life:
 
     def tokens(self, count: int, seed: int) -> Any:
         """New tokens at once."""
-        if STATE in self.family.layers and count > 1:
+        if STATE in self.family.layers and count > 1 and not RECORDS:
             count = 1  # a state takes single tokens after the prompt
         return self._feed(count, seed) if self._fits(count) else False
 
@@ -171,7 +174,7 @@ class Life:
 
     def beyond(self, extra: int, seed: int) -> Any:
         """Tokens beyond ``max_cache_len``, which are refused before anything is written."""
-        if self.limit is None or STATE in self.family.layers:
+        if self.limit is None:
             return False
         try:
             self._feed(self.limit - self.text.length + extra, seed)
@@ -199,7 +202,7 @@ class Life:
     def empty(self, count: int, seed: int) -> Any:
         """All tokens are taken back, and the same rows begin with others."""
         text = self.text
-        if STATE in self.family.layers or bool(text.starts.any()):
+        if bool(text.starts.any()):
             return False
         try:
             text.cache.crop(-text.length)
@@ -216,7 +219,7 @@ class Life:
         """Whether the manual promises that the cache can be cropped to this length."""
         text, kinds = self.text, self.family.layers
         recorded = text.recorded is not None and target >= text.recorded
-        if STATE in kinds:
+        if STATE in kinds and (not self.options.get("record_states") or target < text.reach):
             return False
         if self.window is not None and text.longest > self.window and target < text.longest - 1:
             return False
@@ -264,7 +267,7 @@ class Life:
         path = self.folder / "life.safetensors"
         self.text.cache.save(path)
         self.text.cache = TikvCache.load(path, self.model.config)
-        self.text.recorded = None
+        self.text.recorded, self.text.reach = None, self.text.length
         return None
 
     def reset(self) -> None:
@@ -303,7 +306,7 @@ class Life:
         """Ctrl-C in the middle of a step, which is then repaired."""
         layers = len(self.family.layers)
         layer %= layers
-        if STATE in self.family.layers:
+        if STATE in self.family.layers and not RECORDS:
             count = 1
         if not self._fits(count):
             return False
@@ -330,6 +333,7 @@ class Life:
             self._refuses_to_go_on(f"an interrupt after {done} of {layers} layers", seed)
             self.text = before
             before.longest = max(before.longest, before.length + count)
+            before.reach = max(before.reach, before.length + count - self.options.get("record_states", 0))
             if seed % 2 or self.restore() is False:
                 self._align()
         return None
@@ -388,6 +392,7 @@ class Life:
         finally:
             self.watched = None
         text.longest = max(text.longest, end)
+        text.reach = max(text.reach, end - self.options.get("record_states", 0))
         text.compiled = text.compiled or how != "eager"
         if self.formats == (None, None) and self.window is None:
             self._compare_logits(logits, mask, positions, count)

@@ -1,4 +1,4 @@
-"""Torch's gradients end here: `backward` through a result raises if autograd would follow one of its inputs."""
+"""Torch's gradients: where they end, `backward` raises; where they go on, `GradedTokens` says to which tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,48 @@ def _no_backward() -> Any:
             """Refuse."""
             raise OptionError(
                 "tikv: gradients do not flow through its operations, so the gradients of queries, keys and values "
-                "would be wrong. Call the operations in torch.no_grad(), or train with torch's own attention."
+                "would be wrong. Call the operations in torch.no_grad(), use extend(..., grad=True) of a KVCacheStore, "
+                "or train with torch's own attention."
             )
 
     return NoBackward
+
+
+class GradedTokens:
+    """The keys and values that a layer got with a gradient, and where they lie.
+
+    The layer's memory holds their numbers. These are the tensors themselves, to which `backward` goes on: a prefix that
+    is trained, or the tokens of this step. All other tokens are frozen.
+
+    Attributes:
+        tokens: the position of the first token, and (batch, heads, n, width) keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, Any, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens)
+
+    def copied(self) -> GradedTokens:
+        """The same for a copy of the layer, whose gradients go to the same tensors."""
+        other = GradedTokens()
+        other.tokens = list(self.tokens)
+        return other
+
+    def add(self, first: int, key_states: Any, value_states: Any) -> None:
+        """Note tokens that were appended, the first at this position."""
+        if is_followed(key_states, value_states):
+            self.tokens.append((first, key_states, value_states))
+
+    def cut(self, length: int) -> None:
+        """Forget tokens from this position on."""
+        self.tokens = [
+            (first, k[:, :, : length - first], v[:, :, : length - first])
+            for first, k, v in self.tokens
+            if first < length
+        ]
+
+    def select(self, rows: Any) -> None:
+        """Follow sequences that were selected."""
+        self.tokens = [(first, *(a[rows.to(a.device)] for a in pair)) for first, *pair in self.tokens]

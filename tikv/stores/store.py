@@ -35,7 +35,7 @@ from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import Held
-from tikv.stores import files, lengths, picture
+from tikv.stores import files, graded, lengths, picture
 from tikv.stores.draft import Draft, Parents
 from tikv.stores.layers import loaded_storage, new_storage
 from tikv.stores.layers.append import NAMES, ROWS
@@ -155,6 +155,7 @@ class KVCacheStore(runtime.DeepCopied):
         self.scale_dtype = rows.scale_dtype
         self._config, self._storage = config, storage
         self._followed = False  # whether torch's autograd follows tokens that were appended
+        self._graded: graded.GradedLayers | None = None  # those to which gradients flow
         self._draft = Draft()
         self._known = UNKNOWN  # about the lengths of layers: a decode loop need not look at all of them again
 
@@ -308,7 +309,14 @@ class KVCacheStore(runtime.DeepCopied):
     # --- writes
 
     def append(
-        self, layer: int, k: Array, v: Array, *, layout: str = "token_major", positions: Array | None = None
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        *,
+        layout: str = "token_major",
+        positions: Array | None = None,
+        grad: bool = False,
     ) -> None:
         """Append new tokens to one layer, in one launch.
 
@@ -323,6 +331,7 @@ class KVCacheStore(runtime.DeepCopied):
                 `layer_length`. The launch reads them, on the device. They are for launches that are captured and
                 replayed, see `positions_on_device`: counts on the host do not change, and a token that does not fit
                 into a layer without a window is skipped.
+            grad: let gradients flow to these tokens from later calls of `extend` with ``grad=True``.
 
         Raises:
             CapacityError: a layer without a window would overflow. Nothing is written.
@@ -337,6 +346,9 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.append"
         index = self._index(layer, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        if grad:
+            graded.append(self, index, (k, v), positions, layout)
+            return
         if positions is not None:
             arrays = view_all((k, v, positions), NAMES, operation)
             with self.lock:
@@ -546,6 +558,7 @@ class KVCacheStore(runtime.DeepCopied):
         mass_queries: int | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
+        grad: bool = False,
     ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
@@ -563,6 +576,8 @@ class KVCacheStore(runtime.DeepCopied):
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
             return_mass, mass_queries: as in `attend`, for the tokens that the layer holds after the call.
+            grad: let torch's gradients flow to queries, and to tokens that came with ``grad=True``; others are frozen,
+                see [Gradients][gradients] (docs/stores.md).
 
         Returns:
             A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
@@ -595,6 +610,8 @@ class KVCacheStore(runtime.DeepCopied):
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
+        if checks.flag(grad, "grad", operation):
+            return graded.extend(self, index, (q, k, v), request)
         if self._known != (FILLED if index else ALONE):
             self._check_write(operation, index, view(k, "k", operation), layout)
         before, start = self._draft, self._storage.counts[0].end
@@ -661,6 +678,7 @@ class KVCacheStore(runtime.DeepCopied):
         """
         operation = "KVCacheStore.compact"
         self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
+        self._moved()
 
     @changing
     def compact_all(self, keep: Sequence[Array], *, rope: Rope | None = None) -> None:
@@ -680,6 +698,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._index(0, operation)
         keeps = split_by_layer(keep, self.num_layers, operation)
         self._storage.compact(operation, dict(enumerate(keeps)), rope)
+        self._moved()
 
     @property
     def batch_size(self) -> int:
@@ -804,6 +823,7 @@ class KVCacheStore(runtime.DeepCopied):
             self._known = UNKNOWN
             self._storage.align(operation, length)
             self._draft = self._draft.cut(length)
+            self._moved(length)
 
     @locked
     def refuse_align(self, operation: str, length: int) -> None:
@@ -838,6 +858,12 @@ class KVCacheStore(runtime.DeepCopied):
         self._known = UNKNOWN
         self._storage.trim(operation, n)
         self._draft = self._draft.cut(self._storage.counts[0].end)
+        self._moved(self._storage.counts[0].end)
+
+    def _moved(self, first: int = 0) -> None:
+        """Note that rows from a position on were dropped, or moved."""
+        if self._graded is not None:
+            self._graded.changed(first)
 
     @changing
     def reset(self) -> None:
@@ -847,6 +873,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.reset()
         self._followed = False
         self._draft = Draft()
+        self._moved()
 
     @changing
     def commit(self, path: Array, drafted: int | None = None) -> None:
@@ -886,6 +913,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._known = UNKNOWN
         self._storage.commit(operation, path, drafted, self._draft)
         self._draft = Draft(settled=self._storage.counts[0].end)
+        self._moved()
 
     # --- sequences
 
@@ -929,6 +957,7 @@ class KVCacheStore(runtime.DeepCopied):
     def _follow(self, index: Array) -> None:
         """Let what is known of the newest tokens follow sequences of these numbers, which were checked."""
         self._draft = self._draft.of_sequences(index.tolist() if hasattr(index, "tolist") else index)
+        self._moved()
 
     @changing
     def repeat(self, n: int) -> None:
@@ -981,6 +1010,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._known = UNKNOWN
         self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
         self._draft = snapshot.draft
+        self._moved()
 
     @locked
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -1046,6 +1076,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._known = UNKNOWN
         self._storage.take_over(operation, counts, arrays)
         self._draft = Draft()
+        self._moved()
 
     # --- pictures and words
 

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from transformers import cache_utils
 
+from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers import files as cache_files
 from tikv.integrations.transformers import needs, shim
 from tikv.integrations.transformers.attention import ATTENTION
 from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations.transformers.generation import compare_lengths
+from tikv.integrations.transformers.gradients import through
 from tikv.integrations.transformers.groups import GroupsLayer
 from tikv.integrations.transformers.host import HostLayer
 from tikv.integrations.transformers.indexed import IndexedLayer
@@ -29,6 +31,7 @@ from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.ring import RingLayer, SlidingRing
 from tikv.integrations.transformers.snapshots import TikvSnapshot
 from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
+from tikv.integrations.transformers.stored import decoded
 from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
@@ -121,6 +124,20 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
             "values to cache. Use transformers' own cache."
         )
     return kinds
+
+
+def _recording(kinds: list[shim.LayerKind], text: Any, record_states: int) -> list[shim.LayerKind]:
+    """What each layer caches, with the option of those that keep a state.
+
+    Raises:
+        OptionError: states cannot be recorded.
+    """
+    if not any(kind.state is not None for kind in kinds):
+        return kinds
+    from tikv.integrations.transformers import state_calls
+
+    option = {"is_here": state_calls.watch(text, record_states), "record_states": record_states}
+    return [kind if kind.state is None else kind._replace(state={**option, **kind.state}) for kind in kinds]
 
 
 def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed: bool) -> None:
@@ -218,6 +235,33 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     return ""
 
 
+def _let_gradients_flow(grad: Any, layers: list[Any], crossed: bool) -> None:
+    """Have the layers of a new cache pass gradients on.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    why = ""
+    if grad is not True:
+        why = "pass True or False"
+    elif crossed:
+        why = "the model may have an encoder"
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, TikvLayer):
+            continue
+        formats = [format for format in (layer.storage.k, layer.storage.v) if str(format) not in _WITH_GRADIENT]
+        if isinstance(layer, (GroupsLayer, HostLayer, IndexedLayer, StreamingLayer)):
+            why = why or f"layer {i} is a {type(layer).__name__}, which passes no gradients on"
+        elif formats or layer.storage.k_scale is not None or layer.storage.v_scale is not None:
+            why = why or f"codes have no gradient. Use dtype=None, one of {', '.join(_WITH_GRADIENT[1:])}, or no scale"
+        layer.graded = GradedTokens()
+    if why:
+        raise OptionError(f"{OPERATION}: grad={grad!r} is not possible: {why}.")
+
+
+_WITH_GRADIENT = ("None", "float32", "float16", "bfloat16")  # formats
+
+
 def _first_tokens(padding: Any) -> tuple[int, ...]:
     """The position of each row's first token that a mask (batch, n) shows; n for a row that is all padding."""
     shown = padding.bool()
@@ -261,6 +305,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         offloading, offload_only_non_sliding: as in transformers' caches; ``offloading`` must be False.
         place: "device", or "host" to keep full-attention layers in page-locked memory of the host, for CUDA.
         resident_layers: with "host", how many layers the GPU has copies of.
+        record_states: the last tokens that `crop` can always drop from layers with a state; 0 for none.
+        grad: let gradients flow to the keys and values of tokens that came with one; all others are frozen.
 
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
@@ -268,7 +314,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         DTypeError: nothing can be stored in that dtype. Whether it fits the model's dtype is checked with the first
             tokens.
 
-    Gradients do not flow through the cache: `backward` raises. Decode under ``torch.no_grad()``, as ``generate`` does.
+    Without ``grad=True``, gradients do not flow through the cache: `backward` raises.
 
     Examples:
         >>> import torch
@@ -304,6 +350,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         offload_only_non_sliding: bool = True,
         place: str = "device",
         resident_layers: int = 2,
+        record_states: int = 0,
+        grad: bool = False,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
@@ -323,7 +371,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
-        self._made = {
+        self._made: dict[str, Any] = {
             "max_cache_len": limit,
             "dtype": asdict(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
             "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
@@ -331,9 +379,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
             "window": window,
             "sinks": sinks,
+            "grad": grad is True,
+            "record_states": _integer(record_states, "record_states", 0, "leave it out"),
         }
         self._fields = cache_files.fields_of(text)
-        kinds, limit = shim.bounded(_served(config, text), limit)
+        kinds, limit = shim.bounded(_recording(_served(config, text), text, record_states), limit)
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
@@ -357,6 +407,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
             self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
+        if grad is not False:
+            self._why_not_compiled = "gradients flow through it"
+            _let_gradients_flow(grad, layers, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._find_layers()
@@ -370,6 +423,16 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
         self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
+        self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
+
+    @property
+    def record_states(self) -> int:
+        """The last tokens whose states are recorded; 0 for none, or for a model without states."""
+        return self._made["record_states"] if self._with_states else 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer lets its state grow until the next `crop`."""
+        return not self.record_states and bool(super().is_recording_past(layer_idx))
 
     def __repr__(self) -> str:
         """Equal layers share a line; after four kinds of layers the others are counted."""
@@ -440,16 +503,34 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
                 self._refuse_unequal(appended)
-        pair = layer.update(key_states, value_states)
+        if self._made["grad"] and torch.is_grad_enabled():
+            pair = self._update_graded(layer, key_states, value_states)
+        else:
+            pair = layer.update(key_states, value_states)
         self._updated = layer
         if layer.has_prompt_room:
             self._prompted = layer
-        return pair  # type: ignore[no-any-return]
+        return pair
+
+    @staticmethod
+    def _update_graded(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` whose results pass gradients on to the tokens that came with one."""
+        first, graded = layer.get_seq_length(), layer.graded
+        assert graded is not None
+        with torch.no_grad():
+            pair = layer.update(key_states.detach(), value_states.detach())
+        graded.add(first, key_states, value_states)
+        keys, values = map(decoded, pair)
+        return through(graded, keys, values, layer.get_seq_length() - keys.shape[2])
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
         if not _is_traced():
-            self._note_use(f"{name} {options.get('state_idx', 0)}", layer_idx)
+            number = options.get("state_idx", 0)
+            if self.state_call is None or self.state_call.is_first:
+                self._note_use(f"{name} {number}", layer_idx)
+            if self.record_states:
+                self.layers[layer_idx].record(number, self.state_call)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, **options: Any) -> Any:
@@ -467,6 +548,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def get_recurrent_state(self, layer_idx: int, **options: Any) -> Any:
         """As transformers' caches."""
         return self._use_state("get_recurrent_state", layer_idx, (), options)
+
+    def undo(self, call: Any) -> None:
+        """Take back what an interrupted `StateCall` did to states, if they are recorded."""
+        for (layer_idx, number), tokens in call.recorded.items():
+            if self.layers[layer_idx].take_back(number, tokens):
+                for use in [use for use in self._used_in_step if use[1] == layer_idx and use[0].endswith(f" {number}")]:
+                    del self._used_in_step[use]
 
     def _refuse_unequal(self, appended: list[int]) -> None:
         """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""
@@ -500,10 +588,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if 0 < len(used) < len(counted) and any(
             state is not None for of_layer in states for state in of_layer.values()
         ):
+            way = "Call align(), or use" if self.record_states else "A state cannot go back: use"
             raise PositionError(
                 f"{OPERATION}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
-                f"Their states include its tokens, and a state cannot go back. Use restore() of a snapshot that was "
-                f"taken before that step, or reset()."
+                f"Their states include its tokens. {way} restore() of a snapshot that was taken before that step, or "
+                f"reset()."
             )
 
     def align(self) -> int:
@@ -513,8 +602,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             That length. The model goes on with the token at this position.
 
         Raises:
-            PositionError: a layer has overwritten what it would then need, or keeps a state, which cannot go back.
-                Nothing is changed. Use `reset`.
+            PositionError: a layer has overwritten what it would then need, or keeps a state, which cannot go back
+                unless ``record_states`` recorded it. Nothing is changed. Use `reset`.
 
         Examples:
             >>> import torch
@@ -526,13 +615,21 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> [layer.get_seq_length() for layer in cache.layers], cache.align()
             ([6, 3], 3)
         """
-        self._refuse_half_step()
-        least = min(layer.appended for layer in self._with_keys)
-        ahead = [(layer, least - layer.appended) for layer in self._with_keys if layer.appended > least]
+        recorded = self._with_states if self.record_states else []
+        if not recorded:
+            self._refuse_half_step()
+        lengths = [*(layer.appended for layer in self._with_keys), *(layer.shortest() for layer in recorded)]
+        least = min(lengths)
+        for layer in recorded:
+            layer.check_align(least)
+        ahead = [(a, least - a.appended) for a in self._with_keys if a.appended > least and a not in recorded]
         for layer, back in ahead:
             layer._cropped_to(back)
         for layer, back in ahead:
             layer.crop(back)
+        for layer in recorded:
+            layer.align(least)
+        self._used_in_step.clear()
         for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
             layer._put_in_order()
         return int(self.get_seq_length())
@@ -586,6 +683,39 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 cache._find_layers()
                 cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
+    def fork(self, n: int) -> TikvCache:
+        """A new cache in which each sequence stands n times: so many texts go on from one prompt, computed once.
+
+        Args:
+            n: how many texts go on from each sequence, at least 1.
+
+        Returns:
+            A cache with the sequences 0, 0, ..., 1, 1, ...; this one stays as it is, and can be forked again.
+
+        Raises:
+            OptionError: n is no such number, or the model keeps the state of a layer in its own modules.
+            PositionError: the last step was interrupted between two layers. Call `align` or `reset` first.
+
+        Exactness: every bit is copied.
+        Cost: keys, values and states are copied, n times and once more; nothing is shared. A pool shares the blocks of
+            a prompt: `PagedKVCacheStore.fork`, or attention "tikv" in ``model.generate_batch``.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> prompt, states = TikvCache(LlamaConfig(num_hidden_layers=1)), torch.ones(1, 2, 3, 8)
+            >>> _ = prompt.update(states, states, 0)
+            >>> texts = prompt.fork(4)
+            >>> tuple(texts.layers[0].keys.shape), prompt.get_seq_length()
+            ((4, 2, 3, 8), 3)
+        """
+        count = _integer(n, "n", 1, "the cache itself")
+        self._refuse_half_step()
+        cache = copy.deepcopy(self)
+        cache.batch_repeat_interleave(count)
+        return cache
+
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
@@ -630,9 +760,27 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
                     self._refuse_unequal(appended)
             self._refuse_another_text(queries, tokens, layer_idx)
+            if self._with_states and self._updated is self._with_keys[-1]:
+                self._refuse_before_states(tokens)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
+
+    def _refuse_before_states(self, tokens: int) -> None:
+        """Raise before a layer with a state takes tokens that others cannot take, or that its module takes wrongly.
+
+        Raises:
+            CapacityError: there would be more than ``max_cache_len`` tokens.
+            OptionError: a module would begin several tokens without the state that it keeps itself.
+        """
+        for layer in self._with_keys:
+            layer._refuse_beyond_limit(tokens)
+        held = self.get_seq_length() if tokens > 1 else 0
+        for layer in [layer for layer in self._with_states if held and not layer.is_here]:
+            layer.refuse_state_outside(
+                f"{OPERATION}: after {held} tokens, {tokens} new tokens together",
+                "Pass one token at a time, or call reset() and pass the whole text.",
+            )
 
     def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
         """Raise if the mask or the positions show that new tokens do not continue the text in the cache.
@@ -701,6 +849,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         if tokens_to_remove:
             self._refuse_states_outside("crop")
+            self._refuse_half_step()
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)

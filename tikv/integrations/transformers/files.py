@@ -141,6 +141,9 @@ class Loaded:
                         _restore(layer, said, arrays, device)
                     if said is not None and "state" in said:
                         state_files.restore(layer, said["state"], arrays, device)
+            for layer in self.cache.layers:
+                if hasattr(layer, "seen"):
+                    layer.count_all(self.cache.get_seq_length())
             if metadata["updated"] is not None:
                 self.cache.is_updated = {i: bool(x) for i, x in enumerate(metadata["updated"])}
         return self.cache

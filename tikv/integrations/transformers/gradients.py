@@ -1,4 +1,4 @@
-"""What a cache does with tokens that have a gradient, which it cannot propagate."""
+"""Tokens with a gradient: a cache made with ``grad=True`` passes it on to them, and any other refuses it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError
 
 
@@ -27,5 +28,34 @@ class RefuseBackward(torch.autograd.Function):  # type: ignore[misc]
         """Raise OptionError."""
         raise OptionError(
             "TikvCache: gradients do not flow through the cache, so those of keys and values would be wrong. "
-            "Train without a cache (use_cache=False), or call the model under torch.no_grad()."
+            "Make the cache with grad=True, train without a cache (use_cache=False), or call the model under "
+            "torch.no_grad()."
         )
+
+
+def through(graded: GradedTokens, keys: Any, values: Any, first: int) -> tuple[Any, Any]:
+    """Copies of stored keys and values, from a position on, through which gradients flow to those of `graded`."""
+    if not graded:
+        return keys.clone(), values.clone()
+    places = tuple(start - first for start, _, _ in graded.tokens)
+    of_keys, of_values = zip(*(pair for _, *pair in graded.tokens), strict=True)
+    return PassBackward.apply(keys, places, *of_keys), PassBackward.apply(values, places, *of_values)
+
+
+class PassBackward(torch.autograd.Function):  # type: ignore[misc]
+    """A copy of stored rows (batch, heads, n, width), whose gradient goes to the tensors that rows came from."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: Any, places: Any, *sources: Any) -> Any:
+        """The copy; each of `sources` begins at its place, which may be before the first row."""
+        ctx.places, ctx.like = places, [(a.shape, a.dtype) for a in sources]
+        return stored.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Zeros for what lies before the first row."""
+        of_sources = []
+        for place, (shape, dtype) in zip(ctx.places, ctx.like, strict=True):
+            rows = grad[:, :, max(0, place) : max(0, place + shape[2])].to(dtype)
+            of_sources.append(torch.nn.functional.pad(rows, (0, 0, shape[2] - rows.shape[2], 0)))
+        return None, None, *of_sources

@@ -12,6 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
+from tikv.arrays.gradients import GradedTokens
 from tikv.errors import ArchError, OptionError, PositionError, ShapeError
 from tikv.integrations.transformers import room as rooms
 from tikv.integrations.transformers import shim, steps, traced
@@ -44,6 +45,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         for_steps: whether the layer belongs to a cache whose steps may be compiled.
         has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
         marks: those of snapshots, see `before_change`.
+        graded: the tokens that came with a gradient; None unless the cache passes gradients on.
 
     A layer holds its parts: `store` and its `TorchMemory`, the `SlotMap` that is said by `_ring_first` and `_starts`,
     and `steps.Counted`. A subclass overrides some of these hooks:
@@ -77,6 +79,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._starts: tuple[int, ...] | None = None  # where the rows of a left-padded batch begin, if they have sinks
         self._staged: dict[str, Any] = {}
         self.marks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.graded: GradedTokens | None = None
         self._lent: weakref.ref[Pair] | None = None  # the tensors that `update` returned and nobody has decoded yet
         self._set_aside = 0  # how many tokens that were appended are not in the length, since other keys were set
         super().__init__()
@@ -523,6 +526,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Let snapshots copy the rows that they marked, if rows from `first` on are about to change."""
         for mark in [mark for mark in self.marks if mark.length > first]:
             mark.keep(self)
+        if self.graded:
+            self.graded.cut(first)
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
@@ -632,15 +637,19 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         batch: int = self.batch_size
         if change == "select":
             argument = torch.where(argument < 0, argument + batch, argument)
+        graded = self.graded and self.graded.copied()
         self.before_change(0)
         self._recall()
         getattr(self.store, change)(argument)
         if change != "reorder":
             self._attach()
+        self.graded = graded
         return batch
 
     def _follow_rows(self, rows: Any, batch: int) -> None:
         """Let what else is kept of each sequence follow: the storage now has these `rows` of its `batch`."""
+        if self.graded:
+            self.graded.select(rows)
         if self._starts is not None:
             self._set_starts(tuple(torch.tensor(self._starts)[rows.cpu()].tolist()))
             self._show_ring()
@@ -651,6 +660,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         layer, store = self._blank(), self.store
+        layer.graded = self.graded and self.graded.copied()
         layer.for_steps = self.for_steps
         layer.record_past, layer._settled, layer._set_aside = self.record_past, self._settled, self._set_aside
         layer._ring_first, layer._starts = self._ring_first, self._starts
