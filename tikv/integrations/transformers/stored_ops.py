@@ -3,7 +3,10 @@
 The places and the number of tokens are in tensors, so that one compiled program serves all steps.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -42,19 +45,32 @@ def _format_of(named: str) -> Any:
 
 
 def _refuse_capture_by_hand(cache: Tensor) -> None:
-    """Refuse CUDA graphs that torch's compiler does not capture.
+    """Refuse CUDA graphs that neither torch's compiler nor `capture_is_counted` captures.
 
     Torch's compiler checks the addresses of a cache before each replay, and the cache counts each of its steps.
 
     Raises:
         ArchError: other code captures a CUDA graph, whose replays would do neither.
     """
-    if _captured(cache) and not _by_compiler():
+    if _captured(cache) and not (_counted.get() or _by_compiler()):
         raise ArchError(
             f"{OPERATION}: a CUDA graph is being captured by hand. Its replays would add tokens that the cache does "
             f'not count, and use memory that it has released. Let torch.compile(mode="reduce-overhead") capture, as '
             f"generate does; or use a tikv.KVCacheStore with positions_on_device()."
         )
+
+
+_counted: ContextVar[bool] = ContextVar("tikv_capture_is_counted", default=False)
+
+
+@contextlib.contextmanager
+def capture_is_counted() -> Iterator[None]:
+    """A graph that is captured meanwhile belongs to a loop that counts its replays and knows of changes of the cache."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def _captured(cache: Tensor) -> bool:
