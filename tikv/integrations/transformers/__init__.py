@@ -20,7 +20,7 @@ except ImportError as error:
     raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
 
 from tikv.integrations.transformers.cache import TikvCache
-from tikv.integrations.transformers.captured import captured
+from tikv.integrations.transformers.custom_generate import captured
 from tikv.integrations.transformers.layer import TikvLayer
 from tikv.integrations.transformers.snapshots import TikvSnapshot
 

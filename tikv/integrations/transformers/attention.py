@@ -338,7 +338,15 @@ def _mask_of_slots(
         starts = starts if in_step else starts_of(padding[:, : newest + 1])
         if starts is not None:
             mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding
-    if traced or in_step or padding is not None or tokens > 1 or mask.dtype != torch.bool or counted is None or counted.hides:
+    if (
+        traced
+        or in_step
+        or padding is not None
+        or tokens > 1
+        or mask.dtype != torch.bool
+        or counted is None
+        or counted.hides
+    ):
         return mask  # kept even if a window has no padding left: torch would compile again
     if bool((mask | (where > newest)).all()):
         mask.tikv_of_slots = counted

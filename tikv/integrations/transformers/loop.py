@@ -18,10 +18,9 @@ from transformers import generation
 from tikv.errors import PositionError
 from tikv.integrations.transformers import shim, steps
 from tikv.integrations.transformers.attention import starts_of
-from tikv.integrations.transformers.replays import Numbers, Replay
+from tikv.integrations.transformers.replays import Numbers, Replay, waits
 from tikv.integrations.transformers.ring import RingLayer
 from tikv.integrations.transformers.storage import OPERATION
-from tikv.stores.picture import counted
 
 # Processors of logits whose work does not depend on the number of tokens, and which read nothing from the device.
 _IN_A_STEP = {
@@ -34,7 +33,8 @@ _IN_A_STEP = {
 }  # fmt: skip
 
 _compiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_stepped: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # forms of steps that have run
+# Of each model the forms of steps that can be captured, and whether with the choice of the token.
+_capturable: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[Any] = weakref.WeakSet()  # models that a warning has named
 
 
@@ -62,6 +62,7 @@ class Loop:
         self._model, self._cache, self._config, self._options = model, cache, config, options
         self._processors, self._kwargs = processors, kwargs
         self._layers = cache.layers_with_keys
+        self._rings = [layer for layer in self._layers if isinstance(layer, RingLayer)]
         self._prompt = ids
         self._length = self._begin = ids.shape[1]  # the number of tokens, and that of the prompt's
         self._max_length = min(each.max_length for each in criteria if hasattr(each, "max_length"))
@@ -85,9 +86,13 @@ class Loop:
             self._length += 1
             decode: Any = getattr(self._model, "_optimize_model_for_decode", contextlib.nullcontext)
             with decode():
-                if self._length < self._max_length:
+                # A step is captured while the device computes the prompt, if that changes nothing should the text end.
+                ahead = not (self._ends or self._judged) or not self._rings
+                if ahead and self._length < self._max_length:
                     self._make_ready(kwargs)
                 ended = self._look(1, 0)
+                if not (ended or ahead):
+                    self._make_ready(kwargs)
                 try:
                     while not ended:
                         ended = self._look(*[self._some_steps()] * 2)
@@ -107,7 +112,7 @@ class Loop:
         self._record = torch.zeros((2, batch, self._max_length), dtype=ids.dtype, device=ids.device)
         self._ids = self._record[0]
         self._ids[:, : self._begin] = ids
-        self._at = torch.tensor([self._begin], device=ids.device)
+        self._at = torch.full((1,), self._begin, device=ids.device)  # a tensor from a list would wait for the prompt
         self._columns = torch.arange(self._max_length, device=ids.device)
         self._goes_on = torch.ones(batch, dtype=ids.dtype, device=ids.device)
         self._token = torch.zeros((batch, 1), dtype=ids.dtype, device=ids.device)
@@ -124,12 +129,9 @@ class Loop:
         for layer in layers:
             layer.make_ready()
         self._changes = [(layer._counted, layer._counted.changes) for layer in layers]
-        rings = [layer for layer in layers if isinstance(layer, RingLayer)]
-        self._most = max(1, min([self._options.check_every, *(layer.ring for layer in rings)]))
-        if self._most > 1 and (self._ends or self._judged):
-            self._rows = [steps.RowsAhead(layer, self._most) for layer in rings]
-        else:
-            self._rows = []
+        self._most = min([self._options.check_every, *(layer.ring for layer in self._rings)])
+        ends_early = self._most > 1 and bool(self._ends or self._judged)
+        self._rows = [steps.RowsAhead(layer, self._most) for layer in self._rings if ends_early]
         more = self._max_length - self._length
         self._more = shim.kwargs_of_steps(self._model, kwargs, self._held, more)
         self._moving = [self._more[name] for name in ("position_ids", "cache_position") if name in self._more]
@@ -145,12 +147,14 @@ class Loop:
         self._call = self._model
         if self._options.compile:
             self._call = _compiled_call(self._model, config.compile_config)
-        form = [len(self._token), self._options.compile, self._inside, config.do_sample, padding is not None]
-        form += [(type(layer), layer.storage[:2], each.slots) for layer, (each, _) in zip(layers, self._changes)]
+        form = [len(self._token), self._options.compile, config.do_sample, padding is not None]
+        form += [type(each).__name__ for each in self._processors]
+        form += [(type(layer).__name__, layer.storage[:2], layer._counted.slots) for layer in layers]
         self._form = tuple(map(str, form))
-        self._runs_alone = self._token.is_cuda
-        if self._form in _stepped.setdefault(self._model, set()):
-            self._capture(again=True)
+        self._trials = 2 if self._token.is_cuda else 0  # how often it is tried whether a step can be captured
+        inside = _capturable.setdefault(self._model, {}).get(self._form)
+        if self._trials and inside is not None:
+            self._capture(inside)
 
     def _step(self) -> None:
         """One step: the newest token goes to the cache, and the logits of the next one are computed."""
@@ -190,31 +194,49 @@ class Loop:
         self._record[1].index_copy_(1, at, self._goes_on[:, None])
         at.add_(1)
 
-    def _capture(self, again: bool) -> None:
-        """Capture a step for replays; if that fails, steps are calls, or it is tried `again` after the next one."""
-        device, error = self._token.device, None
-        for whole in (True, False) if self._inside else (False,):
-            try:
-                self._replay = Replay(self._whole_step if whole else self._step, device)
-                self._saved = Replay(self._save_rows, device) if self._rows else None
-            except Exception as refused:
-                self._replay, error = None, refused
-                for counted, _ in self._changes:
-                    counted.ran(0)
-            else:
-                self._inside = whole
-                return
-        if again:
-            return
-        self._runs_alone = False
+    def _capture(self, inside: bool) -> None:
+        """Capture a step for replays, with the choice of the token if `inside`; if it fails, steps are calls."""
+        device = self._token.device
+        try:
+            self._replay = Replay(self._whole_step if inside else self._step, device)
+            self._saved = Replay(self._save_rows, device) if self._rows else None
+        except Exception as error:
+            self._replay = None
+            self._name_model(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        else:
+            self._inside = inside
+            _capturable[self._model][self._form] = inside
+        for each, _ in self._changes:
+            each.ran(0)
+
+    def _name_model(self, why: str) -> None:
+        """Run the steps one by one, and say once per model why."""
+        self._trials = 0
         if self._model not in _refused:
             _refused.add(self._model)
-            first = (str(error).strip().splitlines() or [""])[0]
             warnings.warn(
                 f"{OPERATION}: a step of {type(self._model).__name__} cannot be captured in a CUDA graph, so its steps "
-                f"run one by one: {type(error).__name__}: {first}",
+                f"run one by one: {why}",
                 stacklevel=2,
             )
+
+    def _run_step(self) -> None:
+        """Run a step and choose the next token."""
+        ids = self._ids if self._inside else self._ids[:, : self._length]
+        if self._replay is not None:
+            self._replay()
+            if not self._inside:
+                self._choose(ids)
+        elif not self._trials:
+            self._step()
+            self._choose(ids)
+        else:
+            step, choice = waits(self._step), waits(lambda: self._choose(ids))
+            self._trials -= 1
+            if not (step or choice) or not (step or self._trials):
+                self._capture(self._inside and not choice)
+            elif not self._trials:
+                self._name_model(step)
 
     def _save_rows(self) -> None:
         for rows in self._rows:
@@ -237,16 +259,8 @@ class Loop:
         for _ in range(number):
             if self._config.do_sample or not self._inside:
                 self._places.append(self._numbers.place())
-            if self._replay is not None:
-                self._replay()
-            else:
-                self._step()
-            if self._replay is None or not self._inside:
-                self._choose(self._ids if self._inside else self._ids[:, : self._length])
+            self._run_step()
             self._length += 1
-            if self._replay is None and self._runs_alone:
-                _stepped[self._model].add(self._form)
-                self._capture(again=False)
         return number
 
     def _look(self, new: int, number: int) -> bool:
@@ -267,8 +281,8 @@ class Loop:
         if number:
             if good < new:
                 self._take_back(new - good, good, goes_on[:, good - 1])
-            for counted, _ in self._changes:
-                counted.ran(good)
+            for each, _ in self._changes:
+                each.ran(good)
             self._held += good
         if self._ends and bool(self._over.any()):
             self._goes_on.masked_fill_(self._over.to(self._goes_on.device), 0)
@@ -289,8 +303,8 @@ class Loop:
         """Undo the last steps, of which `good` before them stay; `goes_on` is of the newest token that stays."""
         for rows in self._rows:
             rows.put_back(good)
-        for counted, _ in self._changes:
-            counted.count.sub_(number)
+        for each, _ in self._changes:
+            each.count.sub_(number)
         for each in (*self._moving, self._at):
             each.sub_(number)
         self._length -= number
@@ -310,9 +324,9 @@ class Loop:
                 or layer.get_seq_length() != self._held
             ):
                 raise PositionError(
-                    f"{OPERATION}: the cache was changed between two steps of captured: {self._layers[0]._name} has "
-                    f"{counted_tokens(layer)}, and {self._held} were cached. Let streamers and stopping criteria only "
-                    f"read it; or use generate without custom_generate."
+                    f"{OPERATION}: between two steps of captured, layer {layer.index} of the cache was changed, or the "
+                    f"model's attention: it holds {layer.get_seq_length()} tokens, and {self._held} were cached. Let "
+                    f"streamers and stopping criteria only read the cache, or leave custom_generate out."
                 )
 
     def _count_by_device(self) -> None:
@@ -330,11 +344,6 @@ class Loop:
             return text
         kept = (None if a is None else tuple(a[:new]) for a in (self._kept_scores, self._kept_logits))
         return shim.generated(text, *kept, self._cache)
-
-
-def counted_tokens(layer: Any) -> str:
-    """How many tokens a layer holds, in words."""
-    return counted(layer.get_seq_length(), "token")
 
 
 def _compiled_call(model: Any, config: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ class Replay:
     def __init__(self, function: Callable[[], None], device: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph() would wait for the device, which still computes the prompt.
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         with torch.cuda.device(device), _uncollected(), stored_ops.capture_is_counted(), torch.cuda.stream(stream):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -40,6 +42,31 @@ class Replay:
     def __call__(self) -> None:
         """Launch the work."""
         self._graph.replay()
+
+
+@functools.cache
+def _stream(device: Any) -> Any:
+    """The stream of all captures of a device: cuBLAS keeps memory for each stream that it has met."""
+    return torch.cuda.Stream(device)
+
+
+def waits(work: Callable[[], None]) -> str:
+    """Do some work on CUDA; what torch says if the host waits for the device in it, else empty."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    said = ""
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            said = f"{str(each.message).splitlines()[0]} in {each.filename}:{each.lineno}"
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return said
 
 
 @contextlib.contextmanager

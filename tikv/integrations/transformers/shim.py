@@ -335,9 +335,9 @@ def kwargs_of_steps(model: Any, kwargs: dict[str, Any], held: int, more: int) ->
     elif padding is not None:
         made["position_ids"] = padding.long().sum(-1, keepdim=True) - 1
     else:
-        made["position_ids"] = torch.tensor([[held]], device=device)
+        made["position_ids"] = torch.full((1, 1), held, device=device)
     if "cache_position" in kwargs:
-        made["cache_position"] = torch.tensor([held], device=device)
+        made["cache_position"] = torch.full((1,), held, device=device)
     for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
         if kwargs.get(name) is not None:
             made[name] = kwargs[name][..., -1:].clone()

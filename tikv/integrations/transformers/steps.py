@@ -171,14 +171,13 @@ class Counted:
     def attend(
         self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
     ) -> Any:
-        """In a step on the device, attention of the newest token's queries from `starts` on: (batch, heads, 1, value width)."""
+        """In a step on the device, attention of the newest tokens' queries: (batch, heads, 1, value width)."""
         length = self._of_rows()  # of a ring with room for more than its window: of all tokens
         length = length if self.window else length.clamp(min=0, max=self.slots)
         return ops.attend_stored(
             query, self.keys, self.values, self.k_scale, self.v_scale, length, sink_logits, scale, softcap,
             self.widths[1], *self.formats, starts, self.slots if self.window else 0, self.window,
         )  # fmt: skip
-
 
     def next_slots(self, tokens: int) -> Any:
         """(batch, tokens) the slots of a ring that the next tokens go to; 0 for padding."""

@@ -65,7 +65,7 @@ _counted: ContextVar[bool] = ContextVar("tikv_capture_is_counted", default=False
 
 @contextlib.contextmanager
 def capture_is_counted() -> Iterator[None]:
-    """A graph that is captured meanwhile belongs to a loop that counts its replays and knows of changes of the cache."""
+    """A graph that is captured meanwhile belongs to a loop that counts its replays and knows if the cache changes."""
     token = _counted.set(True)
     try:
         yield

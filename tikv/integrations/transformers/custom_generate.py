@@ -1,4 +1,4 @@
-"""`captured`, which `generate` calls in place of its own loop: a step is one CUDA graph, the next token's choice inside."""
+"""`captured`, which `generate` calls in place of its own loop: a step is a CUDA graph that also chooses the token."""
 
 from __future__ import annotations
 
