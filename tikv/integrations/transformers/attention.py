@@ -310,7 +310,7 @@ def _mask_of_slots(
     else:
         counted = getattr(kv_offset, "tikv_counted", None)
         where = torch.arange(kv_length, device=device) + kv_offset
-        if starts is not None and counted.starts is not None:
+        if starts is not None and counted is not None and counted.starts is not None:
             padding = None  # as above
         newest = kwargs["q_offset"] + tokens - 1 if "q_offset" in kwargs else kwargs["cache_position"][-1]
     where = where.to(device)
@@ -334,7 +334,8 @@ def _mask_of_slots(
     mask = made(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
     )
-    if padding is not None and tokens == 1 and not traced and not counted.ring and allow_is_causal_skip:
+    in_order = not traced and counted is not None and not counted.ring
+    if padding is not None and tokens == 1 and in_order and allow_is_causal_skip:
         starts = starts if in_step else starts_of(padding[:, : newest + 1])
         if starts is not None:
             mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding

@@ -245,7 +245,7 @@ class Loop:
     def _some_steps(self) -> int:
         """Run steps until the next look; how many."""
         room = self._cache.token_limit
-        number = min(self._most, self._max_length - self._length)
+        number = int(min(self._most, self._max_length - self._length))
         if room is not None:
             number = min(number, room - self._held)
             if number < 1:
@@ -342,8 +342,8 @@ class Loop:
         text, new = self._ids[:, : self._length].clone(), self._length - self._begin
         if not self._config.return_dict_in_generate:
             return text
-        kept = (None if a is None else tuple(a[:new]) for a in (self._kept_scores, self._kept_logits))
-        return shim.generated(text, *kept, self._cache)
+        scores, logits = (None if a is None else tuple(a[:new]) for a in (self._kept_scores, self._kept_logits))
+        return shim.generated(text, scores, logits, self._cache)
 
 
 def _compiled_call(model: Any, config: Any) -> Any:

@@ -195,13 +195,14 @@ class Unread:
     __slots__ = ("_counted", "_numbers")
 
     def __init__(self, counted: Counted) -> None:
-        self._counted, self._numbers = counted, ()
+        self._counted = counted
+        self._numbers: tuple[Any, Any] | None = None
 
     def numbers(self) -> tuple[Any, Any]:
         """Both, decoded."""
-        if not self._numbers:
-            self._numbers: Any = self._counted.numbers()
-        return self._numbers  # type: ignore[return-value]
+        if self._numbers is None:
+            self._numbers = self._counted.numbers()
+        return self._numbers
 
     def stored(self) -> None:
         """None, since no one but `Counted.attend` knows which slots are in use."""
