@@ -15,15 +15,15 @@ from tikv.integrations.transformers.loop import Loop, Options
 from tikv.integrations.transformers.storage import OPERATION
 
 
-class Captured:
+class CapturedLoop:
     """The loop of ``generate(custom_generate=captured)``.
 
     The prompt is computed as usual. Then each step, from the append to the choice of the next token, is a replay of one
     CUDA graph, and the host looks at the tokens of several steps at once. On a CPU the same steps are calls.
 
     The text is the one of `generate` in eager mode: greedy, or sampled with the same random numbers, with any logits
-    processors, stopping criteria and streamer. So is the cache afterwards: what was computed behind the end of a text
-    is taken back. Processors that are not known to work on the device alone run between the graphs.
+    processors, stopping criteria and streamer. So is the cache afterwards: what was computed after the end of a text is
+    taken back. Processors that are not known to work on the device alone run between the graphs.
 
     It serves a `TikvCache` whose steps may be compiled (with ``max_cache_len=`` or ``window=``, attention "tikv").
     Other caches, beams, assisted decoding and what returns attentions or hidden states go on by `generate`'s own loop;
@@ -47,7 +47,7 @@ class Captured:
     def __init__(self, options: Options = Options()) -> None:  # noqa: B008
         self._options = options
 
-    def with_options(self, compile: bool = False, check_every: int = 8, streamer: Any = None) -> Captured:
+    def with_options(self, compile: bool = False, check_every: int = 8, streamer: Any = None) -> CapturedLoop:
         """The same loop with other options.
 
         Args:
@@ -64,28 +64,28 @@ class Captured:
                 f"captured: check_every={check_every!r} is not supported. Use an integer of at least 1, or leave it "
                 f"out for {Options().check_every}."
             )
-        return Captured(Options(bool(compile), check_every, streamer))
+        return CapturedLoop(Options(bool(compile), check_every, streamer))
 
     def __call__(
         self, model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         """What `generate` calls; the arguments are those of transformers' own loops."""
-        said = shim.said_to_generate()
-        synced_gpus = synced_gpus or bool(said.get("synced_gpus"))
-        streamer = said.get("streamer") if streamer is None else streamer
+        call = shim.call_of_generate()
+        synced_gpus = synced_gpus or bool(call.get("synced_gpus"))
+        streamer = call.get("streamer") if streamer is None else streamer
         if streamer is None and self._options.streamer is not None:
             streamer = self._options.streamer
             streamer.put(input_ids.cpu())  # which `generate` does for one that it knows
         cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-        mode = generation_config.get_generation_mode(said.get("assistant_model"))
+        mode = generation_config.get_generation_mode(call.get("assistant_model"))
         why = _why_not(model, input_ids, cache, mode, stopping_criteria, generation_config, model_kwargs)
         if synced_gpus:
             why = "synced_gpus=True has all processes wait for each other at each token"
         if why:
             _warn_once(f"{OPERATION}: generate goes on without captured, because {why}.")
             return shim.usual_loop(
-                model, mode, input_ids, logits_processor, stopping_criteria, generation_config, said, streamer,
+                model, mode, input_ids, logits_processor, stopping_criteria, generation_config, call, streamer,
                 synced_gpus, model_kwargs,
             )  # fmt: skip
         options = self._options._replace(streamer=streamer)
@@ -97,7 +97,7 @@ class Captured:
         return f"captured.with_options({', '.join(f'{k}={v!r}' for k, v in self._options._asdict().items())})"
 
 
-captured = Captured()
+captured = CapturedLoop()
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The loop of `captured`: each step of a model, with the choice of the next token, is work on the device alone.
 
 The host launches several steps and then looks at their tokens. If the text has ended before the last of them, the steps
-behind the end are taken back: the cache, the random numbers and all else are as if they had never run.
+after its end are taken back: the cache, the random numbers and all else are as if they had never run.
 """
 
 from __future__ import annotations

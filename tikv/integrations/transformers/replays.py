@@ -60,13 +60,13 @@ def waits(work: Callable[[], None]) -> str:
             work()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    said = ""
+    where = ""
     for each in caught:
         if "synchronizing CUDA operation" in str(each.message):
-            said = f"{str(each.message).splitlines()[0]} in {each.filename}:{each.lineno}"
+            where = f"{str(each.message).splitlines()[0]} in {each.filename}:{each.lineno}"
         else:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return said
+    return where
 
 
 @contextlib.contextmanager

@@ -250,7 +250,7 @@ def tokens_after_crop(n: int, length: int) -> int | None:
     return None if CROP_REFUSES_POSITIVE else min(n, length)
 
 
-def said_to_generate() -> dict[str, Any]:
+def call_of_generate() -> dict[str, Any]:
     """What was passed to the `generate` that calls, by name: its streamer, its assistant and ``synced_gpus``.
 
     New versions give them to their own loops alone.
@@ -265,7 +265,7 @@ def said_to_generate() -> dict[str, Any]:
 
 
 def usual_loop(
-    model: Any, mode: Any, ids: Any, processors: Any, criteria: Any, config: Any, said: dict[str, Any], streamer: Any,
+    model: Any, mode: Any, ids: Any, processors: Any, criteria: Any, config: Any, call: dict[str, Any], streamer: Any,
     synced_gpus: bool, kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """What `generate` does in this mode by its own loop.
@@ -289,7 +289,7 @@ def usual_loop(
             f"captured: {mode.value.replace('_', ' ')} is not supported, and this version of transformers has no loop "
             f"for it that another could call. Leave custom_generate out."
         )
-    options = {"streamer": streamer, "assistant_model": said.get("assistant_model"), "inputs_tensor": ids}
+    options = {"streamer": streamer, "assistant_model": call.get("assistant_model"), "inputs_tensor": ids}
     return loop(
         ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config,
         synced_gpus=synced_gpus, **{name: option for name, option in options.items() if name in names}, **kwargs,

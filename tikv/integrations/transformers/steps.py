@@ -221,19 +221,19 @@ class RowsAhead:
         count = self._counted.count
         self._rows = torch.arange(len(count), device=count.device)[:, None]
         self._slots = torch.zeros((len(count), tokens), dtype=torch.int64, device=count.device)
-        self._kept = [a.new_empty((*self._slots.shape, a.shape[1], *a.shape[3:])) for a in self._words]
+        self._copies = [a.new_empty((*self._slots.shape, a.shape[1], *a.shape[3:])) for a in self._words]
 
     def keep(self) -> None:
         """Copy the rows that the next tokens overwrite."""
         self._slots.copy_(self._counted.next_slots(self._tokens))
-        for words, kept in zip(self._words, self._kept, strict=True):
-            kept.copy_(words[self._rows, :, self._slots])
+        for words, copy in zip(self._words, self._copies, strict=True):
+            copy.copy_(words[self._rows, :, self._slots])
 
     def put_back(self, first: int) -> None:
         """Undo what all but the `first` of these tokens overwrote."""
         slots = self._slots[:, first:]
-        for words, kept in zip(self._words, self._kept, strict=True):
-            words[self._rows, :, slots] = kept[:, first:]
+        for words, copy in zip(self._words, self._copies, strict=True):
+            words[self._rows, :, slots] = copy[:, first:]
 
 
 @contextlib.contextmanager
