@@ -202,7 +202,8 @@ class Loop:
             self._saved = Replay(self._save_rows, device) if self._rows else None
         except Exception as error:
             self._replay = None
-            self._name_model(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            if not _capturable[self._model].pop(self._form, False):  # it may have been compiled for another cache
+                self._name_model(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
         else:
             self._inside = inside
             _capturable[self._model][self._form] = inside
