@@ -4,7 +4,7 @@ from tikv.integrations.transformers import TikvCache
 model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= before transformers 5.24
 
 `cache` has `TikvCache`, and `_layer` there chooses the class of each layer; `layer` has the class of most, from which
-the others are derived. `attention` is what the models call. `custom_generate` has `captured`, whose steps are in `loop`.
+the others are derived. `attention` is what models call. `custom_generate` has `captured`, whose steps are in `loop`.
 `shim` has everything in which versions of transformers differ.
 """
 
