@@ -132,7 +132,8 @@ class Counted:
 
     def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write the new tokens of a step on the device, count them and return `read()`."""
-        ops.append_stored(
+        append: Any = ops.append_stored if _is_traced() else ops.append
+        append(
             keys, values, self.keys, self.values, self.k_scale, self.v_scale, self._of_rows(), self.ring, self.sinks,
             *self.formats,
         )  # fmt: skip
@@ -174,7 +175,8 @@ class Counted:
         """In a step on the device, attention of the newest tokens' queries: (batch, heads, 1, value width)."""
         length = self._of_rows()  # of a ring with room for more than its window: of all tokens
         length = length if self.window else length.clamp(min=0, max=self.slots)
-        return ops.attend_stored(
+        attend: Any = ops.attend_stored if _is_traced() else ops.attend
+        return attend(  # type: ignore[no-any-return]
             query, self.keys, self.values, self.k_scale, self.v_scale, length, sink_logits, scale, softcap,
             self.widths[1], *self.formats, starts, self.slots if self.window else 0, self.window,
         )  # fmt: skip
