@@ -177,6 +177,7 @@ def main(start):
     parser.add_argument("what", choices=SIZES)
     parser.add_argument("--small", action="store_true", help="a small model on the CPU")
     parser.add_argument("--rows", nargs="+", choices=WAYS, help="rows beside DynamicCache (all)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timed calls (%(default)s)")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.small and not torch.cuda.is_available():
@@ -188,7 +189,7 @@ def main(start):
     if given.what == "first":
         first_answers(given.small)
         return
-    texts, rounds = Texts(given.what, given.small), 1 if given.small else ROUNDS
+    texts, rounds = Texts(given.what, given.small), 1 if given.small else given.rounds
     if given.what == "prompt":
         prompts(texts, rounds)
         return

@@ -176,7 +176,7 @@ class Counted:
         length = self._of_rows()  # of a ring with room for more than its window: of all tokens
         length = length if self.window else length.clamp(min=0, max=self.slots)
         attend: Any = ops.attend_stored if _is_traced() else ops.attend
-        return attend(  # type: ignore[no-any-return]
+        return attend(
             query, self.keys, self.values, self.k_scale, self.v_scale, length, sink_logits, scale, softcap,
             self.widths[1], *self.formats, starts, self.slots if self.window else 0, self.window,
         )  # fmt: skip
