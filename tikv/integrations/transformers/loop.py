@@ -188,7 +188,10 @@ class Loop:
         if self._ends:
             token = token * self._goes_on + self._pad * (1 - self._goes_on)
         self._token.copy_(token[:, None])
-        self._ids.copy_(torch.where(self._columns < at, self._ids, self._token))
+        if self._processors:
+            self._ids.copy_(torch.where(self._columns < at, self._ids, self._token))
+        else:
+            self._ids.index_copy_(1, at, self._token)
         for criterion in self._ends:
             self._goes_on.mul_(~criterion(self._token, None))
         self._record[1].index_copy_(1, at, self._goes_on[:, None])
