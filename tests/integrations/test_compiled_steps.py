@@ -16,7 +16,18 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers  # noqa: E402
-from model_cache import BASE, generate, given, prompts  # noqa: E402
+from model_cache import (  # noqa: E402
+    BASE,
+    FAMILIES,
+    FORMATS,
+    OFTEN,
+    TWO,
+    build,
+    generate,
+    given,
+    inputs,
+    prompts,
+)
 from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
@@ -30,52 +41,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-WINDOW = 7
-TWO = {"num_hidden_layers": 2}
-HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES = {
-    "Llama": {},
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma3": {**HYBRID, "query_pre_attn_scalar": 8, "config": "Gemma3TextConfig"},
-    "Gemma2": {**HYBRID, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
-    "GptOss": {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "Gemma3n": {
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "intermediate_size": [48] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "vocab_size_per_layer_input": 97,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
-        "config": "Gemma3nTextConfig",
-    },
-    "Qwen2": {},
-    "Qwen3": {},
-    "Phi3": {},
-    "Olmo2": {},
-    "Granite": {},
-    "Cohere": {},
-    "Starcoder2": {"sliding_window": None},
-    "Glm": {"partial_rotary_factor": 0.5},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "Cohere2": HYBRID,
-    "SmolLM3": {"no_rope_layers": [1, 0]},
-}
-OFTEN = ("Llama", "Mistral", "Gemma2", "GptOss", "Gemma3n")
-
-
-def build(arch, family="Llama", **more):
-    # So much weight that attention shows in the logits.
-    options = {**BASE, **TWO, "initializer_range": 0.3, **FAMILIES[family], **more}
-    config = getattr(transformers, options.pop("config", f"{family}Config"))(**options)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(arch).eval()
-    model.set_attn_implementation("tikv")
-    return model
-
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -88,10 +53,6 @@ def compiling(arch, **options):
     config = transformers.CompileConfig(fullgraph=True, **({"backend": "eager", "mode": None} if arch == "cpu" else {}))
     config._compile_all_devices = True
     return {"compile_config": config, **options}
-
-
-def inputs(arch, *lengths):
-    return {name: a.to(arch) for name, a in prompts(*lengths).items()}
 
 
 def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **options):
@@ -199,17 +160,6 @@ def test_attention_begins_where_a_sequence_does(arch, stored):
         one.set(650 - first)
         want = one.attend(query[b : b + 1], 0.1, 5.0, None)
         torch.testing.assert_close(got[b : b + 1], want, rtol=0, atol=1e-5)
-
-
-FORMATS = [
-    {"dtype": "int8"},
-    {"dtype": "float16"},
-    {"dtype": "float8_e4m3fn", "k_scale": [0.5, 2.0], "v_scale": 2.0},
-    {"dtype": "q8_0"},
-    {"dtype": tikv.Quant(bits=4, group=32)},
-    {"dtype": "int8", "v_dtype": "float16"},
-    {"dtype": "float16", "v_dtype": tikv.Quant(bits=4, group=32)},
-]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class _Call:
         # kvpress masks keys of single heads, but only in the functions that were registered when it was imported.
         masked_outside = module.__dict__.get("masked_key_indices") is not None
         (batch, _, self.tokens, _), (k_batch, _, self.held, _) = query.shape, key.shape
-        self.traced = _is_traced()
+        self.traced = _is_traced() or _in_step(key, mask)
         if mask is not None:
             if not self.traced and _says_what_is_read(mask, key, value):
                 mask = None
@@ -150,6 +150,12 @@ def _by_compiled_step(call: _Call) -> tuple[Any, None] | None:
     if call.mask is not None and starts is None and getattr(call.mask, "tikv_of_slots", None) is None:
         return None
     return counted.attend(call.query, call.scale, call.softcap, call.logits, starts).transpose(1, 2), None
+
+
+def _in_step(key: Any, mask: Any) -> bool:
+    """Whether keys or their mask come from a layer in a step of `steps.on_device`."""
+    counted = getattr(key, "tikv_counted", None) or getattr(mask, "tikv_of_slots", None)
+    return counted is not None and counted.on_device
 
 
 def _says_what_is_read(mask: Any, key: Any, value: Any) -> bool:
@@ -290,10 +296,11 @@ def _mask_of_slots(
     If one token sees all that is written, the mask is marked: attention then reads what is stored and ignores the mask,
     unless a model has made other keys of all slots, which need it. See `mask_for_attend` about skipped masks.
     """
-    traced, padding, counted = _is_traced(), attention_mask, None
+    traced, in_step, padding, counted = _is_traced(), isinstance(kv_offset, torch.Tensor), attention_mask, None
+    starts = getattr(padding, "tikv_starts", None) if in_step else None
     if not traced:
-        padding = None if padding is None or bool(padding.all()) else padding
         allow_is_causal_skip = window_of(mask_function) is not None
+        padding = None if padding is None or (not in_step and bool(padding.all())) else padding
     device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
     if isinstance(kv_offset, steps.SlotsOffset):
         counted, newest = kv_offset.counted, kv_offset.end - 1
@@ -303,6 +310,8 @@ def _mask_of_slots(
     else:
         counted = getattr(kv_offset, "tikv_counted", None)
         where = torch.arange(kv_length, device=device) + kv_offset
+        if starts is not None and counted is not None and counted.starts is not None:
+            padding = None  # as above
         newest = kwargs["q_offset"] + tokens - 1 if "q_offset" in kwargs else kwargs["cache_position"][-1]
     where = where.to(device)
     if tokens == 1 and padding is None and allow_is_causal_skip:
@@ -325,11 +334,20 @@ def _mask_of_slots(
     mask = made(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
     )
-    if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not kv_offset.counted.ring:
-        starts = _starts(padding[:, : newest + 1]) if window_of(mask_function) is not None else None
+    in_order = not traced and counted is not None and not counted.ring
+    if padding is not None and tokens == 1 and in_order and allow_is_causal_skip:
+        starts = starts if in_step else starts_of(padding[:, : newest + 1])
         if starts is not None:
             mask.tikv_starts = starts.to(device)  # attention reads only what is stored after the padding
-    if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool or counted is None or counted.hides:
+    if (
+        traced
+        or in_step
+        or padding is not None
+        or tokens > 1
+        or mask.dtype != torch.bool
+        or counted is None
+        or counted.hides
+    ):
         return mask  # kept even if a window has no padding left: torch would compile again
     if bool((mask | (where > newest)).all()):
         mask.tikv_of_slots = counted
@@ -342,7 +360,7 @@ def _begin_at(starts: Any, padding: Any) -> bool:
     return bool((padding.bool() == (positions >= starts[:, None].to(padding.device))).all())
 
 
-def _starts(padding: Any) -> Any:
+def starts_of(padding: Any) -> Any:
     """(batch,) the first token of each sequence, if all padding is on the left; else None.
 
     `padding` is (batch, n) for all tokens so far, True where a token is seen.

@@ -330,6 +330,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         (6, (1, 1, 6, 8))
     """
 
+    on_device = False  # whether a step runs that reads no numbers, see `steps.on_device`
+
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
         """Choose the class: transformers recognises an encoder-decoder's cache by its class."""
         both = getattr(config, "is_encoder_decoder", False) and not issubclass(cls, _OfEncoderDecoder)
@@ -458,13 +460,24 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         if _is_traced():
             return False  # traced code asks only to make masks, which are like those of other caches
-        why = self._why_not_compiled
-        config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
-        if not why and (config is None or shim.attention_of(config) != ATTENTION):
-            why = f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
+        if self.on_device:
+            return True
+        why = self.why_not_compiled()
         if why and (self._limit is not None or self._made["window"] is not None) and torch.cuda.is_available():
             _warn_once(f"{OPERATION}: steps are not compiled, because {why}.")
         return not why
+
+    def why_not_compiled(self) -> str:
+        """Why steps cannot be compiled or captured; empty if they can."""
+        config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
+        if not self._why_not_compiled and (config is None or shim.attention_of(config) != ATTENTION):
+            return f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
+        return self._why_not_compiled
+
+    @property
+    def layers_with_keys(self) -> list[TikvLayer]:
+        """The layers that hold keys and values."""
+        return self._with_keys
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens to a layer; returns all keys and values that these tokens may see.
@@ -490,7 +503,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: the cache has {len(self.layers)} layers, as many as its configuration says; the model "
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
-        if _is_traced():
+        if _is_traced() or self.on_device:
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
         if self._uncompared:
             self._require_memory(layer, key_states, value_states)
@@ -754,7 +767,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: the cache already holds {self.get_seq_length(layer_idx)} tokens, and the text has "
                 "no new ones. Use reset() before another text."
             )
-        if not _is_traced():
+        if not (_is_traced() or self.on_device):
             if self._updated is not self._with_keys[-1]:  # a step is not over, or nothing has come yet
                 appended = [layer.appended for layer in self._with_keys]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers

@@ -105,7 +105,7 @@ class IndexedLayer(TikvLayer):
         """
         self._indexer.cut(self.get_seq_length())
         if self._indexer.length == self.get_seq_length():  # their keys and values come later
-            self._refuse_beyond_limit(indexer_key_states.shape[1])
+            self.refuse_beyond_limit(indexer_key_states.shape[1])
         room = self.room.slots_for(self._indexer.length + indexer_key_states.shape[1])
         return self._indexer.append(indexer_key_states, room)
 

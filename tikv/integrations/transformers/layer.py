@@ -105,7 +105,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def store(self) -> GrowingLayer | None:
         """The storage, after counting all tokens of compiled steps."""
-        if self._counted is not None and self._counted.steps.before is not None:
+        if self._counted is not None and self._counted.steps.before is not None and not self._counted.on_device:
             self._count_steps()
         return self._store  # type: ignore[no-any-return]
 
@@ -210,7 +210,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _make_room(self, tokens: int) -> None:
         """Drop tokens outside the window, and grow if that does not make enough room."""
         store: Any = self.store
-        self._refuse_beyond_limit(tokens)
+        self.refuse_beyond_limit(tokens)
         drop = self._left_behind()
         needed = store.length - drop + tokens
         capacity = self.room.slots_for(needed)
@@ -237,7 +237,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._recall()
             self._resize(capacity, drop)
 
-    def _refuse_beyond_limit(self, tokens: int) -> None:
+    def refuse_beyond_limit(self, tokens: int) -> None:
+        """Raise CapacityError if there is no room for so many more tokens within ``max_cache_len``."""
         if self.limit is not None:
             self.room.refuse_beyond(self._name, self.get_seq_length(), tokens)
 
@@ -253,8 +254,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if tokens > 1 or (tokens == 0 and self._counted is not None):
             self._make_ready()
 
+    def make_ready(self) -> None:
+        """Make the layer ready for steps on the device, if it is not and if slots follow from positions."""
+        counted, store = self._counted, self._store
+        if (counted is None or not counted.current) and store is not None and store.length:
+            self._make_ready()
+
     def _make_ready(self) -> None:
-        """Make the layer ready for compiled steps from here on, if slots follow from positions."""
+        """`make_ready` from here on, whatever was ready before."""
         store = self.store
         if store is None or not self.is_compileable or not self._fix_slots():
             return
@@ -286,13 +293,18 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         else:
             counted.refuse_beyond(end, self._name)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the code that runs now reads no numbers: torch traces it, or it is a step of `steps.on_device`."""
+        return _is_traced() or (self._counted is not None and self._counted.on_device)
+
     def _goes_by_steps(self) -> bool:
         """Whether compiled steps may continue from the layer's current state."""
         return self._counted is not None and self._counted.current and shim.attention_of(self.config) == ATTENTION
 
     def get_seq_length(self) -> int:
-        """Tokens seen since `reset`, less those cropped; a tensor while a step is traced."""
-        if _is_traced() and self._goes_by_steps():
+        """Tokens seen since `reset`, less those cropped; a tensor in a step on the device."""
+        if self.on_device and self._goes_by_steps():
             assert self._counted is not None
             return self._counted.count[0]  # type: ignore[no-any-return]
         return 0 if self.store is None else self.store.end
@@ -308,7 +320,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         Arguments, results and errors are those of `TikvCache.update`. Of one token, if the storage dtype is not the
         model's, attention "tikv" gets tensors that become copies as soon as something else uses them.
         """
-        if _is_traced():
+        if self.on_device:
             return self._traced_update(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
@@ -386,7 +398,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             pair.numbers()
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` while torch traces its caller: a custom operator and views do the same, if there is room."""
+        """`update` in code that reads no numbers: a custom operator and views do the same, if there is room."""
         key_states, value_states = _alike(key_states, value_states)
         if self._goes_by_steps():
             counted: Any = self._counted
@@ -415,11 +427,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         ) from error
 
     def _visible(self) -> tuple[Any, Any]:
-        """What the next token will see besides itself; while a step is traced: all slots."""
-        if _is_traced() and self._goes_by_steps():
+        """What the next token will see besides itself; in a step on the device: all slots."""
+        if self.on_device and self._goes_by_steps():
             assert self._counted is not None
             return self._counted.read()
-        if not _is_traced():
+        if not self.on_device:
             self._put_in_order()
         if self.store is None:
             return None, None
@@ -494,12 +506,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""
         counted, tokens = self._counted if self._goes_by_steps() else None, shim.query_length(queries)
-        if counted is not None and _is_traced():
+        if counted is not None and self.on_device:
             return counted.traced_sizes()
         end, origin = self.get_seq_length(), 0 if self.store is None else self.store.origin
         if counted is not None and tokens == 1:
             if counted.stepped:
-                self._refuse_beyond_limit(1)
+                self.refuse_beyond_limit(1)
             return counted.slots, steps.SlotsOffset.of(counted, end + 1)
         first = max(0, end - self._past) if self.is_sliding else origin
         return end - first + tokens, steps.KnownOffset(first) if self.for_steps and not _is_traced() else first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
 
 from tikv import dtypes
@@ -32,6 +34,15 @@ def _find_part() -> Any:
 
 
 part = _find_part()
+
+
+_FEW_RUNS = 8  # of neighbouring slots, which are copied without an index
+
+
+def _runs(sources: Any) -> list[tuple[int, int]]:
+    """(first, end) of each run of neighbouring slots."""
+    cuts = [0, *(np.flatnonzero(np.diff(sources) != 1) + 1).tolist(), len(sources)]
+    return [(int(sources[a]), int(sources[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
 
 
 class TorchMemory:
@@ -76,7 +87,15 @@ class TorchMemory:
 
     def take(self, words: list[Any], sources: Any) -> None:
         """Copy to each of the first slots that slot of `words` which `sources` names: (slots,) or (batch, slots)."""
-        index, used = torch.as_tensor(sources, device=self.device), sources.shape[-1]
+        used = sources.shape[-1]
+        if not used:
+            return
+        runs = _runs(sources) if sources.ndim == 1 else []
+        if 0 < len(runs) <= _FEW_RUNS:  # an index would be copied to the device, for which the host waits
+            for a, to in zip(words, self.words(), strict=True):
+                to[:, :, :used] = torch.cat([a[:, :, first:end] for first, end in runs], 2)
+            return
+        index = torch.as_tensor(sources, device=self.device)
         for a, to in zip(words, self.words(), strict=True):
             if index.ndim == 1:
                 to[:, :, :used] = a[:, :, index]

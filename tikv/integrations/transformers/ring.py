@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import ArchError, ShapeError, TikvError
 from tikv.integrations.transformers import layer as layers
@@ -117,7 +116,7 @@ class RingLayer(TikvLayer):
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
-        if not _is_traced() and (self._arrange(self._tokens_of(key_states)) or self._starts is not None):
+        if not self.on_device and (self._arrange(self._tokens_of(key_states)) or self._starts is not None):
             return self._write(key_states, value_states)
         return super().update(key_states, value_states)
 
@@ -129,7 +128,7 @@ class RingLayer(TikvLayer):
             return self._without_gradient(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
-        self._refuse_beyond_limit(1)
+        self.refuse_beyond_limit(1)
         if self._store is None:
             self.lazy_initialization(key_states, value_states)
         self._recall()
@@ -184,12 +183,6 @@ class RingLayer(TikvLayer):
             elif tokens:  # tokens are dropped from slots in temporal order, and the ring is made before the next step
                 counted.current = False
 
-    def make_ready(self) -> None:
-        """Make the slots a ring before a single token, if its step may be compiled."""
-        counted, store = self._counted, self._store
-        if (counted is None or not counted.current) and store is not None and store.length:
-            self._make_ready()
-
     def _fix_slots(self) -> bool:
         return not self.record_past and self._go_round()
 
@@ -226,7 +219,7 @@ class SlidingRing(RingLayer):
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`."""
-        if not _is_traced():
+        if not self.on_device:
             self._arrange(shim.query_length(queries))
         return super().get_mask_sizes(queries)
 

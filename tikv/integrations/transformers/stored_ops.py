@@ -3,7 +3,10 @@
 The places and the number of tokens are in tensors, so that one compiled program serves all steps.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -42,19 +45,32 @@ def _format_of(named: str) -> Any:
 
 
 def _refuse_capture_by_hand(cache: Tensor) -> None:
-    """Refuse CUDA graphs that torch's compiler does not capture.
+    """Refuse CUDA graphs that neither torch's compiler nor `capture_is_counted` captures.
 
     Torch's compiler checks the addresses of a cache before each replay, and the cache counts each of its steps.
 
     Raises:
         ArchError: other code captures a CUDA graph, whose replays would do neither.
     """
-    if _captured(cache) and not _by_compiler():
+    if _captured(cache) and not (_counted.get() or _by_compiler()):
         raise ArchError(
             f"{OPERATION}: a CUDA graph is being captured by hand. Its replays would add tokens that the cache does "
             f'not count, and use memory that it has released. Let torch.compile(mode="reduce-overhead") capture, as '
             f"generate does; or use a tikv.KVCacheStore with positions_on_device()."
         )
+
+
+_counted: ContextVar[bool] = ContextVar("tikv_capture_is_counted", default=False)
+
+
+@contextlib.contextmanager
+def capture_is_counted() -> Iterator[None]:
+    """A graph that is captured meanwhile belongs to a loop that counts its replays and knows if the cache changes."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def _captured(cache: Tensor) -> bool:
@@ -73,8 +89,10 @@ def _by_compiler() -> bool:
     return False
 
 
-@torch.library.custom_op("tikv::append_stored", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))  # type: ignore[untyped-decorator]
-def append_stored(
+# `append` and `attend` are the operators' work; code that is not traced saves the time that an operator takes to call.
+
+
+def append(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -99,8 +117,7 @@ def append_stored(
     )  # fmt: skip
 
 
-@torch.library.custom_op("tikv::attend_stored", mutates_args=())  # type: ignore[untyped-decorator]
-def attend_stored(
+def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -130,6 +147,12 @@ def attend_stored(
     request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits, window=window or None)
     out: Tensor = attention_call("decode_attention", q, caches, request).attend(q, impl="taichi")
     return out
+
+
+append_stored = torch.library.custom_op(
+    "tikv::append_stored", append, mutates_args=("k_cache", "v_cache", "k_scale", "v_scale")
+)
+attend_stored = torch.library.custom_op("tikv::attend_stored", attend, mutates_args=())
 
 
 @torch.library.custom_op("tikv::decode_stored", mutates_args=())  # type: ignore[untyped-decorator]

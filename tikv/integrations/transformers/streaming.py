@@ -78,7 +78,7 @@ class StreamingLayer(RingLayer):
             As `TikvLayer.update`.
             OptionError: several new tokens do not all see each other, and attention gets no mask that could say so.
         """
-        tokens = 1 if _is_traced() or self._staged else self._tokens_of(key_states)
+        tokens = 1 if self.on_device or self._staged else self._tokens_of(key_states)
         if tokens > 1 and (end := self.get_seq_length()) + tokens > self.window:
             attention = shim.attention_of(self.config)
             if attention not in (*_MASKED, ATTENTION):
@@ -115,15 +115,15 @@ class StreamingLayer(RingLayer):
             self._rearrange(now._replace(first=first), slots)
 
     def _visible(self) -> tuple[Any, Any]:
-        if not _is_traced():
+        if not self.on_device:
             self._settle(0)
         return super()._visible()
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`; if keys are left out, the second number also knows each key's position."""
         tokens = shim.query_length(queries)
-        goes_round = self._will_go_round(tokens) if _is_traced() else self._arrange(tokens)
-        if self._goes_by_steps() and (tokens == 1 or _is_traced()):
+        goes_round = self._will_go_round(tokens) if self.on_device else self._arrange(tokens)
+        if self._goes_by_steps() and (tokens == 1 or self.on_device):
             return super().get_mask_sizes(queries)
         end = self.get_seq_length()
         if self._starts is None and end + tokens <= self.window:
