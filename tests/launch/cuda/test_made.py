@@ -3,41 +3,46 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+import tikv
 from tikv.launch.cuda import compiler, disk_cache, keys, made
 
 FACTS = {"tikv": "0.0", "engine": "taichi 1.7.4", "forms": []}
+CANNOT_BE_SENT = threading.Lock()  # a choice that no other process can be asked to compile
 
 
 def make_nothing(*choices):
-    """A factory that another process could name."""
+    """A factory."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder of kernels made beforehand, beside an empty cache; what would be compiled is "compiled"."""
+    """An empty folder of kernels made beforehand, beside an empty cache."""
     monkeypatch.setenv("TIKV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(made.VARIABLE, str(tmp_path / "made"))
-    monkeypatch.setattr(made, "PACKAGE_FOLDER", tmp_path / "of the package")
-    monkeypatch.setattr(made, "_warned", set())
-    monkeypatch.setattr(compiler, "_compile", lambda factory, choices: "compiled")
     (tmp_path / "made").mkdir()
     return tmp_path / "made"
 
 
-def put(folder, capability=(8, 0), text="made beforehand", choices=(1, "a")):
+def put(folder, capability=(8, 0), text="made beforehand", choices=(1, "a"), **facts):
     path = folder / f"sm_{capability[0]}{capability[1]}.zip"
-    path.write_bytes(made.packed(capability, {keys.made_key_of(make_nothing, choices): text}, FACTS))
+    path.write_bytes(made.packed(capability, {keys.made_key_of(make_nothing, choices): text}, FACTS | facts))
     return path
 
 
+def read(target="sm_80", choices=(1, "a")):
+    return made.read(keys.made_key_of(make_nothing, choices), target)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
-def test_a_kernel_is_found_without_a_compiler(folder, monkeypatch, target):
-    put(folder)
-    monkeypatch.setattr(compiler, "_compile", lambda factory, choices: pytest.fail("compiled"))
-    assert compiler.ptx_of(make_nothing, (1, "a"), target) == "made beforehand"
+def test_a_kernel_is_found_without_a_compiler(folder, target):
+    with pytest.raises(tikv.ArchError, match="cannot be sent"):
+        compiler.ptx_of(make_nothing, (CANNOT_BE_SENT,), target)
+    put(folder, choices=(CANNOT_BE_SENT,))
+    assert compiler.ptx_of(make_nothing, (CANNOT_BE_SENT,), target) == "made beforehand"
     assert not disk_cache.folder().exists(), "it is on the disk already"
 
 
@@ -45,30 +50,22 @@ def test_the_file_of_the_newest_capability_that_the_gpu_has_comes_first(folder):
     put(folder, (8, 0), "for 8.0")
     put(folder, (9, 0), "for 9.0")
     put(folder, (12, 0), "for 12.0")
-    texts = [compiler.ptx_of(make_nothing, (1, "a"), target) for target in ("sm_89", "sm_90", "sm_100", "sm_120")]
-    assert texts == ["for 8.0", "for 9.0", "for 9.0", "for 12.0"]
-    assert compiler.ptx_of(make_nothing, (1, "a"), "sm_75") == "compiled"
-
-
-def test_what_is_missing_is_compiled(folder):
-    put(folder)
-    assert compiler.ptx_of(make_nothing, (1, "b"), "sm_80") == "compiled"
+    targets = ("sm_75", "sm_89", "sm_90", "sm_100", "sm_120")
+    assert [read(target) for target in targets] == [None, "for 8.0", "for 9.0", "for 9.0", "for 12.0"]
+    assert read("sm_90", (1, "b")) is None
 
 
 def test_several_folders_are_searched_then_the_packages(folder, tmp_path, monkeypatch):
-    for name, choices in (("first", (1,)), ("second", (2,)), ("of the package", (3,))):
+    for name, choices in (("first", (1,)), ("second", (2,))):
         (tmp_path / name).mkdir()
         put(tmp_path / name, text=name, choices=choices)
     monkeypatch.setenv(made.VARIABLE, os.pathsep.join([str(tmp_path / "first"), str(tmp_path / "second")]))
-    texts = [compiler.ptx_of(make_nothing, (n,), "sm_80") for n in (1, 2, 3)]
-    assert texts == ["first", "second", "of the package"]
-
-
-def test_an_empty_variable_turns_them_off(folder, tmp_path, monkeypatch):
-    (tmp_path / "of the package").mkdir()
-    put(tmp_path / "of the package")
+    assert [read(choices=(n,)) for n in (1, 2, 3)] == ["first", "second", None]
+    assert made.folders() == [tmp_path / "first", tmp_path / "second", made.PACKAGE_FOLDER]
+    monkeypatch.delenv(made.VARIABLE)
+    assert made.folders() == [made.PACKAGE_FOLDER]
     monkeypatch.setenv(made.VARIABLE, "")
-    assert compiler.ptx_of(make_nothing, (1, "a"), "sm_80") == "compiled"
+    assert made.folders() == [], "they are turned off"
 
 
 @pytest.mark.parametrize("damage", ["cut", "no zip", "entry", "empty"])
@@ -85,19 +82,16 @@ def test_a_damaged_file_is_named_once_and_kernels_are_compiled(folder, caplog, d
         at = data.index(b".ptx") + 40  # within the compressed text
         data[at : at + 8] = b"\0" * 8
     path.write_bytes(data)
-    for choices in ((1, "a"), (1, "b")):
-        assert compiler.ptx_of(make_nothing, choices, "sm_80") == "compiled"
+    assert [read(), read()] == [None, None]
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert str(path) in record.getMessage()
     assert "damaged" in record.getMessage()
     assert "tikv kernels build" in record.getMessage()
 
 
-def test_a_file_of_other_sources_is_named_once_and_kernels_are_compiled(folder, caplog, monkeypatch):
-    path = put(folder)
-    monkeypatch.setattr(keys, "sources", lambda: "other sources")
-    for choices in ((1, "a"), (1, "b")):
-        assert compiler.ptx_of(make_nothing, choices, "sm_80") == "compiled"
+def test_a_file_of_other_sources_is_named_once_and_kernels_are_compiled(folder, caplog):
+    path = put(folder, sources="a digest of others")
+    assert [read(), read()] == [None, None]
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert f"{path} are not used" in record.getMessage()
     assert "tikv 0.0 made it from other sources" in record.getMessage()
@@ -105,20 +99,24 @@ def test_a_file_of_other_sources_is_named_once_and_kernels_are_compiled(folder, 
 
 def test_a_file_that_was_replaced_is_read_again(folder):
     path = put(folder, text="old")
-    assert made.read(keys.made_key_of(make_nothing, (1, "a")), "sm_80") == "old"
+    assert read() == "old"
     os.utime(put(folder, text="newer"), ns=(0, 0))
-    assert made.read(keys.made_key_of(make_nothing, (1, "a")), "sm_80") == "newer"
+    assert read() == "newer"
     path.unlink()
-    assert made.read(keys.made_key_of(make_nothing, (1, "a")), "sm_80") is None
+    assert read() is None
 
 
-def test_the_key_names_neither_the_engine_nor_the_gpu(monkeypatch):
-    first = keys.made_key_of(make_nothing, (1, "a"))
-    assert keys.made_key_of(make_nothing, (1, "b")) != first
-    monkeypatch.setattr(keys.runtime, "version_of", lambda name: "0")
-    assert keys.made_key_of(make_nothing, (1, "a")) == first
-    monkeypatch.setattr(make_nothing, "fast_math", True, raising=False)
-    assert keys.made_key_of(make_nothing, (1, "a")) != first
+def test_the_key_names_the_arithmetic():
+    def factory(fast_math):
+        def make(*choices):
+            """A factory of that name."""
+
+        make.fast_math = fast_math
+        return make
+
+    exact, fast = (keys.made_key_of(factory(fast_math), (1,)) for fast_math in (False, True))
+    assert exact == keys.made_key_of(factory(False), (1,)) != fast
+    assert exact != keys.made_key_of(factory(False), (2,))
 
 
 def test_the_same_kernels_are_the_same_bytes(folder):

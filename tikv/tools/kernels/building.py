@@ -22,11 +22,12 @@ from tikv.errors import ArchError, OptionError
 from tikv.launch.cuda import compiler, made
 from tikv.stores.files import replacing
 from tikv.tools.kernels.collect import Collected, Needed
-from tikv.tools.kernels.forms import OPERATION, Form, chosen
+from tikv.tools.kernels.forms import OPERATION, KernelForm, chosen
 
 CAPABILITIES = ((8, 0), (9, 0))
 PARTS = 1000  # of the progress that is shown, for each compute capability
 _COLLECTING = 50  # of them, until it is known which kernels are needed
+_ENGINE = next(engine for engine in engines.ALL.values() if engine.has_known_ptx)
 _DRIVER = pathlib.Path(__file__).parent / "driver.c"
 _COMPILERS = ("cc", "gcc", "clang")
 Step = Callable[[str, int], None]
@@ -88,17 +89,34 @@ def build(
             def show(now: str, part: int, title: str = title, begin: int = number * PARTS) -> None:
                 step(f"{title}, {now}", begin + part)
 
-            found = collect(pathlib.Path(work) / "kernels.pickle", forms, environment, show)
-            texts, failed = _compiled(found.kernels, processes or _cores(), environment, show)
-            facts = {
-                "tikv": sys.modules["tikv"].__version__,
-                "engine": f"{engines.TAICHI.name} {engines.TAICHI.version()}",
-                "forms": [form.name for form in forms if form.name not in found.refused],
-            }
-            path = target / f"sm_{capability[0]}{capability[1]}.zip"
-            replacing.replace(path, made.packed(capability, texts, facts), OPERATION, path.suffix)
-            results.append(Built(made.contents(path), {**found.refused, **failed}))
+            collected = collect(pathlib.Path(work) / "kernels.pickle", forms, environment, show)
+            results.append(write_file(target, capability, forms, collected, processes or _cores(), environment, show))
     return results
+
+
+def write_file(
+    folder: pathlib.Path,
+    capability: tuple[int, int],
+    forms: Sequence[KernelForm],
+    collected: Collected,
+    processes: int,
+    environment: Mapping[str, str],
+    show: Step = lambda now, done: None,
+) -> Built:
+    """Compile the kernels of forms for a compute capability, and write them to its file in a folder.
+
+    Raises:
+        CacheFileError: the file cannot be written.
+    """
+    texts, failed = _compiled(collected.kernels, processes, environment, show)
+    facts = {
+        "tikv": sys.modules["tikv"].__version__,
+        "engine": f"{_ENGINE.name} {_ENGINE.version()}",
+        "forms": [form.name for form in forms if form.name not in collected.refused],
+    }
+    path = folder / f"sm_{capability[0]}{capability[1]}.zip"
+    replacing.replace(path, made.packed(capability, texts, facts), OPERATION, path.suffix)
+    return Built(made.contents(path), {**collected.refused, **failed})
 
 
 def require_tools() -> None:
@@ -110,7 +128,7 @@ def require_tools() -> None:
     elsewhere = "Build on a machine that has it, and copy the files: they serve every system"
     if sys.platform != "linux":
         raise ArchError(f"{OPERATION}: this runs on Linux only, and here is {sys.platform}. {elsewhere}.")
-    if engines.TAICHI.version() is None:
+    if _ENGINE.version() is None:
         raise ArchError(f"{OPERATION}: Taichi, which writes the kernels' PTX, is not installed. {elsewhere}.")
     if runtime.version_of("cuda-bindings") is None:
         raise ArchError(f"{OPERATION}: cuda-bindings is not installed. {extras.install('cuda')}.")
@@ -159,15 +177,16 @@ def environment_of(folder: pathlib.Path, capability: tuple[int, int]) -> dict[st
         "LD_LIBRARY_PATH": os.pathsep.join(path for path in paths if path),
         "TIKV_KERNELS_CAPABILITY": f"{capability[0]}{capability[1]}",
         "TIKV_CACHE_DIR": str(folder / "cache"),
+        "TMPDIR": str(folder),
         made.VARIABLE: "",
-        "TIKV_ENGINE": engines.TAICHI.name,
+        "TIKV_ENGINE": _ENGINE.name,
         "TIKV_QUIET": "1",
-        **engines.TAICHI.quiet,
+        **_ENGINE.quiet,
     }
 
 
 def collect(
-    file: pathlib.Path, forms: Sequence[Form], environment: Mapping[str, str], show: Step = lambda now, done: None
+    file: pathlib.Path, forms: Sequence[KernelForm], environment: Mapping[str, str], show: Step = lambda now, done: None
 ) -> Collected:
     """The kernels that forms need, found out in a process of its own.
 
@@ -226,7 +245,7 @@ def _compiled(
     """(PTX by key, reasons by name): all kernels, compiled side by side; and those that could not be."""
     waiting: queue.SimpleQueue[Needed] = queue.SimpleQueue()
     # A child starts Taichi again when the next kernel needs another kind of arithmetic.
-    for kernel in sorted(kernels, key=lambda each: (bool(getattr(each.factory, "fast_math", False)), each.name)):
+    for kernel in sorted(kernels, key=lambda each: (each.fast_math, each.name)):
         waiting.put(kernel)
     answers: queue.SimpleQueue[tuple[Needed, dict[str, str]]] = queue.SimpleQueue()
     workers = [_Worker(waiting, answers, environment) for _ in range(min(processes, len(kernels)))]
@@ -281,7 +300,7 @@ class _Worker(threading.Thread):
                 self._child = compiler.Child(self._environment)
                 if self._stopped:
                     self._child.process.kill()
-            answer = self._child.ask(pickle.dumps((kernel.factory, kernel.choices)))
+            answer = self._child.ask(kernel.request)
         except (OSError, EOFError) as error:
             answer = {"error": f"the compiling process failed: {error}"}
         if "error" in answer and self._child is not None and not self._stopped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tikv import runtime
 from tikv.errors import TikvError
@@ -19,12 +19,15 @@ from tikv.tools.kernels.forms import FORMS
 
 
 class Needed(NamedTuple):
-    """A kernel that a form needs: its key in a file, its name, and what makes it."""
+    """A kernel that a form needs: its key in a file, its name, and the request for a compiling process.
+
+    The request stays as bytes, since reading it imports the engine, which Ctrl-C does not interrupt.
+    """
 
     key: str
     name: str
-    factory: Callable[..., Any]
-    choices: tuple[Any, ...]
+    fast_math: bool
+    request: bytes
 
 
 class Collected(NamedTuple):
@@ -43,7 +46,8 @@ def collected(names: Iterable[str], say: Callable[[str], None]) -> Collected:
     def load(kernel: CompiledKernel) -> native.Native:
         """In place of compiling and loading: remember the kernel, and launch anything."""
         key = keys.made_key_of(kernel.factory, kernel.choices)
-        needed.setdefault(key, Needed(key, kernel.name, kernel.factory, kernel.choices))
+        request = pickle.dumps((kernel.factory, kernel.choices))
+        needed.setdefault(key, Needed(key, kernel.name, kernel.fast_math, request))
         device = driver.device(kernel.runtime.index)
         offsets, size = native.argument_layout(kernel.words, kernel.lengths)
         return native.Native(device, device.load("", kernel.name), 128, offsets, size, False, kernel.shared_bytes)

@@ -20,7 +20,7 @@ KV_HEADS = 8
 CAPACITY = 16384  # of a store, and of a pool: longer ones need no other kernels
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """Calls of one kind: on a store or a pool, with queries of a dtype over rows of a format, and so many new tokens.
 
     `group` is the number of query heads per KV head.
@@ -68,14 +68,14 @@ class Form(NamedTuple):
 
 
 FORMS = tuple(
-    Form(*values)
+    KernelForm(*values)
     for values in itertools.product(
         ("store", "pool"), ("bfloat16", "float16"), STORED, (64, 128, 256), (1, 4, 8), TOKENS
     )
 )
 
 
-def chosen(patterns: Sequence[str] = ()) -> list[Form]:
+def chosen(patterns: Sequence[str] = ()) -> list[KernelForm]:
     """The forms whose names match any of these patterns; all, if there are no patterns.
 
     Raises:
