@@ -55,7 +55,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("device", info["device"]),
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
         ("launcher", f"{info['launcher']['launcher']} ({info['launcher']['why']})"),
-        ("kernels made beforehand", info["made_kernels"]),
+        ("made kernels", info["made_kernels"]),
         ("subgroups", info["subgroups"]),
         ("place='host'", info["place_host"]),
     ]
