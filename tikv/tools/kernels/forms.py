@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tikv.errors import OptionError
 from tikv.formats import Quant
@@ -16,7 +16,7 @@ from tikv.tools import warmup
 OPERATION = "kernels build"
 STORED = ("same", "int8", "float8_e4m3fn", "quant4_32", "quant4_64")  # the dtype of queries, or a format
 TOKENS = {"token": 1, "few": 4, "prompt": 512}
-KV_HEADS = 8
+KV_HEADS = 8  # compiled into kernels that copy rows, and into those of prompts on compute capability 9.0
 CAPACITY = 16384  # of a store, and of a pool: longer ones need no other kernels
 
 
@@ -44,27 +44,35 @@ class KernelForm(NamedTuple):
         if self.stored.startswith("quant"):
             bits, group = self.stored.removeprefix("quant").split("_")
             stored = Quant(int(bits), int(group))
-        holder: KVCacheStore | PagedKVCacheStore
+        holders: list[KVCacheStore | PagedKVCacheStore]
         if self.holder == "store":
-            holder = KVCacheStore(
-                num_layers=1, num_kv_heads=KV_HEADS, head_dim=self.head_dim, capacity=CAPACITY, dtype=stored
-            )
+            form: dict[str, Any] = {
+                "num_layers": 1,
+                "num_kv_heads": KV_HEADS,
+                "head_dim": self.head_dim,
+                "dtype": stored,
+            }
+            # A batch is copied by another kernel; how many sequences it has, and the capacity, change nothing.
+            holders = [KVCacheStore(**form, capacity=CAPACITY // n, batch_size=n) for n in (1, 4)]
         else:
-            holder = PagedKVCacheStore(
-                num_layers=1,
-                num_blocks=CAPACITY // 16,
-                block_size=16,
-                num_kv_heads=KV_HEADS,
-                head_dim=self.head_dim,
-                dtype=stored,
+            holders = [
+                PagedKVCacheStore(
+                    num_layers=1,
+                    num_blocks=CAPACITY // 16,
+                    block_size=16,
+                    num_kv_heads=KV_HEADS,
+                    head_dim=self.head_dim,
+                    dtype=stored,
+                )
+            ]
+        for holder in holders:
+            warmup.warmup(
+                holder,
+                query_heads=KV_HEADS * self.group,
+                tokens=TOKENS[self.tokens],
+                formats=self.queries,
+                quiet=True,
             )
-        warmup.warmup(
-            holder,
-            query_heads=KV_HEADS * self.group,
-            tokens=TOKENS[self.tokens],
-            formats=self.queries,
-            quiet=True,
-        )
 
 
 FORMS = tuple(
