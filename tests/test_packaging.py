@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,17 +16,20 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built by hatchling itself, so that no network is needed."""
+def wheel_of(root, target):
+    """The wheel of a source tree, built by hatchling itself, so that no network is needed."""
     pytest.importorskip("hatchling", reason="hatchling builds the wheel; pip install 'taichi-kv[test]'")
-    target = tmp_path_factory.mktemp("wheel")
     script = "import sys, hatchling.build; print(hatchling.build.build_wheel(sys.argv[1]))"
     child = subprocess.run(
-        [sys.executable, "-c", script, str(target)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, str(target)], cwd=root, capture_output=True, text=True, check=False
     )
     assert child.returncode == 0, child.stderr
-    with zipfile.ZipFile(target / child.stdout.split()[-1]) as archive:
+    return target / child.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(wheel_of(ROOT, tmp_path_factory.mktemp("wheel"))) as archive:
         yield archive
 
 
@@ -35,6 +39,21 @@ def test_the_wheel_holds_the_package_and_its_types(wheel):
     assert "tikv/py.typed" in packed
     assert sources <= packed
     assert {name.split("/")[0] for name in packed} == {"tikv"}
+
+
+def test_the_wheel_holds_the_kernels_that_were_built_before_it(tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "tikv", copy / "tikv", ignore=shutil.ignore_patterns("__pycache__", "made"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, copy)
+    made = copy / "tikv" / "launch" / "cuda" / "made"
+    made.mkdir()
+    for name in ("sm_80.zip", "sm_90.zip", "notes.txt"):
+        (made / name).write_bytes(b"kernels")
+    with zipfile.ZipFile(wheel_of(copy, tmp_path)) as archive:
+        names = set(archive.namelist())
+    assert {name.rpartition("made/")[2] for name in names if "/made/" in name} == {"sm_80.zip", "sm_90.zip"}
+    assert "tikv/tools/kernels/driver.c" in names
 
 
 def test_the_metadata_says_what_it_is(wheel):

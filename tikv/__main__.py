@@ -6,6 +6,7 @@ variants  the named copies
 support   operation x dtype x back end
 bench     20 seconds of timings beside numpy, torch and memcpy    (also: benchmark, performance)
 export    kernels as SPIR-V and Metal source
+kernels   kernels for CUDA, made beforehand: build, list
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from tikv.tools import doctor, table
 from tikv.tools.progress import progress
 
 if TYPE_CHECKING:
+    from tikv.launch.cuda import made
     from tikv.tools import bench
 
 
@@ -52,6 +55,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("device", info["device"]),
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
         ("launcher", f"{info['launcher']['launcher']} ({info['launcher']['why']})"),
+        ("made kernels", info["made_kernels"]),
         ("subgroups", info["subgroups"]),
         ("place='host'", info["place_host"]),
     ]
@@ -94,6 +98,8 @@ def show_checks(checks: Sequence[doctor.Check]) -> None:
             "The first call of each kind compiles a kernel and keeps it on disk, where a later process finds it. Calls "
             "after the first take none of this time.",
         )
+    if any(c.arch == "cuda" and c.status != "absent" for c in checks):
+        paragraphs.append(f"kernels made beforehand for CUDA: {doctor.made_kernels()}.")
     for text in paragraphs:
         width = min(80, table.line_width() or 80)
         print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False))
@@ -297,6 +303,64 @@ def run_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def build_kernels(arguments: argparse.Namespace) -> int:
+    """`tikv kernels build`."""
+    from tikv.tools.kernels import building
+
+    named = [building.parse_capability(text) for text in arguments.capability or ("8.0", "9.0")]
+    capabilities = sorted(set(named))
+    with progress("tikv kernels build", building.PARTS * len(capabilities)) as step:
+        results = building.build(arguments.folder, capabilities, arguments.only, arguments.processes, step)
+    show_kernel_files([each.file for each in results])
+    for each in results:
+        for name, why in each.left_out.items():
+            table.tell(f"left out of {each.file.path.name}: {name}: {why}")
+    return int(any(each.left_out for each in results))
+
+
+def list_kernels(arguments: argparse.Namespace) -> int:
+    """`tikv kernels list`."""
+    from tikv.launch.cuda import made
+
+    folders = [pathlib.Path(arguments.folder)] if arguments.folder else made.folders()
+    files = [made.contents(path) for folder in folders for path in made.paths_in(folder).values()]
+    if arguments.json:
+        rows = [
+            {
+                "file": str(file.path),
+                "capability": ".".join(map(str, file.capability)),
+                "kernels": len(file.kernels),
+                "bytes": file.path.stat().st_size,
+                "refusal": file.refusal,
+                **{name: file.manifest.get(name) for name in ("tikv", "engine", "forms")},
+            }
+            for file in files
+        ]
+        print(json.dumps(rows, indent=2))
+    elif files:
+        show_kernel_files(files)
+    else:
+        table.tell(
+            f"no kernels made beforehand in {', '.join(map(str, folders)) or 'any folder: TIKV_KERNELS_DIR is empty'}"
+        )
+    return int(any(file.refusal for file in files) or (bool(arguments.folder) and not files))
+
+
+def show_kernel_files(files: Sequence[made.MadeFile]) -> None:
+    """Print a row for each file of kernels, and whether this version of tikv uses it."""
+    rows = [
+        (
+            str(file.path),
+            ".".join(map(str, file.capability)),
+            f"{len(file.kernels):,}",
+            f"{file.path.stat().st_size / 1e6:.1f} MB",
+            file.refusal or "used by this version",
+        )
+        for file in files
+    ]
+    table.show("tikv kernels", ("file", "capability", "kernels", "size", "state"), rows)
+
+
 def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
     """Print the table of one back end; figures of a noisy run are marked, and have no share of memcpy."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
@@ -421,6 +485,52 @@ examples/export_vulkan/ has a C++ program that launches such kernels.
     made.set_defaults(run=run_export)
 
 
+def add_kernels(commands: Any) -> None:
+    """The arguments of `tikv kernels`."""
+    made = commands.add_parser(
+        "kernels",
+        help="make kernels for CUDA beforehand, on any Linux machine, so that first calls compile nothing",
+        description="Kernels for CUDA, made beforehand. tikv looks for them in the folders that TIKV_KERNELS_DIR "
+        "names, then in its own; what it does not find is compiled when a call first needs it.",
+    )
+    actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
+    build = actions.add_parser(
+        "build",
+        help="write a file for each compute capability; no GPU is needed",
+        description="Compile the kernels that stores and pools need, in the formats and sizes of usual models, and "
+        "write sm_80.zip, sm_90.zip and so on. It needs Linux, Taichi, cuda-bindings and a C compiler, which builds a "
+        "stand-in for NVIDIA's driver; and 2 to 3 seconds per kernel on one core.",
+        epilog="A form has a name such as store-bfloat16-int8-d128-g4-token: store or pool; the dtype of queries; what "
+        "is stored: same, int8, float8_e4m3fn, quant4_32, quant4_64; head_dim; query heads per KV head; token, few or "
+        "prompt. Example: tikv kernels build made --capability 9.0 --only '*-bfloat16-*-d128-*'",
+    )
+    build.add_argument("folder", metavar="DIR", help="where the files go; old files of these names are replaced")
+    build.add_argument("--capability", nargs="+", metavar="X.Y", help="compute capabilities (default: 8.0 9.0)")
+    build.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="only forms of these names; * is any text"
+    )
+    build.add_argument(
+        "--processes", type=processes, metavar="N", help="compile in N processes (default: one per core)"
+    )
+    build.set_defaults(run=build_kernels)
+    shown = actions.add_parser(
+        "list",
+        help="say which files exist, and whether this version of tikv uses them",
+        description="List files of kernels. The exit status is 1 if this version does not use one of them.",
+    )
+    shown.add_argument("folder", nargs="?", metavar="DIR", help="a folder (default: those where tikv looks)")
+    shown.add_argument("--json", action="store_true", help="as JSON")
+    shown.set_defaults(run=list_kernels)
+
+
+def processes(text: str) -> int:
+    """An argument that is a number of processes."""
+    value = int(text)
+    if not 1 <= value <= 1024:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes between 1 and 1024")
+    return value
+
+
 def names(text: str) -> list[str]:
     """An argument that is one name, or several with commas between them."""
     return text.split(",")
@@ -505,6 +615,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)
     add_export(commands)
+    add_kernels(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)

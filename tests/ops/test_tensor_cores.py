@@ -19,7 +19,7 @@ import tikv
 from tikv import arrays, dtypes, engines, launch
 from tikv.arrays import ArrayView
 from tikv.formats import FORMATS
-from tikv.launch.cuda import compiler
+from tikv.launch.cuda import keys
 from tikv.ops.attention import options
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.families.tensor_cores import TensorCodes, TensorRows
@@ -583,4 +583,4 @@ def test_the_name_of_compiled_kernels_depends_on_the_bitcode(arch, tmp_path):
         folder.mkdir()
         (folder / "kernel.py").write_text("same")
         (folder / "kernel.bc").write_bytes(bytes([n]))
-    assert compiler._sources(folders[0]) != compiler._sources(folders[1])
+    assert keys.sources_below(folders[0]) != keys.sources_below(folders[1])

@@ -15,9 +15,9 @@ from tikv.errors import ArchError
 from tikv.launch import launcher
 from tikv.launch.bound import Bound, FreshBound, KeptBound, PublicBound
 from tikv.launch.compilation import CompiledKernel, Factory
-from tikv.launch.cuda import driver
+from tikv.launch.cuda import driver, native
 from tikv.launch.cuda.legacy_stream import DirectOnCuda, PublicOnCuda
-from tikv.launch.cuda.native import Native, NativeBound, load_native
+from tikv.launch.cuda.native import Native, NativeBound
 from tikv.launch.notices import notice
 from tikv.launch.recorder import Recorded, bind_recorded
 
@@ -80,7 +80,7 @@ class Kernel(CompiledKernel):
                 return None
             try:
                 with notice.compiling(self.title, self.runtime.arch):
-                    self.native = load_native(self)
+                    self.native = native.load_native(self)
             except ArchError as error:
                 if driver.capturing(self.runtime.index) or launcher.launcher_setting() == "native":
                     raise

@@ -18,6 +18,7 @@ from typing import Any
 
 from tikv import engines, launch, runtime
 from tikv.errors import TikvError
+from tikv.launch.cuda import made
 from tikv.ops.attention import torch_sdpa
 
 VERSION: str = sys.modules["tikv"].__version__
@@ -53,8 +54,8 @@ def info() -> dict[str, Any]:
     does not use them. ``warpgroups`` says the same for attention over prompts and latents on compute capability 9, and
     ``subgroups`` for Vulkan and Metal, where the first call of attention finds out whether they work. ``place_host``
     says what a store with ``place="host"`` gets: "offered", "plain: " and why, or "refused: " and why.
-    ``attention_auto`` says for which calls of each measured kind ``impl="auto"`` takes torch's attention instead of
-    tikv's, and why.
+    ``made_kernels`` names files of kernels made beforehand for CUDA. ``attention_auto`` says for which calls of each
+    measured kind ``impl="auto"`` takes torch's attention instead of tikv's, and why.
 
     Examples:
         >>> import tikv
@@ -85,6 +86,7 @@ def info() -> dict[str, Any]:
         "launcher": launch.launcher_report(live)
         if live is not None
         else {"launcher": "none yet", "why": f"{engine['title']} has not started"},
+        "made_kernels": made_kernels(),
         "tensor_cores": (launch.why_no_tensor_cores(live) or "in use") if live is not None else "not started",
         "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
@@ -92,6 +94,11 @@ def info() -> dict[str, Any]:
         "attention_auto": torch_sdpa.report(live) if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
+
+
+def made_kernels() -> str:
+    """Which files of kernels made beforehand for CUDA this process uses; or why not."""
+    return made.report()
 
 
 def _place_host(live: runtime.Runtime) -> str:

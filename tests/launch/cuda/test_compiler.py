@@ -10,7 +10,7 @@ import pytest
 
 import tikv
 from tikv import runtime
-from tikv.launch.cuda import compiler, disk_cache
+from tikv.launch.cuda import compiler, disk_cache, keys
 
 
 @pytest.fixture
@@ -28,21 +28,21 @@ def make_other(*choices):
 
 
 def test_a_key_names_everything_that_the_ptx_depends_on(monkeypatch):
-    first = compiler.key_of(make_nothing, (1, "a"), "sm_90")
-    assert compiler.key_of(make_nothing, (1, "a"), "sm_90") == first
+    first = keys.key_of(make_nothing, (1, "a"), "sm_90")
+    assert keys.key_of(make_nothing, (1, "a"), "sm_90") == first
     others = [
-        compiler.key_of(make_nothing, (1, "b"), "sm_90"),
-        compiler.key_of(make_nothing, (1, "a"), "sm_80"),
-        compiler.key_of(make_other, (1, "a"), "sm_90"),
+        keys.key_of(make_nothing, (1, "b"), "sm_90"),
+        keys.key_of(make_nothing, (1, "a"), "sm_80"),
+        keys.key_of(make_other, (1, "a"), "sm_90"),
     ]
     monkeypatch.setattr(runtime, "version_of", lambda name: "0")
-    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    others.append(keys.key_of(make_nothing, (1, "a"), "sm_90"))
     monkeypatch.undo()
-    monkeypatch.setattr(compiler, "_sources", lambda directory: "another source")
-    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    monkeypatch.setattr(keys, "sources_below", lambda directory: "another source")
+    others.append(keys.key_of(make_nothing, (1, "a"), "sm_90"))
     monkeypatch.undo()
     monkeypatch.setattr(make_nothing, "fast_math", True, raising=False)
-    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    others.append(keys.key_of(make_nothing, (1, "a"), "sm_90"))
     assert len({first, *others}) == len(others) + 1
 
 
@@ -52,26 +52,26 @@ def test_a_key_names_the_bytes_of_every_file_below_kernels(changed, monkeypatch,
     for name in ("copy.py", "attention/cuda.py", "attention/deeper/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
-    monkeypatch.setattr(compiler, "kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr(keys, "kernels_folder", lambda: tmp_path)
 
-    def keys():
-        compiler._sources.cache_clear()
+    def both():
+        keys.sources_below.cache_clear()
         found = []
         for name in ("copy.py", "attention/cuda.py"):
-            monkeypatch.setattr(compiler.inspect, "getsourcefile", lambda factory, name=name: str(tmp_path / name))
-            found.append(compiler.key_of(make_nothing, (1,), "sm_90"))
+            monkeypatch.setattr(keys.inspect, "getsourcefile", lambda factory, name=name: str(tmp_path / name))
+            found.append(keys.key_of(make_nothing, (1,), "sm_90"))
         return found
 
-    before = keys()
-    assert keys() == before
+    before = both()
+    assert both() == before
     (tmp_path / changed).write_text("two\n")
-    assert all(old != new for old, new in zip(before, keys(), strict=True))
+    assert all(old != new for old, new in zip(before, both(), strict=True))
 
 
 def test_the_kernels_of_tikv_are_below_one_folder():
     from tikv.kernels import copy
 
-    folder = compiler.kernels_folder()
+    folder = keys.kernels_folder()
     assert pathlib.Path(copy.__file__).parent == folder
     assert list(folder.rglob("*.py"))
 

@@ -1,4 +1,4 @@
-"""The PTX of a kernel, from the disk or from a child process that runs Taichi only for this.
+"""The PTX of a kernel: from the disk, made beforehand, or from a child process that runs Taichi only for this.
 
 Taichi writes PTX only in a program that was started for it, and into the working directory. So a child process with a
 temporary directory compiles what it is asked for over a pipe. It ends after it has been idle for a while, or when the
@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import hashlib
-import inspect
 import json
 import os
-import pathlib
 import pickle
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-from tikv import kernels, runtime
+from tikv import runtime
 from tikv.errors import ArchError
-from tikv.launch.cuda import disk_cache
+from tikv.launch.cuda import disk_cache, keys, made
 
 REPLY_SECONDS = 300
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tikv import launch; launch.serve_compiler()"
 _lock = threading.RLock()
-_child: _Child | None = None
+_child: Child | None = None
 
 
 def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
@@ -40,8 +36,8 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     Raises:
         ArchError: it cannot be compiled in a child process; the message says why.
     """
-    key = key_of(factory, choices, target)
-    text = disk_cache.read(key)
+    key = keys.key_of(factory, choices, target)
+    text = disk_cache.read(key) or made.read(keys.made_key_of(factory, choices), target)
     if text is None:
         runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
         text = _compile(factory, choices)
@@ -49,39 +45,13 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     return text
 
 
-def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
-    """A name for all inputs of the PTX: the kernels' sources, the choices, the versions, the GPU."""
-    source, all_kernels = pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or ""), kernels_folder()
-    parts = (
-        _sources(all_kernels if all_kernels in source.parents else source.parent),
-        f"{factory.__module__}.{factory.__qualname__}",
-        repr(choices),
-        str(bool(getattr(factory, "fast_math", False))),
-        str(runtime.version_of(runtime.engine_in_use().name)),
-        ".".join(map(str, sys.version_info[:2])),
-        target,
-    )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+class Child:
+    """The compiling process: stdin takes requests, stdout gives texts, and stderr is kept for messages.
 
+    It gets this process's environment variables with `changed` ones.
+    """
 
-def kernels_folder() -> pathlib.Path:
-    """The folder of tikv's kernels: a factory in it may use code of any file below it."""
-    return pathlib.Path(kernels.__file__).parent
-
-
-@functools.cache
-def _sources(directory: pathlib.Path) -> str:
-    """A digest of every file of Python or bitcode in a folder and below it: its path from there, and its bytes."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in directory.rglob("*") if p.suffix in (".py", ".bc")):
-        digest.update(path.relative_to(directory).as_posix().encode() + b"\n" + path.read_bytes() + b"\n")
-    return digest.hexdigest()
-
-
-class _Child:
-    """The compiling process: stdin takes requests, stdout gives texts, and stderr is kept for messages."""
-
-    def __init__(self) -> None:
+    def __init__(self, changed: Mapping[str, str] | None = None) -> None:
         self.parent = os.getpid()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
         engine = runtime.engine_in_use()
@@ -90,6 +60,7 @@ class _Child:
             "TIKV_LAUNCHER": "direct",
             "TIKV_ENGINE": engine.name,
             **engine.quiet,
+            **(changed or {}),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])],
@@ -157,7 +128,7 @@ def _compile(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
             try:
                 if fresh:
                     close()
-                    _child = _Child()
+                    _child = Child()
                 assert _child is not None
                 answer = _child.ask(request)
                 break

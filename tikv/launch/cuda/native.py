@@ -12,7 +12,7 @@ from tikv.arrays import ArrayView
 from tikv.errors import ArchError, CapacityError
 from tikv.launch.bound import Bound
 from tikv.launch.compilation import CompiledKernel
-from tikv.launch.cuda import compiler, driver, ptx
+from tikv.launch.cuda import compiler, driver, keys, ptx
 
 KEEP_ON_DEVICE = (
     "Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), append_ragged "
@@ -77,7 +77,7 @@ def load_native(kernel: CompiledKernel) -> Native:
     device = driver.device(kernel.runtime.index)
     if driver.synchronize_all not in runtime.before_synchronize:
         runtime.before_synchronize.append(driver.synchronize_all)
-    key = compiler.key_of(kernel.factory, kernel.choices, device.target)
+    key = keys.key_of(kernel.factory, kernel.choices, device.target)
     native = _natives.get((device.index, key))
     if native is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)

@@ -1,0 +1,226 @@
+"""`tikv kernels`: built over a stand-in for NVIDIA's driver, whose launches do nothing, and used without a compiler."""
+
+import json
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+
+import tikv
+from tikv import engines, runtime
+from tikv.__main__ import main
+from tikv.launch.cuda import keys, made
+from tikv.tools.kernels import building, forms
+from tikv.tools.kernels.collect import Collected
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FORM = "store-float16-same-d64-g1-token"
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux" or runtime.version_of("cuda-bindings") is None or engines.TAICHI.version() is None,
+    reason="building kernels needs Linux, Taichi and cuda-bindings: pip install 'taichi-kv[cuda]'",
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with the kernel of one form that copies rows, made here; and all kernels that the form needs."""
+    folder, work = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("work")
+    building.build_driver(work)
+    environment, chosen = building.environment_of(work, (9, 0)), forms.chosen([FORM])
+    collected = building.collect(work / "kernels.pickle", chosen, environment)
+    copies = [kernel for kernel in collected.kernels if kernel.name.startswith("copy(")][:1]
+    result = building.write_file(folder, (9, 0), chosen, Collected(copies, {}), 2, environment)
+    assert (result.left_out, collected.refused) == ({}, {})
+    return folder, collected.kernels
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run Python over the stand-in, as on a GPU of compute capability 9.0 whose user has compiled nothing yet."""
+    building.build_driver(tmp_path)
+    environment = {**os.environ, **building.environment_of(tmp_path, (9, 0)), "PYTHONPATH": str(ROOT)}
+
+    def run(script, folder, **changed):
+        command = [sys.executable, "-c", script]
+        environment.update({made.VARIABLE: str(folder), "TIKV_LAUNCHER": "native"}, **changed)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+    return run
+
+
+@on_linux
+def test_a_file_holds_ptx_and_says_what_it_is(built):
+    folder, needed = built
+    assert [path.name for path in folder.iterdir()] == ["sm_90.zip"]
+    file = made.contents(folder / "sm_90.zip")
+    copy = next(kernel for kernel in needed if kernel.name.startswith("copy("))
+    assert (file.refusal, file.capability, file.kernels) == ("", (9, 0), {copy.key})
+    assert file.manifest["tikv"] == tikv.__version__
+    assert file.manifest["engine"].startswith("taichi 1.7")
+    assert file.manifest["forms"] == [FORM]
+    assert file.manifest["sources"] == keys.sources()
+    text = made.read(copy.key, "sm_90")
+    assert text is None, "it is not in a folder where tikv looks"
+    with zipfile.ZipFile(folder / "sm_90.zip") as archive:
+        assert ".visible .entry copy" in archive.read(f"{copy.key}.ptx").decode()
+
+
+@on_linux
+def test_a_form_needs_kernels_of_copies_attention_and_merges(built):
+    _, needed = built
+    assert {kernel.name.partition("(")[0] for kernel in needed} == {"copy", "attend_tensor", "merge"}
+    assert len({kernel.key for kernel in needed}) == len(needed)
+    assert pickle.loads(pickle.dumps(needed)) == needed
+
+
+APPEND = """
+import numpy as np, os, tikv
+from tikv.launch import launcher
+from tikv.launch.cuda import compiler, disk_cache
+compiler._compile = None  # an error, if it is called
+live = tikv.init("cuda")
+store = tikv.KVCacheStore(num_layers=1, num_kv_heads=8, head_dim=64, capacity=4096, dtype="float16")
+k = tikv.CacheArray(tikv.arrays.new_array((1, 8, 64), tikv.dtypes.float16, live, zeroed=True), live)
+store.append(0, k, k)
+assert launcher.launcher_of(live)[0] == "native"
+assert launcher.fallbacks == {}
+(kernel,) = live.kernels.values()
+assert kernel.native is not None
+assert not disk_cache.folder().exists()
+print("bound")
+"""
+
+
+@on_linux
+def test_a_kernel_made_beforehand_is_bound_without_a_compiler(built, run):
+    child = run(APPEND, built[0])
+    assert (child.returncode, child.stdout) == (0, "bound\n"), child.stderr
+
+
+@on_linux
+def test_without_the_file_it_would_have_been_compiled(run, tmp_path):
+    child = run(APPEND, tmp_path)
+    assert child.returncode == 1
+    assert "'NoneType' object is not callable" in child.stderr
+
+
+@on_linux
+def test_the_list_says_what_is_there_and_whether_it_is_used(built, capsys, monkeypatch, tmp_path):
+    folder, _ = built
+    assert main(["kernels", "list", str(folder), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["capability"], row["kernels"], row["refusal"], row["forms"]) == ("9.0", 1, "", [FORM])
+    assert main(["kernels", "list", str(folder)]) == 0
+    assert "used by this version" in capsys.readouterr().out
+    monkeypatch.setenv(made.VARIABLE, str(folder))
+    assert "sm_90.zip: 1 kernels" in tikv.info()["made_kernels"]
+    assert main(["kernels", "list"]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv(made.VARIABLE, str(tmp_path))
+    (tmp_path / "sm_80.zip").write_bytes(made.packed((8, 0), {}, {"tikv": "0.0", "sources": "a digest of others"}))
+    assert main(["kernels", "list"]) == 1
+    assert "from other sources of kernels" in " ".join(capsys.readouterr().out.split())
+    assert "not used" in tikv.info()["made_kernels"]
+    assert main(["kernels", "list", str(tmp_path / "nothing")]) == 1
+    assert "no kernels made beforehand in" in capsys.readouterr().out
+    monkeypatch.setenv(made.VARIABLE, "")
+    assert main(["kernels", "list"]) == 0
+    assert tikv.info()["made_kernels"].startswith("not found")
+
+
+@on_linux
+def test_a_stopped_build_leaves_nothing(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    # Where the tests run in a shell's background, Ctrl-C is ignored, and children inherit that.
+    script = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tikv.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, "kernels", "build", str(tmp_path / "made"), "--only", FORM]
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(work)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(1200):  # until the kernels are known, and some are being compiled
+        if list(work.glob("tikv-build-*/kernels.pickle")) or child.poll() is not None:
+            break
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, errors) == (130, "tikv: stopped\n")
+    assert list((tmp_path / "made").iterdir()) == []
+    assert list(work.iterdir()) == []
+
+
+@on_linux
+@pytest.mark.parametrize(("command", "text"), [("no-such-cc", "no C compiler"), ("false", "cannot compile driver.c")])
+def test_a_machine_without_a_c_compiler_is_told_so(command, text, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CC", command)
+    assert main(["kernels", "build", str(tmp_path / "made"), "--only", FORM]) == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert "Debian: gcc libc6-dev" in error
+
+
+def test_what_a_build_needs_is_named():
+    script = """
+import sys
+from tikv import engines, runtime
+from tikv.errors import ArchError
+from tikv.tools.kernels import building
+for sys.platform, missing in (("darwin", ""), ("linux", "taichi"), ("linux", "cuda-bindings")):
+    engines.version_of = runtime.version_of = lambda name: None if name == missing else "1"
+    try:
+        building.require_tools()
+    except ArchError as error:
+        print(error)
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    elsewhere, engine, binding = child.stdout.splitlines()
+    assert "runs on Linux only, and here is darwin. Build on a machine that has it" in elsewhere
+    assert "Taichi, which writes the kernels' PTX, is not installed" in engine
+    assert "cuda-bindings is not installed. Install taichi-kv[cuda]" in binding
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--only", "abacus"), ("--capability", "9"), ("--capability", "2.0"), ("--capability", "nine.0")]
+)
+def test_arguments_without_a_meaning_are_refused(arguments, tmp_path, capsys):
+    assert main(["kernels", "build", str(tmp_path / "made"), *arguments]) == 1
+    assert "kernels build: --" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_patterns_choose_forms():
+    assert [form.name for form in forms.chosen([FORM])] == [FORM]
+    assert len(forms.chosen(["store-*", "pool-*", FORM])) == len(forms.FORMS) == len({f.name for f in forms.FORMS})
+    assert forms.chosen() == list(forms.FORMS)
+
+
+@pytest.mark.parametrize("arguments", [("kernels",), ("kernels", "abacus"), ("kernels", "build")])
+def test_an_action_is_named(arguments):
+    child = subprocess.run([sys.executable, "-m", "tikv", *arguments], capture_output=True, text=True, check=False)
+    assert child.returncode == 2
+    assert "usage: tikv kernels" in child.stderr
+
+
+@pytest.mark.parametrize("action", ["build", "list"])
+def test_an_action_explains_itself(action, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["kernels", action, "--help"])
+    assert f"usage: tikv kernels {action}" in capsys.readouterr().out
