@@ -321,7 +321,7 @@ def call_of(machine: Machine, form: dict[str, Any]) -> tuple[AttentionCall, Any]
         return attention_call(OPERATION, q, pools, request), q
     slots = ContiguousLayout(form["kind"] == "ring", form.get("sinks", 0))
     caches = Caches(slots, k, v, lens, None, k_scale, v_scale, inner, formats)
-    call = attention_call(OPERATION, q, caches, request, form.get("mass", False))
+    call = attention_call(OPERATION, q, caches, request, "sum" if form.get("mass") else "")
     if "sharded" in form:
         cache = contiguous_cache(call.arrays, sinks=0, ring=0, formats=formats or (None, None))
         options = AttentionOptions(form.get("scale"), sharded=tuple(form["sharded"]))

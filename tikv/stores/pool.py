@@ -447,8 +447,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         out: Array | None = None,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
         indices: Array | None = None,
@@ -470,7 +471,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             return_lse: also return the log-sum-exp of the scores.
             out: an array for the result, with its shape and q's dtype.
             impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
-            return_mass, mass_queries: as in `KVCacheStore.attend`.
+            return_mass, mass_queries, mass_into: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
             shared_prefix: with "auto", the first blocks that neighbours among ``seqs`` share, after `fork` or `add`
@@ -499,7 +500,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
+            mass_into=mass_into, mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
         result = self._pages.attend(operation, self._layer(layer, operation), q, seqs, request)
         return refuse_backward(result, q, followed=self._followed)
@@ -523,8 +524,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         alibi_slopes: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         shared_prefix: str = "auto",
     ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
@@ -538,7 +540,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             mask, parents: as in `tikv.paged_decode_attention`, if the new tokens of each sequence are a tree: equally
                 many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
-            return_mass, mass_queries: as in `attend`; ``mass_queries`` limits the queries of each sequence.
+            return_mass, mass_queries, mass_into: as in `attend`; ``mass_queries`` limits each sequence's queries.
             shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
@@ -564,8 +566,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.extend"
         request = AttendRequest(
             layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
-            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
-            shared_prefix=shared_prefix,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
+            mask=mask, parents=parents, shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
         result = self._pages.extend(operation, self._layer(layer, operation), (q, k, v), seqs, cu_seqlens, request)
         self._followed |= is_followed(k, v)

@@ -464,8 +464,9 @@ class KVCacheStore(runtime.DeepCopied):
         missing: str = "raise",
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
         indices: Array | None = None,
@@ -490,16 +491,20 @@ class KVCacheStore(runtime.DeepCopied):
                 launch reads them on the device. Use them with `append` at ``positions``.
             missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
-            return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
+            return_mass: also return the attention mass of the layer's tokens, from the weights that each got: "sum" or
+                True, their sum over the queries and the query heads of its KV head; "max", the greatest of them;
+                "last", the sum for the newest query.
             mass_queries: count the mass of at most this many of the last queries; None for all.
+            mass_into: float32 (batch, num_kv_heads, n) that accumulates the mass, and is returned: "sum" is added to
+                it, "max" keeps the greater of both, and "last" overwrites it.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count from the layer's first token; after a compaction, from the first token that it left.
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
             log-sum-exp, float32 in the shape of the result without its last axis; with ``return_mass`` the mass last,
-            float32 (batch, num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a
-            KV head; or with ``indices`` (batch, num_kv_heads, T, K) in their order.
+            float32 (batch, num_kv_heads, n) in the order of `tokens`, or with ``indices`` (batch, num_kv_heads, T, K)
+            in their order.
 
         Raises:
             PositionError: the layer has some tokens, but fewer than there are queries; ``missing`` is "raise" and a
@@ -521,7 +526,7 @@ class KVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
             missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries, mask=mask, parents=parents, indices=indices,
+            mass_queries=mass_queries, mass_into=mass_into, mask=mask, parents=parents, indices=indices,
         ).checked(operation)  # fmt: skip
         number, counts = self._index(layer, operation), self._storage.counts
         if seq_lens is None and not request.return_lse and counts[number].length == 0:
@@ -542,8 +547,9 @@ class KVCacheStore(runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
     ) -> Arrays:
@@ -562,7 +568,7 @@ class KVCacheStore(runtime.DeepCopied):
                 has at most 256 tokens.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
-            return_mass, mass_queries: as in `attend`, for the tokens that the layer holds after the call.
+            return_mass, mass_queries, mass_into: as in `attend`, for the tokens that the layer holds after the call.
 
         Returns:
             A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
@@ -592,7 +598,8 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.extend"
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
-            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
+            mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
         if self._known != (FILLED if index else ALONE):

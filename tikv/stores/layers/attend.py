@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, handed_over, new_like, view
+from tikv import runtime
+from tikv.arrays import ArrayView, handed_over, view_without_owner
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.attention.call import plan_key
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
@@ -96,21 +97,28 @@ def weigh(
     q: ArrayView,
     lse: ArrayView,
     scores: AttentionScale,
-    like: Any,
+    mass: Mass,
+    to: Any,
     indices: ArrayView | None = None,
 ) -> Any:
-    """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
+    """Weigh the keys of a layer by these queries of the newest tokens, into the array `to` of `mass_shape`.
 
-    With chosen tokens it is (batch, heads, T, K), in the order of `indices`. `q` are (batch, Hq, D) or (batch, Hq, T,
-    D), and `lse` the log-sum-exps of all their scores; the mass is a new array of the same kind as `like`.
+    `q` are (batch, Hq, D) or (batch, Hq, T, D), and `lse` the log-sum-exps of all their scores. With chosen tokens,
+    the mass is in the order of `indices`.
     """
     length, arrays = layer.length, layer_arrays(layer, q)
     if layer.head_lengths is not None:
         arrays["lens"], length = layer.head_lengths.array, 0
-    shape: tuple[int, ...] = (memory.batch_size, memory.num_kv_heads, layer.most_held)
     if indices is not None:
-        arrays["indices"], shape = indices, (*shape[:2], *indices.shape[-2:])
-    mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
+        arrays["indices"] = indices
+    mass.start(to)
     plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
-    plan.weigh(arrays, lse, view(mass, "mass", operation), AttendedTokens(length, layer.valid_from))
-    return mass
+    tokens = AttendedTokens(length, layer.valid_from)
+    plan.weigh(arrays, lse, view_without_owner(to, "mass", operation), tokens, mass.kind)
+    return to
+
+
+def mass_shape(memory: LayerMemory, held: int, indices: ArrayView | None = None) -> tuple[int, ...]:
+    """(batch, heads, held), or with chosen tokens (batch, heads, T, K)."""
+    lead = memory.batch_size, memory.num_kv_heads
+    return (*lead, held) if indices is None else (*lead, *indices.shape[-2:])

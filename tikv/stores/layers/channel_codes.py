@@ -107,12 +107,31 @@ class ChannelCodes:
         All queries see all of these codes. With a `window`, each sees the newest ones within a number of tokens up to
         its own; it also says how many tokens after the last code the last query is.
         """
+        groups, values, tokens = self._attended(oldest, window)
+        return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
+
+    def weigh(
+        self,
+        operation: str,
+        q: ArrayView,
+        lse: ArrayView,
+        to: ArrayView,
+        kind: str,
+        scores: AttentionScale,
+        oldest: int = 0,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        """Add the mass of the codes from token `oldest` on to `to`, as `CodedArrays.weigh`; the rest is as `attend`."""
+        groups, values, tokens = self._attended(oldest, window)
+        self._coded.weigh(operation, q, lse, to, kind, scores, groups, values, self.scratch, tokens)
+
+    def _attended(self, oldest: int, window: tuple[int, int] | None) -> tuple[int, ScoredValues, AttendedTokens]:
+        """How many groups there are, the places of V's codes, and the tokens from `oldest` on."""
         span, ahead = window or (None, 0)
         ring = self.room if self.rings else 0
         values = ScoredValues(self._coded.values(), self.form.values.width, self.room, ring, span)
         tokens = AttendedTokens(self.tokens - self.dropped, oldest - self.dropped, ahead)
-        groups = self.slots // self.group
-        return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
+        return self.slots // self.group, values, tokens
 
     def selected(self, sequences: np.ndarray[Any, Any], memory: LayerMemory) -> list[ArrayView]:
         """Copies of what some sequences hold, in new memory that `hold` then takes."""

@@ -176,3 +176,31 @@ class CodedArrays(NamedTuple):
             channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
             plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
         return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
+
+    def weigh(
+        self,
+        operation: str,
+        q: ArrayView,
+        lse: ArrayView,
+        to: ArrayView,
+        kind: str,
+        scores: AttentionScale,
+        groups: int,
+        values: ScoredValues,
+        scratch: ScoreMemory,
+        tokens: AttendedTokens = ALL,
+        paged: Mapping[str, ArrayView] = NO_VIEWS,
+    ) -> None:
+        """Add the mass of the codes to `to` (batch, heads, tokens), in two launches; see `AttentionPlan.weigh`.
+
+        `lse` are the log-sum-exps of all scores of the queries, (batch, Hq, T); the others are as in `attend`.
+        """
+        arrays = {"q": q, "v": self.v, **paged}
+        if self.v_numbers is not None:
+            arrays["v_scale"] = self.v_numbers
+        lead = q.shape[0], self.form.heads, q.shape[1] // self.form.heads * q.shape[2]
+        arrays["k"] = scratch.array("scores", (*lead, values.tokens))
+        keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
+        channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
+        plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
+        plan.weigh(arrays, lse, to, tokens, kind)

@@ -19,6 +19,7 @@ from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
@@ -33,6 +34,7 @@ from tikv.stores.layers.attend import (
     last_queries,
     layer_arrays,
     layer_plan,
+    mass_shape,
     refuse_missing,
     results_of,
     weigh,
@@ -124,41 +126,43 @@ class ContiguousLayers(LayerStorage):
             beside["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], live, operation)
             length, oldest = 0, state.trimmed_to
-        queries, plan, num_weighed = self._attention(operation, state, q_view, beside, request)
+        queries, plan, mass = self._attention(operation, state, q_view, beside, request)
         if seq_lens is None:
             queries.refuse_more_than(operation, state.length, memory.num_kv_heads)
         if request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, state, queries.tokens, seq_lens is not None)
-        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or num_weighed != 0)
+        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or bool(mass))
         arrays = layer_arrays(state, asked, beside)
-        result = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
-        if num_weighed == 0:
-            return result
-        result, lse = result
+        if not mass:
+            return plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
+        mass, indices = mass._replace(into=request.mass_into), arrays.get("indices")
+        to_mass = mass.array(operation, q, mass_shape(memory, state.most_held, indices), live, arrays)
+        result, lse = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking = last_queries(asked, to_lse, num_weighed)
-        mass = weigh(operation, memory, state, *asking, request.scores, q, arrays.get("indices"))
-        return results_of(result, lse if request.return_lse else None, mass)
+        asking = last_queries(asked, to_lse, mass.queries)
+        weigh(operation, memory, state, *asking, request.scores, mass, to_mass, indices)
+        return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _attention(
         self, operation: str, layer: Layer, q: ArrayView, beside: dict[str, ArrayView], request: AttendRequest
-    ) -> tuple[Queries, AttentionPlan, int | None]:
-        """The form of these queries, their plan, and how many of them count for the mass; checked once per form.
+    ) -> tuple[Queries, AttentionPlan, Mass]:
+        """The form of these queries, their plan, and the mass that is asked for; checked once per form.
 
         `beside` are the call's arrays other than the queries and those of the layer.
         """
-        key = (operation, q.key, layer.form, request.choices, request.seq_lens is None, *beside)
+        known = request.seq_lens is None, request.mass_into is None
+        key = (operation, q.key, layer.form, request.choices, *known, *beside)
         if beside:
             key += tuple([a.key for a in beside.values()])
-        attention: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
+        attention: tuple[Queries, AttentionPlan, Mass] | None = self.runtime.plans.get(key)
         if attention is None:
-            num_weighed = request.asked_mass(operation, self.rows.k.format)
+            mass = request.asked_mass(operation)._replace(into=None)  # a kept plan holds no array
             sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
             plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
             request.check_choices(operation)
-            attention = self.runtime.plans.keep(key, (queries, plan, num_weighed))
+            attention = self.runtime.plans.keep(key, (queries, plan, mass))
         return attention
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tikv import dtypes
-from tikv.arrays import ArrayView, Views, new_like, view, view_all
+from tikv.arrays import ArrayView, Views, view, view_all
 from tikv.errors import ShapeError
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
@@ -22,7 +21,15 @@ from tikv.ops.attention.terms import check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, layer_plan, results_of, weigh
+from tikv.stores.layers.attend import (
+    cache_plan,
+    last_queries,
+    layer_arrays,
+    layer_plan,
+    mass_shape,
+    results_of,
+    weigh,
+)
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
 
@@ -34,7 +41,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     """
     memory, layout = appends.memory, request.layout
     live, scores, return_lse = memory.runtime, request.scores, request.return_lse
-    mass_queries = request.asked_mass(operation, memory.rows.k.format)
+    mass = request.asked_mass(operation)
     k_rows = view_all(arrays[1:], ROWS, operation)
     rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
@@ -54,8 +61,11 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
         check_parents(operation, added["parents"], live)
 
     out = queries.new_out(like, memory.rows.v.width, live)
-    lse = queries.new_lse(like, live) if return_lse or mass_queries != 0 else None
-    mass = None
+    lse = queries.new_lse(like, live) if return_lse or mass else None
+    to_mass = None
+    if mass:
+        others = {**layer_arrays(layer, q), "new k": new[0], "new v": new[1]}
+        to_mass = mass.array(operation, like, mass_shape(memory, layer.held_after(tokens)), live, others)
     results = [view(out, "out", operation)]
     if lse is not None:
         results.append(view(lse, "lse", operation))
@@ -79,13 +89,12 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             else:
                 appends.append(operation, layer, k_rows, layout)
                 call.attend_over_layer(staged_q, to, to_lse)
-            if mass_queries != 0 and to_lse is not None:
-                mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
+            if mass and to_lse is not None:
+                weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass.queries), scores, mass, to_mass)
             stage.finish()
-        elif mass_queries != 0:
-            shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
-            mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
-        return results_of(out, lse if return_lse else None, mass)
+        elif mass:
+            mass.start(to_mass)
+        return results_of(out, lse if return_lse else None, to_mass)
 
 
 BOTH = Results(return_lse=True)  # results and log-sum-exps, in new arrays

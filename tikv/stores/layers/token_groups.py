@@ -23,6 +23,7 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -34,7 +35,7 @@ from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.history import History
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, results_of
+from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, refuse_missing, results_of
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
@@ -45,7 +46,7 @@ from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
 from tikv.stores.limits import require_memory
 
-REFUSED = ("seq_lens", "alibi_slopes", "return_mass", "mass_queries", "out", "mask", "parents", "indices")
+REFUSED = ("seq_lens", "alibi_slopes", "out", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):
@@ -106,9 +107,6 @@ class TokenGroupLayers(LayerStorage):
 
     def quantised(self, operation: str, layer: int) -> int:
         return self.codes[layer].tokens
-
-    def check_drawn_mass(self, operation: str) -> None:
-        raise OptionError(f"{operation}: {self.title} has no attention mass. Leave mass out.")
 
     # --- writes
 
@@ -193,7 +191,7 @@ class TokenGroupLayers(LayerStorage):
         Raises:
             PositionError: a query's own token is codes already (`extend` attends before that), or with a window a query
                 would see a token that was overwritten.
-            OptionError: slopes, mass, ``seq_lens`` or torch's attention are asked for.
+            OptionError: slopes, ``seq_lens`` or torch's attention are asked for.
         """
         return self.attend_since(operation, layer, q, request, self.counts[layer].valid_from)
 
@@ -216,11 +214,24 @@ class TokenGroupLayers(LayerStorage):
             )
         if request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, self.counts[layer], queries.tokens, False)
+        mass = request.asked_mass(operation)
+        to_mass = self._mass_array(operation, layer, q, mass, {"q": q_view}) if mass else None
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
         self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since)
-        return results_of(result, lse if request.return_lse else None, None)
+        if mass:
+            mass.start(to_mass)
+            asking = last_queries(several, to_lse, mass.queries)
+            self._weigh(operation, layer, *asking, view(to_mass, "mass", operation), mass.kind, scores, since)
+        return results_of(result, lse if request.return_lse else None, to_mass)
+
+    def _mass_array(
+        self, operation: str, layer: int, like: Any, mass: Mass, others: dict[str, ArrayView], tokens: int = 0
+    ) -> Any:
+        """The checked array that gets the mass of what the layer holds after so many new tokens, or a new one."""
+        shape = self.batch_size, self.config.num_kv_heads, self.counts[layer].held_after(tokens)
+        return mass.array(operation, like, shape, self.runtime, others)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         request.refuse(operation, REFUSED, f"{self.title} does not support", "Leave it out, or use axis='head_dim'.")
@@ -258,6 +269,23 @@ class TokenGroupLayers(LayerStorage):
         of_codes = codes.attend(operation, q, scores, oldest, (counts.ring, ahead) if counts.ring else None)
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
 
+    def _weigh(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str,
+        scores: AttentionScale, since: int,
+    ) -> None:  # fmt: skip
+        """Add the mass that queries as in `_attend` give the sinks and the tokens from position `since` on to `to`."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
+        plan, arrays = self._ring_plan(operation, layer, q, scores, {})
+        oldest = max(codes.first, since - ring.sinks)
+        coded = max(0, codes.tokens - oldest)
+        plain = ring.sinks + codes.tokens if codes.tokens else 0
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since))
+        plan.weigh(arrays, lse, to, tokens, kind, coded)
+        if coded:
+            ahead = ring.length - ring.sinks - codes.tokens
+            part = to.part(2, ring.sinks, ring.sinks + coded)
+            codes.weigh(operation, q, lse, part, kind, scores, oldest, (counts.ring, ahead) if counts.ring else None)
+
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, with as many tokens at a time as the ring has room for.
 
@@ -272,15 +300,27 @@ class TokenGroupLayers(LayerStorage):
         queries = extend_queries(operation, q_view, request.layout, *sizes, live)
         asked = queries.as_read(q_view)
         self._ring_plan(operation, layer, asked, scores, terms)
+        mass, to_mass, tokens = request.asked_mass(operation), None, sizes[-1]
+        if mass:
+            others = {"q": q_view, "k": rows[0], "v": rows[1]}
+            to_mass = self._mass_array(operation, layer, q, mass, others, tokens)
+        first_weighed = tokens if not mass else 0 if mass.queries is None else tokens - mass.queries
+        counts = self.counts[layer]
+        held_from = max(counts.valid_from, counts.length + tokens - counts.ring if counts.ring else 0)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
         with self.attempted(operation, layer):
+            mass.start(to_mass)
             for part in self._parts(operation, layer, rows, axes[0]):
                 since = self.counts[layer].valid_from
                 self._append(operation, layer, part, request.layout)
                 views = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
                 self._attend(operation, layer, views[0], scores, terms, Results(views[1], True, views[2]), since)
-            return results_of(out, lse if request.return_lse else None, None)
+                if first_weighed < part.end:
+                    last, their_lse = (a.part(2, max(part.first, first_weighed), part.end) for a in (asked, to_lse))
+                    weights = view(to_mass, "mass", operation)
+                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, scores, held_from)
+            return results_of(out, lse if request.return_lse else None, to_mass)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""

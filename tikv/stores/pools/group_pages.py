@@ -22,6 +22,8 @@ from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.call import attention_call
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import fill
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
@@ -31,7 +33,7 @@ from tikv.ops.layouts import Rows
 from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
-from tikv.stores.layers.attend import results_of
+from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
@@ -43,7 +45,6 @@ from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
-from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.rows import Moves, of_all_heads, pairs_of
 from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
 from tikv.stores.row_format import ROWS, RowFormats, check_appended
@@ -463,13 +464,47 @@ class TokenGroupPages(Pages[BlockPools]):
                     f"{state.number} are not codes yet. Attend with at most that many, or use extend(), which "
                     "attends as it appends."
                 )
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            to_mass = mass.array(operation, q, shape, live, {"q": q_view})
         result, lse = queries.new_out(q, config.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(
-            operation, layer, with_tokens(queries.as_read(q_view), 4), states, request, Results(to, True, to_lse)
+        asked = with_tokens(queries.as_read(q_view), 4)
+        self._attend(operation, layer, asked, states, request, Results(to, True, to_lse))
+        if mass:
+            mass.start(to_mass)
+            last, their_lse = last_queries(asked, to_lse, mass.queries)
+            arrays = last, their_lse, view(to_mass, "mass", operation)
+            for i, state in enumerate(states):
+                one, lse_of, weights = (a.part(0, i, i + 1) for a in arrays)
+                self._weigh(operation, layer, one, lse_of, weights, mass.kind, state, request)
+        return results_of(result, lse if request.return_lse else None, to_mass)
+
+    def _weigh(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str, state: SequenceState,
+        request: AttendRequest,
+    ) -> None:  # fmt: skip
+        """Add the mass that (1, Hq, T, D) queries of a sequence's newest tokens give its tokens to `to`."""
+        coded, length, size = self.coded[state.number][layer], state.lengths[layer], self.config.block_size
+        pages = np.array([self.new.in_order(state.number, coded)], np.int32)
+        caches = self.new.pools.caches[layer]._replace(
+            table=self.tables.upload(f"weighed new pages {layer}", pages), lens=length - coded
         )
-        return results_of(result, lse if request.return_lse else None, None)
+        plain = AttendRequest(scale=request.scale, softcap=request.softcap, short=True)
+        attention_call(operation, q, caches, plain).weigh(lse, to.part(2, coded, length), kind)
+        if coded:
+            blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
+            paged = {"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)}
+            values = ScoredValues(
+                self._codes[layer].values_of_blocks, self.config.rows.v.width, blocks_of.shape[1] * size, page=size,
+                blocks=self.config.num_blocks,
+            )  # fmt: skip
+            self._codes[layer].weigh(
+                operation, q, lse, to.part(2, 0, coded), kind, request.scores, coded // self.quant.group, values,
+                self.scratch, AttendedTokens(coded), paged,
+            )  # fmt: skip
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         title, remedy = f"{self.title} does not support", "Leave it out, or use axis='head_dim'."
@@ -533,9 +568,16 @@ class TokenGroupPages(Pages[BlockPools]):
             fill(sums, -np.inf)
         to, to_lse = (rows_first(view(a, "out", operation), request.layout) for a in (result, sums))
         before = [state.lengths[layer] for state in step.states]
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            ends = np.array(before) + np.diff(step.cu_seqlens)
+            shape = len(ends), config.num_kv_heads, int(np.max(ends, initial=0))
+            to_mass = mass.array(operation, arrays[0], shape, live, {"q": asking, "k": rows[0], "v": rows[1]})
+            mass.start(to_mass)
         try:
             for i, state in enumerate(step.states):
                 first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
+                weighed = end if not mass else first if mass.queries is None else max(first, end - mass.queries)
                 while first < end:
                     free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
                     count = min(end - first, free or quant.group, MOST_QUERIES)
@@ -543,6 +585,11 @@ class TokenGroupPages(Pages[BlockPools]):
                     self.append(operation, layer, next_rows, [state.number], [0, count], "token_major", part=True)
                     part, out, lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
                     self._attend(operation, layer, part, [state], request, Results(out, True, lse))
+                    if weighed < first + count:
+                        begin = max(0, weighed - first)
+                        last, their_lse = part.part(2, begin, count), lse.part(2, begin, count)
+                        weights = view(to_mass, "mass", operation).part(0, i, i + 1)
+                        self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request)
                     first += count
         except BaseException as error:
             with Held():
@@ -554,7 +601,7 @@ class TokenGroupPages(Pages[BlockPools]):
                         f"layer {layer} now holds {lengths} tokens of each sequence.",
                     )
             raise
-        return results_of(result, sums if request.return_lse else None, None)
+        return results_of(result, sums if request.return_lse else None, to_mass)
 
 
 def _of_one(a: ArrayView) -> ArrayView:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view, write_host
+from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view
 from tikv.errors import ShapeError
 from tikv.ops.attention.call import AttentionCall, attention_call
+from tikv.ops.attention.mass import fill
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
 from tikv.ops.attention.plan import Results
@@ -57,7 +58,7 @@ class RaggedAttention:
         of_pools = config.num_kv_heads, config.rows.k.width
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
-        self.mass_queries = request.asked_mass(operation, config.rows.k.format)
+        self.mass, self._to_mass = request.asked_mass(operation), None
         self._caches, self._request, self._tables = pages.pools.caches[layer], request, pages.tables
         self._block = pages.block
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
@@ -93,6 +94,13 @@ class RaggedAttention:
         caches = self._caches._replace(table=table, lens=lens)
         return attention_call(self.operation, q, caches, self._request, terms=terms)
 
+    def take_mass(self, sequences: int, longest: int, rows: Sequence[ArrayView]) -> None:
+        """Take the array that gets the mass, for heads that hold up to `longest` tokens; raises if it does not fit."""
+        if self.mass:
+            shape = sequences, self._config.num_kv_heads, longest
+            read = {"q": self.q, **dict(zip("kv", rows, strict=True))}
+            self._to_mass = self.mass.array(self.operation, self.caller_q, shape, self.live, read)
+
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
 
@@ -108,7 +116,7 @@ class RaggedAttention:
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
         tokens = rows // max(1, len(ends))
-        if self.mass_queries == 0 and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
+        if not self.mass and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
             run = _Run(0, len(ends), tokens, 0, tables, lens, ends)
             if self._neighbours(run) is None:
                 as_read = functools.partial(self._as_sequences, tokens)
@@ -116,13 +124,13 @@ class RaggedAttention:
                 return call.attend(self.caller_q, Results(None, self.return_lse, lead=lead, as_read=as_read))
         padded = cu_seqlens[-1] < rows
         results = [new_like(self.caller_q, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
-        if self.return_lse or self.mass_queries != 0:
+        if self.return_lse or self.mass:
             results.append(new_like(self.caller_q, lead, dtypes.float32, live))
             if padded:
                 fill(results[1], -np.inf)
-        if self.mass_queries != 0:
-            shape = (len(ends), self._config.num_kv_heads, int(np.max(ends, initial=0)))
-            results.append(new_like(self.caller_q, shape, dtypes.float32, live, zeroed=True))
+        if self.mass:
+            results.append(self._to_mass)
+            self.mass.start(self._to_mass)
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         views[:2] = [rows_first(a, self.layout) for a in views[:2]]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
@@ -131,7 +139,7 @@ class RaggedAttention:
             of_these = tables.part(0, first, end), lens.part(0, first, end), ends[first:end]
             run = _Run(first, end, tokens, row, *of_these)
             self._attend_run(run, stage.arrays[:3])
-            if self.mass_queries != 0:
+            if self.mass:
                 self._weigh_run(run, *stage.arrays)
         stage.finish()
         if not self.return_lse:
@@ -172,9 +180,11 @@ class RaggedAttention:
 
     def _weigh_run(self, run: _Run, q: ArrayView, out: ArrayView, lse: ArrayView, mass: ArrayView) -> None:
         """The mass of what `_attend_run` attended over."""
-        begin = 0 if self.mass_queries is None else max(0, run.tokens - self.mass_queries)
+        begin = 0 if self.mass.queries is None else max(0, run.tokens - self.mass.queries)
         q, lse = run.rows(q, begin), run.rows(lse, begin)
-        self._call(q, run.tables, run.lengths(self.live), {}).weigh(lse, mass.part(0, run.first, run.end))
+        self._call(q, run.tables, run.lengths(self.live), {}).weigh(
+            lse, mass.part(0, run.first, run.end), self.mass.kind
+        )
 
 
 class _Run(NamedTuple):
@@ -236,13 +246,3 @@ def _as_sequences(
     per_token, per_head, *rest = a.strides
     shape = (count, a.shape[1], tokens if queries is None else queries, *a.shape[2:])
     return a.restrided(shape, (tokens * per_token, per_head, per_token, *rest), (row + begin) * per_token)
-
-
-def fill(array: Any, value: float) -> None:
-    """Set all elements of an array that `new_like` returned."""
-    if isinstance(array, np.ndarray):
-        array.fill(value)
-    elif hasattr(array, "fill_"):
-        array.fill_(value)
-    else:
-        write_host(np.full(array.shape, value, np.float32), view(array, "array", "fill"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, attention_call
@@ -44,9 +44,10 @@ class RowPages(Pages[LayerPools]):
         super().__init__(live, config, num_layers, LayerPools(config, num_layers, live))
 
     def append(
-        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
-    ) -> AppendStep:
-        """As in `Pages`."""
+        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str,
+        check: Callable[[AppendStep], None] = lambda step: None,
+    ) -> AppendStep:  # fmt: skip
+        """As in `Pages`; `check` may raise before anything is written."""
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in rows])
         write = self.pools.writes.get(key)
         if write is None:
@@ -56,6 +57,7 @@ class RowPages(Pages[LayerPools]):
             write = self.pools.writes.keep(key, self._write(operation, layer, rows))
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with Changing(self, step) as change:
+            check(step)
             calls = write.calls(rows, self.tables.slots(step, write.ordered))
             change.copy_shared(calls[0].prepare)
             for call in calls:
@@ -128,25 +130,26 @@ class RowPages(Pages[LayerPools]):
                 remedy = queries.remedy(state.appended(layer), config.num_kv_heads)
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
-        mass_queries = request.asked_mass(operation, config.rows.k.format)
+        mass = request.asked_mass(operation)
         caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
         attending = attention_call(operation, read, caches, request)
         if serves(live, request, config.per_head):
             shared = self._attend_shared(layer, q, queries, request, attending)
             if shared is not None:
                 return shared
-        result = attending.attend(q, queries.results(request.out, request.return_lse or mass_queries != 0))
-        if mass_queries == 0:
-            return result
-        result, lse = result
+        if not mass:
+            return attending.attend(q, queries.results(request.out, request.return_lse))
         shape: tuple[int, ...] = (len(ids), config.num_kv_heads, int(np.max(held, initial=0)))
         if request.indices is not None:
             shape = attending.plan.mass_shape
-        mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
+        to_mass = mass.array(operation, q, shape, live, attending.arrays)
+        result, lse = attending.attend(q, queries.results(request.out, True))
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking, their_lse = last_queries(read, to_lse, mass_queries)
-        attention_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
-        return results_of(result, lse if request.return_lse else None, mass)
+        asking, their_lse = last_queries(read, to_lse, mass.queries)
+        mass.start(to_mass)
+        weighing = attention_call(operation, asking, caches, request)
+        weighing.weigh(their_lse, view(to_mass, "mass", operation), mass.kind)
+        return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _attend_shared(self, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall) -> Any:
         """`attend` that reads each shared block once; None if each sequence is to be read `alone`."""
@@ -187,11 +190,17 @@ class RowPages(Pages[LayerPools]):
         if sequences.compacted:
             for seq in ids:
                 sequences.state(seq, operation).check_queries(operation, layer, 1, request)
+
+        def take_mass(step: AppendStep) -> None:
+            new = np.diff(step.cu_seqlens)
+            held = [np.max(sequences.held(layer, state)) for state in step.states]
+            call.take_mass(len(ids), int(np.max(held + new, initial=0)), rows)
+
         step, before = None, [sequences.state(seq, operation).draft for seq in ids]
         parents = Parents(operation, terms["parents"], live) if layer == 0 and "parents" in terms else None
         try:
             with Held():
-                step = self.append(operation, layer, rows, ids, cu_seqlens, request.layout)
+                step = self.append(operation, layer, rows, ids, cu_seqlens, request.layout, take_mass)
                 if parents is not None:
                     sequences.grow_tree(step, parents)
             return call.attend(step.cu_seqlens, *self.tables.block_tables(layer, sequences, step.ids, step.states))
