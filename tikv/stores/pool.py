@@ -528,6 +528,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         mass_queries: int | None = None,
         mass_into: Array | None = None,
         shared_prefix: str = "auto",
+        keep: bool = True,
     ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
@@ -541,6 +542,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
             return_mass, mass_queries, mass_into: as in `attend`; ``mass_queries`` limits each sequence's queries.
+            keep: as in `KVCacheStore.extend`.
             shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
@@ -567,10 +569,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
-            mask=mask, parents=parents, shared_prefix=shared_prefix,
+            mask=mask, parents=parents, shared_prefix=shared_prefix, keep=keep,
         ).checked(operation)  # fmt: skip
         result = self._pages.extend(operation, self._layer(layer, operation), (q, k, v), seqs, cu_seqlens, request)
-        self._followed |= is_followed(k, v)
+        self._followed |= request.keep and is_followed(k, v)
         return refuse_backward(result, q, k, v, followed=self._followed)
 
     @locked

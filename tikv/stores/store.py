@@ -552,6 +552,7 @@ class KVCacheStore(runtime.DeepCopied):
         mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
+        keep: bool = True,
     ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
@@ -569,6 +570,7 @@ class KVCacheStore(runtime.DeepCopied):
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
             return_mass, mass_queries, mass_into: as in `attend`, for the tokens that the layer holds after the call.
+            keep: False keeps nothing of the new tokens, and needs no room for them; their rows are read as they came.
 
         Returns:
             A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
@@ -599,9 +601,12 @@ class KVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
-            mask=mask, parents=parents,
+            mask=mask, parents=parents, keep=keep,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
+        if not request.keep:
+            results = self._storage.extend(operation, index, (q, k, v), request)
+            return refuse_backward(results, q, k, v, followed=self._followed)
         if self._known != (FILLED if index else ALONE):
             self._check_write(operation, index, view(k, "k", operation), layout)
         before, start = self._draft, self._storage.counts[0].end

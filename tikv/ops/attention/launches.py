@@ -120,6 +120,7 @@ class AttentionLaunches(Plan):
         self.scratch = Scratch(partial_bytes, lse, tree, rotated, work, nbytes)
         self.memory: Memory | None = None  # the scratch memory that the launches are bound to
         self.first_valid = 0  # the entry that the launches have
+        self.moved = False  # whether their queries are ahead of the keys
 
     @property
     def _seed(self) -> int | None:
@@ -135,16 +136,17 @@ class AttentionLaunches(Plan):
         with self.lock:
             self._find_scratch()
             # A CUDA graph would bake in a length on the host: it is set again each time, so that a capture refuses it.
-            entries = NO_ENTRIES
-            if "lens" not in arrays or oldest or self.first_valid:
+            entries, moved = NO_ENTRIES, ahead > 0
+            if "lens" not in arrays or oldest or moved or self.first_valid or self.moved:
                 ahead += self.options.newer
                 entries = length_entries(self.cache, self.query.queries, length, oldest, ahead)
                 if self.options.sharded[0]:
                     entries = {**entries, "first_query": first_query}
                 oldest = entries["first_valid"]
             self.first_valid = max(oldest, self.first_valid)  # so that it is not taken for 0 if the run is interrupted
+            self.moved = moved or self.moved
             self.run(list(arrays.values()), entries)
-            self.first_valid = oldest
+            self.first_valid, self.moved = oldest, moved
 
     def attend_again(self, pointers: tuple[int, ...], length: int) -> bool:
         """`attend` over arrays of the bound forms, at these addresses, with the least work.
@@ -174,7 +176,7 @@ class AttentionLaunches(Plan):
         """Find the scratch memory; if it has grown, the launches are bound again."""
         memory = scratch_of(self.live, self.scratch.nbytes)
         if memory is not self.memory:
-            self.memory, self.launches, self.first_valid = memory, None, 0
+            self.memory, self.launches, self.first_valid, self.moved = memory, None, 0, False
 
     def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays; lengths that the host knows are set in each run."""

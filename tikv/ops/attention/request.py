@@ -46,6 +46,7 @@ class AttendRequest(NamedTuple):
     newer: int = 0
     short: bool = False
     shared_prefix: str = "off"
+    keep: Any = True
     # The fields from here on are arrays; those before are `choices`.
     out: Array | None = None
     seq_lens: Array | int | None = None
@@ -83,6 +84,7 @@ class AttendRequest(NamedTuple):
             causal=checks.flag(self.causal, "causal", operation),
             num_splits=checks.integer_or_none(self.num_splits, "num_splits", operation),
             lse_base2=checks.flag(self.lse_base2, "lse_base2", operation),
+            keep=checks.flag(self.keep, "keep", operation),
             shared_prefix=checks.name(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX),
         )
         _checked_types.keep(tuple(map(type, converted.choices)), True)

@@ -46,6 +46,7 @@ from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import Queries, attend_queries
 from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.summaries import summarize, summarize_last
+from tikv.stores.layers.unkept import extend_unkept
 from tikv.stores.row_format import RowFormats, check_summarized
 
 
@@ -168,6 +169,8 @@ class ContiguousLayers(LayerStorage):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`; if it fails after its append, the last page's summary is restored too."""
         state = self.counts[layer]
+        if not request.keep:
+            return extend_unkept(operation, self.appends, state, arrays, request)
         if state.summaries is None:
             return extend(operation, self.appends, state, arrays, request)
         end = state.length

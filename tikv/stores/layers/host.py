@@ -179,6 +179,11 @@ class HostLayers(LayerStorage):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, over the copy; new tokens go to the host as well."""
         frame = self._bring(operation, layer)
+        if not request.keep:
+            try:
+                return frame.content.extend(operation, 0, arrays, request)
+            finally:
+                frame.transfer.used()
         with self.whole.attempted(operation, layer), self._of(layer).writing(layer, frame):
             result = frame.content.extend(operation, 0, arrays, request)
             rows = view_all(arrays[1:], ROWS, operation)

@@ -44,6 +44,7 @@ from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
+from tikv.stores.layers.unkept import unkept_call
 from tikv.stores.limits import require_memory
 
 REFUSED = ("seq_lens", "alibi_slopes", "out", "mask", "parents", "indices")
@@ -237,10 +238,13 @@ class TokenGroupLayers(LayerStorage):
         request.refuse(operation, REFUSED, f"{self.title} does not support", "Leave it out, or use axis='head_dim'.")
 
     def _ring_plan(
-        self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView]
-    ) -> tuple[AttentionPlan, dict[str, ArrayView]]:
-        """The plan of attention over the sinks and the newest tokens, and its arrays."""
-        ring, span = self.newest.counts[layer], self.counts[layer].ring or self.newest.counts[layer].ring
+        self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView],
+        ahead: int = 0,
+    ) -> tuple[AttentionPlan, dict[str, ArrayView]]:  # fmt: skip
+        """The plan of attention over the sinks and the newest tokens, for queries that may be `ahead`; its arrays."""
+        ring, span = self.newest.counts[layer], self.counts[layer].ring
+        if not span and not ahead:
+            span = ring.ring
         arrays = layer_arrays(ring, q, terms)
         plan = cache_plan(self.runtime, operation, arrays, scores, span, ring.sinks, ring.ring, ring.formats)
         return plan, arrays
@@ -254,35 +258,39 @@ class TokenGroupLayers(LayerStorage):
         terms: dict[str, ArrayView],
         to: Results,
         since: int,
+        ahead: int = 0,
     ) -> None:
-        """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on."""
+        """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on.
+
+        With `ahead`, the last query is that of a token so many after the newest.
+        """
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
-        plan, arrays = self._ring_plan(operation, layer, q, scores, terms)
+        plan, arrays = self._ring_plan(operation, layer, q, scores, terms, ahead)
         oldest = max(codes.first, since - ring.sinks)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
-        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since))
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
         if codes.tokens <= oldest:
             plan.attend(None, arrays, tokens, to)
             return
         of_ring = plan.attend(None, arrays, tokens, self.scratch.partial("of the newest", to.out.shape))
-        ahead = ring.length - ring.sinks - codes.tokens
+        ahead += ring.length - ring.sinks - codes.tokens
         of_codes = codes.attend(operation, q, scores, oldest, (counts.ring, ahead) if counts.ring else None)
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
 
     def _weigh(
         self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str,
-        scores: AttentionScale, since: int,
+        scores: AttentionScale, since: int, ahead: int = 0,
     ) -> None:  # fmt: skip
         """Add the mass that queries as in `_attend` give the sinks and the tokens from position `since` on to `to`."""
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
-        plan, arrays = self._ring_plan(operation, layer, q, scores, {})
+        plan, arrays = self._ring_plan(operation, layer, q, scores, {}, ahead)
         oldest = max(codes.first, since - ring.sinks)
         coded = max(0, codes.tokens - oldest)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
-        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since))
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
         plan.weigh(arrays, lse, to, tokens, kind, coded)
         if coded:
-            ahead = ring.length - ring.sinks - codes.tokens
+            ahead += ring.length - ring.sinks - codes.tokens
             part = to.part(2, ring.sinks, ring.sinks + coded)
             codes.weigh(operation, q, lse, part, kind, scores, oldest, (counts.ring, ahead) if counts.ring else None)
 
@@ -293,6 +301,8 @@ class TokenGroupLayers(LayerStorage):
         """
         live, (q, k, v) = self.runtime, arrays
         self._refuse_options(operation, request)
+        if not request.keep:
+            return self._extend_unkept(operation, layer, arrays, request)
         scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
@@ -321,6 +331,29 @@ class TokenGroupLayers(LayerStorage):
                     weights = view(to_mass, "mass", operation)
                     self._weigh(operation, layer, last, their_lse, weights, mass.kind, scores, held_from)
             return results_of(out, lse if request.return_lse else None, to_mass)
+
+    def _extend_unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """`extend` with ``keep=False``."""
+        scores, counts, ring = request.scores, self.counts[layer], self.newest.counts[layer]
+
+        def check(q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
+            self._ring_plan(operation, layer, q, scores, dict(terms), len(q.shape))
+
+        def over_held(q: ArrayView, ahead: int, terms: Mapping[str, ArrayView], to: Results) -> Any:
+            if ring.length == 0 or (counts.ring and not ring.sinks and ahead - q.shape[2] + 1 >= counts.ring):
+                return None
+            self._attend(operation, layer, q, scores, dict(terms), to, counts.valid_from, ahead)
+            return to.out, to.lse
+
+        def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
+            to = view(to_mass, "mass", operation)
+            self._weigh(operation, layer, q, lse, to, mass.kind, scores, counts.valid_from, new)
+
+        run = unkept_call(
+            operation, self.newest.appends, ring, arrays, request, counts.held_after(0), check, counts.ring
+        )
+        new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
+        return run(over_held, weigh)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""

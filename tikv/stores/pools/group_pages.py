@@ -10,6 +10,7 @@ which their tokens differ was copied before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
 from tikv.ops.rotate import Rope
+from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import last_queries, results_of
@@ -40,7 +42,8 @@ from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
 from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
-from tikv.stores.pools.append import RowWrite, begin_append, check_rows
+from tikv.stores.layers.unkept import UnkeptTokens
+from tikv.stores.pools.append import RowWrite, begin_append, check_rows, cumulated
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
@@ -482,9 +485,53 @@ class TokenGroupPages(Pages[BlockPools]):
                 self._weigh(operation, layer, one, lse_of, weights, mass.kind, state, request)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
+    def _extend_unkept(
+        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
+        cu_seqlens: Any, request: AttendRequest,
+    ) -> Any:  # fmt: skip
+        """`extend` with ``keep=False``, sequence by sequence."""
+        live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
+        states = [self.sequences.state(seq, operation) for seq in ids]
+        bounds = cumulated(cu_seqlens, len(ids), rows[0].shape[0], operation, live)
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            others = {"q": asking, "k": rows[0], "v": rows[1]}
+            to_mass = mass.array(operation, like, shape, live, others)
+        lead = asking.shape[:2] if request.layout == "token_major" else asking.shape[1::-1]
+        result = new_like(like, (*lead, config.rows.v.width), asking.dtype, live, zeroed=True)
+        sums = new_like(like, lead, dtypes.float32, live)
+        fill(sums, -np.inf)
+        mass.start(to_mass)
+        views = [rows_first(view(a, "results", operation), request.layout) for a in (result, sums)]
+        stage = Staging(live, [asking, *rows, *views], [False] * 3 + [True] * 2)
+        for i, state in enumerate(states):
+            tokens = bounds[i + 1] - bounds[i]
+            if tokens:
+                q, k, v, out, lse = (_of_one(a.part(0, *bounds[i : i + 2])) for a in stage.arrays)
+                terms = request.terms.views(operation)
+                new = UnkeptTokens(live, operation, k, v, request.scores, terms)
+                new.attend(q, out, lse, functools.partial(self._over_held, operation, layer, state, request))
+                if mass and state.lengths[layer]:
+                    weights = view(to_mass, "mass", operation).part(0, i, i + 1)
+                    last, their_lse = last_queries(q, lse, mass.queries)
+                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request, tokens)
+        stage.finish()
+        return results_of(result, sums if request.return_lse else None, to_mass)
+
+    def _over_held(
+        self, operation: str, layer: int, state: SequenceState, request: AttendRequest, q: ArrayView, ahead: int,
+        terms: Any, to: Results,
+    ) -> Any:  # fmt: skip
+        """Attention of queries that are `ahead` of what a sequence holds; None if it holds nothing."""
+        if not state.lengths[layer]:
+            return None
+        self._attend(operation, layer, q, [state], request, to, ahead)
+        return to.out, to.lse
+
     def _weigh(
         self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str, state: SequenceState,
-        request: AttendRequest,
+        request: AttendRequest, ahead: int = 0,
     ) -> None:  # fmt: skip
         """Add the mass that (1, Hq, T, D) queries of a sequence's newest tokens give its tokens to `to`."""
         coded, length, size = self.coded[state.number][layer], state.lengths[layer], self.config.block_size
@@ -493,7 +540,8 @@ class TokenGroupPages(Pages[BlockPools]):
             table=self.tables.upload(f"weighed new pages {layer}", pages), lens=length - coded
         )
         plain = AttendRequest(scale=request.scale, softcap=request.softcap, short=True)
-        attention_call(operation, q, caches, plain).weigh(lse, to.part(2, coded, length), kind)
+        call, newest = attention_call(operation, q, caches, plain), to.part(2, coded, length)
+        call.plan.weigh(dict(call.arrays), lse, newest, AttendedTokens(call.length, ahead=ahead), kind)
         if coded:
             blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
             paged = {"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)}
@@ -513,9 +561,9 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def _attend(
         self, operation: str, layer: int, q: ArrayView, states: Sequence[SequenceState], request: AttendRequest,
-        to: Results,
+        to: Results, ahead: int = 0,
     ) -> None:  # fmt: skip
-        """Attention of (B, Hq, T, D) queries of the newest tokens of sequences."""
+        """Attention of (B, Hq, T, D) queries of the newest tokens of sequences, or of tokens that are `ahead`."""
         size, codes = self.config.block_size, self._codes[layer]
         coded = np.array([self.coded[state.number][layer] for state in states], np.int32)
         lens = np.array([state.lengths[layer] for state in states], np.int32) - coded
@@ -526,10 +574,12 @@ class TokenGroupPages(Pages[BlockPools]):
             lens=self.tables.known(f"new tokens {layer}", lens),
         )
         call = attention_call(operation, q, caches, request._replace(short=True))
+        tokens = AttendedTokens(call.length, ahead=ahead)
         if not coded.any():
-            call.attend(None, to)
+            call.plan.attend(None, dict(call.arrays), tokens, to)
             return
-        newest = call.attend(None, self.scratch.partial("of the newest", to.out.shape))
+        part = self.scratch.partial("of the newest", to.out.shape)
+        newest = call.plan.attend(None, dict(call.arrays), tokens, part)
         table = self.tables.block_tables(layer, self.sequences, tuple(s.number for s in states), states)[0]
         paged = {"table": table, "lens": self.tables.known(f"coded {layer}", coded)}
         values = ScoredValues(
@@ -555,6 +605,8 @@ class TokenGroupPages(Pages[BlockPools]):
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
+        if not request.keep:
+            return self._extend_unkept(operation, layer, arrays[0], asking, rows, seqs, cu_seqlens, request)
         step = begin_append(
             self, operation, layer, seqs, cu_seqlens, rows[0].shape[0]
         )  # checks that there is room for all

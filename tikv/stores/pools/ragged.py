@@ -17,6 +17,7 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view
 from tikv.errors import ShapeError
 from tikv.ops.attention.call import AttentionCall, attention_call
+from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import fill
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
@@ -26,7 +27,9 @@ from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
+from tikv.stores.layers.attend import results_of
 from tikv.stores.layers.queries import rows_first, rows_of_queries
+from tikv.stores.layers.unkept import UnkeptTokens
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.shared_prefix import Neighbours, SharedAttention, pool_call, serves
@@ -146,6 +149,46 @@ class RaggedAttention:
             del results[1:2]
         results = [handed_over(a) for a in results]
         return tuple(results) if len(results) > 1 else results[0]
+
+    def attend_unkept(
+        self, cu_seqlens: Sequence[int], rows: Sequence[ArrayView], tables: ArrayView, lens: ArrayView, ends: Host
+    ) -> Any:
+        """Attention over the tokens that the pools hold now and over new rows (T, H, D), which they do not hold.
+
+        The other arguments and the result are as in `attend`; the mass is that of the tokens that are held.
+        """
+        lead = self.q.shape[:2] if self.layout == "token_major" else self.q.shape[1::-1]
+        results = [new_like(self.caller_q, (*lead, self._config.rows.v.width), self.q.dtype, self.live, zeroed=True)]
+        results.append(new_like(self.caller_q, lead, dtypes.float32, self.live))
+        fill(results[1], -np.inf)
+        views = [rows_first(view(a, "results", self.operation), self.layout) for a in results]
+        stage = Staging(self.live, [self.q, *rows, *views], [False] * 3 + [True] * 2)
+        self.mass.start(self._to_mass)
+        for first, end in _runs(cu_seqlens):
+            row, tokens = cu_seqlens[first], cu_seqlens[first + 1] - cu_seqlens[first]
+            run = _Run(first, end, tokens, row, tables.part(0, first, end), lens.part(0, first, end), ends[first:end])
+            q, k, v, out, lse = (run.rows(a) for a in stage.arrays)
+            terms, slopes = self._terms, self._terms.get("alibi_slopes")
+            if slopes and slopes.ndim == 2:
+                terms = {**terms, "alibi_slopes": slopes.part(0, first, end)}
+            span = self._request.window or 0
+            new = UnkeptTokens(self.live, self.operation, k, v, self._request.scores, terms, span)
+            new.attend(q, out, lse, functools.partial(self._over_held, run))
+            if self.mass and run.ends.any():
+                begin = 0 if self.mass.queries is None else max(0, tokens - self.mass.queries)
+                call = self._call(q.part(2, begin, tokens), run.tables, run.lengths(self.live), {})
+                to = view(self._to_mass, "mass", self.operation).part(0, first, end)
+                asked = AttendedTokens(call.length, ahead=tokens)
+                call.plan.weigh(dict(call.arrays), lse.part(2, begin, tokens), to, asked, self.mass.kind)
+        stage.finish()
+        return results_of(results[0], results[1] if self.return_lse else None, self._to_mass)
+
+    def _over_held(self, run: _Run, q: ArrayView, ahead: int, terms: Mapping[str, ArrayView], to: Results) -> Any:
+        """Attention of a run's queries, `ahead` of what its sequences hold; None if they hold nothing."""
+        if not run.ends.any():
+            return None
+        call = self._call(q, run.tables, run.lengths(self.live), terms)
+        return call.plan.attend(None, dict(call.arrays), AttendedTokens(call.length, ahead=ahead), to)
 
     def _as_sequences(self, tokens: int, a: ArrayView) -> ArrayView:
         """A caller's result as (sequences, Hq, tokens, ...), for equally many new tokens each."""

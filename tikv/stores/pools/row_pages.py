@@ -23,7 +23,7 @@ from tikv.stores.draft import Parents
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, rows_first, with_tokens
 from tikv.stores.pools import compaction
-from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows
+from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows, cumulated
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import LayerPools
@@ -175,7 +175,7 @@ class RowPages(Pages[LayerPools]):
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`."""
-        sequences, live, (q, k, v) = self.sequences, self.runtime, arrays
+        sequences, live, config, (q, k, v) = self.sequences, self.runtime, self.config, arrays
         ids = self.ids(seqs, operation)
         terms = request.terms.views(operation)
         call = RaggedAttention(operation, self, layer, q, request, len(ids), terms)
@@ -190,6 +190,14 @@ class RowPages(Pages[LayerPools]):
         if sequences.compacted:
             for seq in ids:
                 sequences.state(seq, operation).check_queries(operation, layer, 1, request)
+        if not request.keep:
+            check_rows(operation, config, rows, request.layout)
+            bounds = cumulated(cu_seqlens, len(ids), tokens, operation, live)
+            states = [sequences.state(seq, operation) for seq in ids]
+            tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
+            call.take_mass(len(ids), int(np.max(held, initial=0)), rows)
+            new = [rows_first(a, request.layout) for a in rows]
+            return call.attend_unkept(bounds, new, tables, lens, held)
 
         def take_mass(step: AppendStep) -> None:
             new = np.diff(step.cu_seqlens)
