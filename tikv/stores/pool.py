@@ -679,7 +679,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.free(seq)
 
     @changing
-    def compact(self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None) -> None:
+    def compact(
+        self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None,
+        merge: tuple[Array, Array] | None = None,
+    ) -> None:  # fmt: skip
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
         Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
@@ -720,7 +723,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.compact"
         layer, state = self._layer(layer, operation), self._state(seq, operation)
-        compaction.compact(operation, self._pages, layer, state, keep, rope)
+        compaction.compact(operation, self._pages, layer, state, keep, rope, merge)
 
     @changing
     def commit(self, seqs: Sequence[int], path: Array, drafted: int | None = None) -> None:

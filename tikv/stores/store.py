@@ -627,7 +627,9 @@ class KVCacheStore(runtime.DeepCopied):
     # --- dropping tokens
 
     @changing
-    def compact(self, layer: int, keep: Array, *, rope: Rope | None = None) -> None:
+    def compact(
+        self, layer: int, keep: Array, *, rope: Rope | None = None, merge: tuple[Array, Array] | None = None
+    ) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         `layer_length` does not change, and `next_position` changes only with ``rope``. `positions` returns the
@@ -672,7 +674,7 @@ class KVCacheStore(runtime.DeepCopied):
             (5, 3, [[[0, 3, 4], [1, 2, 4]]])
         """
         operation = "KVCacheStore.compact"
-        self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
+        self._storage.compact(operation, {self._index(layer, operation): keep}, rope, merge)
 
     @changing
     def compact_all(self, keep: Sequence[Array], *, rope: Rope | None = None) -> None:

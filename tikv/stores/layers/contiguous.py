@@ -203,9 +203,9 @@ class ContiguousLayers(LayerStorage):
             )
         return state.summaries
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         layers = [self.counts[i] for i in keeps]
-        compact_layers(operation, self.memory, layers, list(keeps.values()), rope)
+        compact_layers(operation, self.memory, layers, list(keeps.values()), rope, merge=merge)
         summarize(operation, self.memory, layers)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:

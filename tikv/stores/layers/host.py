@@ -209,9 +209,9 @@ class HostLayers(LayerStorage):
     def reset(self) -> None:
         self.whole.reset()
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         with self._on_host():
-            self.whole.compact(operation, keeps, rope)
+            self.whole.compact(operation, keeps, rope, merge)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
         with self._on_host():

@@ -276,8 +276,8 @@ class LayerStorage(abc.ABC):
         """The least and the greatest of each page of a layer's keys; `KVCacheStore.page_summaries`."""
         self._refuse(operation)
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
-        """Keep some of the tokens of these layers; `KVCacheStore.compact`."""
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
+        """Keep some of the tokens of these layers, of one if rows are merged; `KVCacheStore.compact`."""
         self._refuse(operation)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:

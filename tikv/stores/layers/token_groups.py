@@ -363,8 +363,13 @@ class TokenGroupLayers(LayerStorage):
     # --- dropping and moving tokens
 
     @uninterrupted
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         """As `LayerStorage.compact`, for whole groups; all layers are copied before any is written."""
+        if merge is not None:
+            raise OptionError(
+                f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a "
+                "second time, with other scales. Leave merge out, or use axis='head_dim'."
+            )
         if rope is not None:
             raise OptionError(
                 f"{operation}: {self.title} does not rotate keys, since those that are codes would be quantised a "

@@ -269,6 +269,13 @@ class TokenGroupPages(Pages[BlockPools]):
                 why = "older tokens became codes when its newest were appended"
                 raise state.cannot_align(operation, layer, n, why)
 
+    def refuse_merge(self, operation: str) -> None:
+        """As in `Pages`: codes would be quantised a second time."""
+        raise OptionError(
+            f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a second "
+            "time, with other scales. Leave merge out, or use axis='head_dim'."
+        )
+
     def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
         """As in `Pages`: a group of codes must be kept as a whole."""
         coded = Coded(0, self.coded[state.number][layer], self.quant.group)

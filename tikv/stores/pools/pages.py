@@ -83,6 +83,9 @@ class Pages(abc.ABC, Generic[Memory]):
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
         """A copy of what a layer of a sequence holds; `PagedKVCacheStore.tokens`."""
 
+    def refuse_merge(self, operation: str) -> None:
+        """Raise OptionError if rows of these pages cannot be merged."""
+
     @abc.abstractmethod
     def move(
         self, operation: str, layer: int, state: SequenceState, table: Sequence[int], moves: Moves, rope: Rope | None
