@@ -697,12 +697,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 number for each.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+            merge: as in `KVCacheStore.compact`, two arrays (H, held).
 
         Raises:
-            OptionError: the layout is VLLM, or ``rope`` is given with groups along tokens.
+            OptionError: the layout is VLLM, or ``rope`` or ``merge`` is given with groups along tokens, or both are.
             CapacityError: too few blocks are free to copy those that another sequence shares.
             PositionError: the indices are not strictly ascending, or one points outside; a mask keeps a token that a
-                head does not hold; part of a group along tokens would be kept; ``seq`` does not exist.
+                head does not hold; part of a group along tokens would be kept; ``merge`` names a token that is dropped
+                or not held; ``seq`` does not exist.
             ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
                 that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 

@@ -649,15 +649,19 @@ class KVCacheStore(runtime.DeepCopied):
                 the device.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+            merge: ``(to, weights)``, integers and float32 (batch, H, held) in the order of `tokens`: each dropped token
+                is added to the kept one that ``to`` names, times its weight; -1 adds nothing. Not with ``rope``.
 
         Raises:
-            PositionError: the indices are not strictly ascending, or one is not held; with groups along tokens, part of
-                a group would be kept, or groups without all sinks. Nothing is written.
+            PositionError: the indices are not strictly ascending, or one is not held; ``to`` names a token that is
+                dropped or not held, or is of one that is kept; with groups along tokens, part of a group would be kept,
+                or groups without all sinks. Nothing is written.
             ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
-                keys; with groups along tokens, ``rope`` is always refused, since codes would be quantised a second
-                time, and so are heads that would keep different numbers of tokens or groups.
+                keys; with groups along tokens, ``rope`` and ``merge`` are refused, since codes would be quantised a
+                second time, and so are heads that would keep different numbers of tokens or groups.
 
-        Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
+        Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`. Merged
+            rows are decoded, added in float32 in the order of tokens, and coded as an append does.
         Cost: rows that move are read and written once, in one launch; in a sliding layer that has wrapped, and with
             groups along tokens, they are read and written twice, in two launches for each array. The host reads and
             checks ``keep``. The store keeps its memory. If heads keep different numbers of tokens, each later append
