@@ -454,6 +454,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         parents: Array | None = None,
         indices: Array | None = None,
         shared_prefix: str = "auto",
+        block: int | None = None,
     ) -> Arrays:
         """Attend with queries over the tokens of their sequences in one layer, as `tikv.paged_decode_attention` does.
 
@@ -474,6 +475,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             return_mass, mass_queries, mass_into: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
+            block: as in `KVCacheStore.attend`.
             shared_prefix: with "auto", the first blocks that neighbours among ``seqs`` share, after `fork` or `add`
                 with token ids, are read once for all of them if that saves time; results differ by rounding only. With
                 "off", each sequence is read separately. That is always so with a window, slopes, masks, indices or
@@ -500,7 +502,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mass_into=mass_into, mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
+            mass_into=mass_into, mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix, block=block,
         ).checked(operation)  # fmt: skip
         result = self._pages.attend(operation, self._layer(layer, operation), q, seqs, request)
         return refuse_backward(result, q, followed=self._followed)
@@ -529,6 +531,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         mass_into: Array | None = None,
         shared_prefix: str = "auto",
         keep: bool = True,
+        block: int | None = None,
     ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
@@ -542,7 +545,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
             return_mass, mass_queries, mass_into: as in `attend`; ``mass_queries`` limits each sequence's queries.
-            keep: as in `KVCacheStore.extend`.
+            keep, block: as in `KVCacheStore.extend`; the block is that of each sequence.
             shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
@@ -569,7 +572,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
-            mask=mask, parents=parents, shared_prefix=shared_prefix, keep=keep,
+            mask=mask, parents=parents, shared_prefix=shared_prefix, keep=keep, block=block,
         ).checked(operation)  # fmt: skip
         result = self._pages.extend(operation, self._layer(layer, operation), (q, k, v), seqs, cu_seqlens, request)
         self._followed |= request.keep and is_followed(k, v)
@@ -677,6 +680,32 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         self._state(seq, "PagedKVCacheStore.free", swapped=True)
         self._pages.free(seq)
+
+    @changing
+    def rewrite(self, layer: int, seq: int, start: int, k: Array, v: Array, *, layout: str = "token_major") -> None:
+        """Write new rows to the places of a block of a sequence's tokens in one layer. See `KVCacheStore.rewrite`.
+
+        Args:
+            layer: its index.
+            seq: the sequence. Others that share its blocks keep their rows: the blocks are copied first.
+            start: the position of the first token of the block.
+            k, v: (T, H, D), the rows of the tokens from ``start`` on.
+            layout: "token_major", or "head_major" for (H, T, D).
+
+        Raises:
+            PositionError: a position is not held, a compaction moved its token, or, with groups along tokens, it is
+                codes already; ``seq`` does not exist. Nothing is written.
+            CapacityError: too few blocks are free to copy those that another sequence shares.
+            ShapeError, DTypeError: as `append`. Nothing is written.
+
+        Exactness: the rows have the bits that `append` writes; every other bit stays.
+        Cost: that of an append of as many tokens. `add` no longer finds the blocks from ``start`` on by token ids.
+        """
+        operation = "PagedKVCacheStore.rewrite"
+        layer, state = self._layer(layer, operation), self._state(seq, operation)
+        rows = view(k, "k", operation), view(v, "v", operation)
+        self._pages.rewrite(operation, layer, state, start, rows, layout)
+        self._followed |= is_followed(k, v)
 
     @changing
     def compact(

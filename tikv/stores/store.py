@@ -470,6 +470,7 @@ class KVCacheStore(runtime.DeepCopied):
         mask: Array | None = None,
         parents: Array | None = None,
         indices: Array | None = None,
+        block: int | None = None,
     ) -> Arrays:
         """Attend with the newest tokens' queries over what a layer holds, in place, as `tikv.decode_attention` does.
 
@@ -499,6 +500,7 @@ class KVCacheStore(runtime.DeepCopied):
                 it, "max" keeps the greater of both, and "last" overwrites it.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count from the layer's first token; after a compaction, from the first token that it left.
+            block: the queries, at most so many, see each other both ways, and all tokens before them.
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
@@ -527,6 +529,7 @@ class KVCacheStore(runtime.DeepCopied):
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
             missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
             mass_queries=mass_queries, mass_into=mass_into, mask=mask, parents=parents, indices=indices,
+            block=block,
         ).checked(operation)  # fmt: skip
         number, counts = self._index(layer, operation), self._storage.counts
         if seq_lens is None and not request.return_lse and counts[number].length == 0:
@@ -553,6 +556,7 @@ class KVCacheStore(runtime.DeepCopied):
         mask: Array | None = None,
         parents: Array | None = None,
         keep: bool = True,
+        block: int | None = None,
     ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
@@ -571,6 +575,7 @@ class KVCacheStore(runtime.DeepCopied):
                 axis.
             return_mass, mass_queries, mass_into: as in `attend`, for the tokens that the layer holds after the call.
             keep: False keeps nothing of the new tokens, and needs no room for them; their rows are read as they came.
+            block: the queries of so many of the newest tokens see each other both ways, and all tokens before them.
 
         Returns:
             A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
@@ -601,7 +606,7 @@ class KVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
-            mask=mask, parents=parents, keep=keep,
+            mask=mask, parents=parents, keep=keep, block=block,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
         if not request.keep:
@@ -623,6 +628,40 @@ class KVCacheStore(runtime.DeepCopied):
             raise
         self._followed |= is_followed(k, v)
         return refuse_backward(results, q, k, v, followed=self._followed)
+
+    @changing
+    def rewrite(self, layer: int, start: int, k: Array, v: Array, *, layout: str = "token_major") -> None:
+        """Write new rows to the places of a block of tokens that a layer holds; its length does not change.
+
+        A diffusion language model does so with each step of a block. `attend` with ``block=`` then attends with its
+        queries.
+
+        Args:
+            layer: its index.
+            start: the position of the first token of the block.
+            k, v: the rows of the tokens from ``start`` on, as in `append`.
+            layout: of k and v.
+
+        Raises:
+            PositionError: a position is not held; a compaction moved its token; or, with groups along tokens, it is
+                codes already. Nothing is written.
+            ShapeError, DTypeError: as `append`. Nothing is written.
+
+        Exactness: the rows have the bits that `append` writes; every other bit stays.
+        Cost: that of an append of as many tokens; with ``page_summaries``, all of the layer are computed again.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=8, dtype="float32")
+            >>> store.append(0, np.zeros((4, 1, 1), np.float32), np.zeros((4, 1, 1), np.float32))
+            >>> store.rewrite(0, 2, np.ones((2, 1, 1), np.float32), np.ones((2, 1, 1), np.float32))
+            >>> store.length, store.tokens(0)[1].numpy().ravel().tolist()
+            (4, [0.0, 0.0, 1.0, 1.0])
+        """
+        operation = "KVCacheStore.rewrite"
+        index = self._index(layer, operation)
+        self._storage.rewrite(operation, index, start, view_all((k, v), ROWS, operation), layout)
+        self._followed |= is_followed(k, v)
 
     # --- dropping tokens
 

@@ -47,6 +47,7 @@ class AttendRequest(NamedTuple):
     short: bool = False
     shared_prefix: str = "off"
     keep: Any = True
+    block: Any = None
     # The fields from here on are arrays; those before are `choices`.
     out: Array | None = None
     seq_lens: Array | int | None = None
@@ -85,6 +86,7 @@ class AttendRequest(NamedTuple):
             num_splits=checks.integer_or_none(self.num_splits, "num_splits", operation),
             lse_base2=checks.flag(self.lse_base2, "lse_base2", operation),
             keep=checks.flag(self.keep, "keep", operation),
+            block=checks.integer_or_none(self.block, "block", operation),
             shared_prefix=checks.name(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX),
         )
         _checked_types.keep(tuple(map(type, converted.choices)), True)
@@ -160,6 +162,21 @@ class AttendRequest(NamedTuple):
                 "store counts. Leave one of them out."
             )
         return Mass(kind, 1 if kind == "last" else queries, self.mass_into)
+
+    def in_block(self, operation: str, tokens: int) -> int:
+        """How many of so many queries, the newest, see each other both ways; 0 without a block.
+
+        Raises:
+            PositionError: `block` is less than one.
+            OptionError: something else says too which of the newest tokens a query sees, or how far they are.
+        """
+        if self.block is None:
+            return 0
+        block: int = checks.integer(self.block, "block", operation, low=1)
+        for name, a in self.terms._asdict().items():
+            if a is not None and name in UNCOUNTED:
+                raise OptionError(f"{operation}: block cannot be combined with {name}. Pass one of the two.")
+        return min(block, tokens)
 
     def refuse(self, operation: str, names: Iterable[str], why: str, remedy: str) -> None:
         """Refuse these options.

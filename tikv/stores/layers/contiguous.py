@@ -36,7 +36,9 @@ from tikv.stores.layers.attend import (
     layer_plan,
     mass_shape,
     refuse_missing,
+    refuse_wrapped,
     results_of,
+    too_many,
     weigh,
 )
 from tikv.stores.layers.compaction import compact_layers, tokens_by_head
@@ -44,6 +46,7 @@ from tikv.stores.layers.counts import Layer, require_uncompacted
 from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import Queries, attend_queries
+from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.summaries import summarize, summarize_last
 from tikv.stores.layers.unkept import extend_unkept
@@ -130,7 +133,9 @@ class ContiguousLayers(LayerStorage):
         queries, plan, mass = self._attention(operation, state, q_view, beside, request)
         if seq_lens is None:
             queries.refuse_more_than(operation, state.length, memory.num_kv_heads)
-        if request.missing == "raise" and queries.tokens > 1:
+        if request.block is not None:
+            refuse_wrapped(operation, state, 0)
+        elif request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, state, queries.tokens, seq_lens is not None)
         asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or bool(mass))
         arrays = layer_arrays(state, asked, beside)
@@ -141,7 +146,8 @@ class ContiguousLayers(LayerStorage):
         result, lse = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         to_lse = queries.as_read(view(lse, "lse", operation))
         asking = last_queries(asked, to_lse, mass.queries)
-        weigh(operation, memory, state, *asking, request.scores, mass, to_mass, indices)
+        mass.start(to_mass)
+        weigh(operation, memory, state, *asking, request.scores, mass, to_mass, indices, not request.block)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _attention(
@@ -161,7 +167,10 @@ class ContiguousLayers(LayerStorage):
             sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
-            plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
+            block = request.in_block(operation, queries.tokens)
+            if 0 < block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            plan = layer_plan(self.runtime, operation, arrays, layer, request.scores, causal=not block)
             request.check_choices(operation)
             attention = self.runtime.plans.keep(key, (queries, plan, mass))
         return attention
@@ -181,6 +190,13 @@ class ContiguousLayers(LayerStorage):
                 if state.length == end:
                     summarize_last(operation, self.memory, [state])
             raise
+
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`: one launch."""
+        state = self.counts[layer]
+        first = rewritten_from(operation, state, start, tokens_of(rows[0], layout))
+        rewrite_layer(operation, self.appends, state, first, rows, layout)
+        summarize(operation, self.memory, [state])
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`: one launch."""

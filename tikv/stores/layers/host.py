@@ -194,6 +194,12 @@ class HostLayers(LayerStorage):
     def _append_to_host(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         self.whole.append(operation, layer, rows, layout)
 
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`, on the host; copies are made again."""
+        refuse_capture(self.runtime, operation)
+        with self._on_host():
+            self.whole.rewrite(operation, layer, start, rows, layout)
+
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`, from the host to the device."""
         return self.whole.tokens(operation, layer)

@@ -210,6 +210,10 @@ class LayerStorage(abc.ABC):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """Attention over what a layer holds and over new tokens, which are appended; `KVCacheStore.extend`."""
 
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """Write new rows to the places of the tokens from position `start` on; `KVCacheStore.rewrite`."""
+        self._refuse(operation)
+
     @abc.abstractmethod
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """What a layer holds, in temporal order, as a copy; `KVCacheStore.tokens`."""

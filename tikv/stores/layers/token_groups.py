@@ -35,13 +35,22 @@ from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.history import History
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, refuse_missing, results_of
+from tikv.stores.layers.attend import (
+    cache_plan,
+    last_queries,
+    layer_arrays,
+    refuse_missing,
+    refuse_wrapped,
+    results_of,
+    too_many,
+)
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
+from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
 from tikv.stores.layers.unkept import unkept_call
@@ -164,6 +173,20 @@ class TokenGroupLayers(LayerStorage):
 
     # --- reads
 
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`, for sinks and tokens that are not codes yet."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
+        tokens = tokens_of(rows[0], layout)
+        first = rewritten_from(operation, counts, start, tokens)
+        coded = ring.sinks + codes.tokens if codes.tokens else 0
+        if first < coded and first + tokens > ring.sinks:
+            oldest = start + coded - first
+            raise PositionError(
+                f"{operation}: position {start} of layer {layer} cannot be rewritten: tokens before {oldest} are "
+                f"codes, quantised once. Rewrite tokens from {oldest} on."
+            )
+        rewrite_layer(operation, self.newest.appends, ring, first, rows, layout)
+
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`; keys are float32."""
         return self.tokens_from(operation, layer, 0)
@@ -204,6 +227,10 @@ class TokenGroupLayers(LayerStorage):
         scores, terms = request.scores, request.terms.views(operation)
         sizes, q_view = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            refuse_wrapped(operation, self.counts[layer], 0)
         several = with_tokens(queries.as_read(q_view), 4)
         self._ring_plan(operation, layer, several, scores, terms)
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
@@ -213,18 +240,20 @@ class TokenGroupLayers(LayerStorage):
                 f"{ring.index} are not codes yet. Attend with at most that many, or use extend(), which attends as it "
                 f"appends.{queries.remedy(newest, heads)}"
             )
-        if request.missing == "raise" and queries.tokens > 1:
+        if request.missing == "raise" and queries.tokens > 1 and not block:
             refuse_missing(operation, self.counts[layer], queries.tokens, False)
         mass = request.asked_mass(operation)
         to_mass = self._mass_array(operation, layer, q, mass, {"q": q_view}) if mass else None
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since)
+        causal = not block
+        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since, causal=causal)
         if mass:
             mass.start(to_mass)
             asking = last_queries(several, to_lse, mass.queries)
-            self._weigh(operation, layer, *asking, view(to_mass, "mass", operation), mass.kind, scores, since)
+            to_weights = view(to_mass, "mass", operation)
+            self._weigh(operation, layer, *asking, to_weights, mass.kind, scores, since, causal=causal)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _mass_array(
@@ -239,14 +268,15 @@ class TokenGroupLayers(LayerStorage):
 
     def _ring_plan(
         self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView],
-        ahead: int = 0,
+        ahead: int = 0, causal: bool = True,
     ) -> tuple[AttentionPlan, dict[str, ArrayView]]:  # fmt: skip
         """The plan of attention over the sinks and the newest tokens, for queries that may be `ahead`; its arrays."""
         ring, span = self.newest.counts[layer], self.counts[layer].ring
         if not span and not ahead:
             span = ring.ring
         arrays = layer_arrays(ring, q, terms)
-        plan = cache_plan(self.runtime, operation, arrays, scores, span, ring.sinks, ring.ring, ring.formats)
+        form = span, ring.sinks, ring.ring, ring.formats
+        plan = cache_plan(self.runtime, operation, arrays, scores, *form, causal=causal)
         return plan, arrays
 
     def _attend(
@@ -259,13 +289,14 @@ class TokenGroupLayers(LayerStorage):
         to: Results,
         since: int,
         ahead: int = 0,
+        causal: bool = True,
     ) -> None:
         """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on.
 
-        With `ahead`, the last query is that of a token so many after the newest.
+        With `ahead`, the last query is that of a token so many after the newest. Without `causal`, all see the newest.
         """
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
-        plan, arrays = self._ring_plan(operation, layer, q, scores, terms, ahead)
+        plan, arrays = self._ring_plan(operation, layer, q, scores, terms, ahead, causal)
         oldest = max(codes.first, since - ring.sinks)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
         tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
@@ -279,11 +310,11 @@ class TokenGroupLayers(LayerStorage):
 
     def _weigh(
         self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str,
-        scores: AttentionScale, since: int, ahead: int = 0,
+        scores: AttentionScale, since: int, ahead: int = 0, causal: bool = True,
     ) -> None:  # fmt: skip
         """Add the mass that queries as in `_attend` give the sinks and the tokens from position `since` on to `to`."""
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
-        plan, arrays = self._ring_plan(operation, layer, q, scores, {}, ahead)
+        plan, arrays = self._ring_plan(operation, layer, q, scores, {}, ahead, causal)
         oldest = max(codes.first, since - ring.sinks)
         coded = max(0, codes.tokens - oldest)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
@@ -303,6 +334,9 @@ class TokenGroupLayers(LayerStorage):
         self._refuse_options(operation, request)
         if not request.keep:
             return self._extend_unkept(operation, layer, arrays, request)
+        if request.block is not None:
+            remedy = "Append the tokens, and attend with block=."
+            request.refuse(operation, ("block",), f"{self.title} does not support", remedy)
         scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]

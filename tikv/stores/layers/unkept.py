@@ -20,7 +20,15 @@ from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.attention.terms import check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
-from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, layer_plan, mass_shape, results_of
+from tikv.stores.layers.attend import (
+    cache_plan,
+    last_queries,
+    layer_arrays,
+    layer_plan,
+    mass_shape,
+    refuse_wrapped,
+    results_of,
+)
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
 
@@ -40,6 +48,7 @@ class UnkeptTokens(NamedTuple):
     terms: Mapping[str, ArrayView]
     span: int = 0  # tokens after the sinks that a query sees; 0 for all
     sinks: int = 0  # how many of the first new tokens are sinks
+    block: int = 0  # how many of the last queries see all new tokens
 
     def check(self, q: ArrayView) -> None:
         """Raise if attention cannot read these rows with these queries (batch, Hq, T, D)."""
@@ -52,23 +61,25 @@ class UnkeptTokens(NamedTuple):
         if "parents" in self.terms:
             check_parents(self.operation, self.terms["parents"], self.live)
 
-    def _plan(self, arrays: dict[str, ArrayView]) -> Any:
-        return cache_plan(self.live, self.operation, arrays, self.scores, self.span, self.sinks, 0)
+    def _plan(self, arrays: dict[str, ArrayView], causal: bool = True) -> Any:
+        return cache_plan(self.live, self.operation, arrays, self.scores, self.span, self.sinks, 0, causal=causal)
 
     def attend(
         self, q: ArrayView, out: ArrayView, lse: ArrayView | None, over_held: OverHeld, most: int = MOST_QUERIES
     ) -> None:
         """Attention of the new tokens' queries, `most` in a launch, over what is held and over the tokens before."""
         but_sinks = {name: a for name, a in self.terms.items() if name != "sink_logits"}
-        for first in range(0, q.shape[2], most):
-            end = min(q.shape[2], first + most)
+        causal = q.shape[2] - self.block
+        for first in (*range(0, causal, most), *range(causal, q.shape[2], most)):
+            end = min(causal if first < causal else q.shape[2], first + most)
             piece, to = q.part(2, first, end), out.part(2, first, end)
             to_lse = None if lse is None else lse.part(2, first, end)
             held = over_held(piece, end, self.terms, self._partial(piece))
             terms = self.terms if held is None else but_sinks
             arrays = {"q": piece, "k": self.k, "v": self.v, **terms}
             results = Results(to, lse is not None, to_lse) if held is None else self._partial(piece)
-            new = self._plan(arrays).attend(None, arrays, AttendedTokens(end), results)
+            seen = AttendedTokens(end if first < causal else q.shape[2])
+            new = self._plan(arrays, first < causal).attend(None, arrays, seen, results)
             if held is not None:
                 merge_into(self.operation, (*held, *new), False, to, to_lse)
 
@@ -108,7 +119,10 @@ def unkept_call(
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[request.layout]) for a in rows]
     terms, sinks = request.terms.views(operation), max(0, min(layer.sinks - layer.length, tokens))
     _refuse_short_heads(operation, layer, tokens)
-    made = UnkeptTokens(live, operation, new[0], new[1], request.scores, terms, span, sinks)
+    block = request.in_block(operation, tokens)
+    if block:
+        refuse_wrapped(operation, layer, tokens)
+    made = UnkeptTokens(live, operation, new[0], new[1], request.scores, terms, span, sinks, block)
     made.check(q)
     check(q, terms)
     others = {"q": q, "k": new[0], "v": new[1]}

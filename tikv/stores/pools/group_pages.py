@@ -35,7 +35,7 @@ from tikv.ops.rotate import Rope
 from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
-from tikv.stores.layers.attend import last_queries, results_of
+from tikv.stores.layers.attend import last_queries, results_of, too_many
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
@@ -49,7 +49,7 @@ from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.rows import Moves, of_all_heads, pairs_of
-from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
+from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed, rewritten_back
 from tikv.stores.row_format import ROWS, RowFormats, check_appended
 
 FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
@@ -455,6 +455,25 @@ class TokenGroupPages(Pages[BlockPools]):
             copy_rows(live, operation, self._rows_of_page(layer, page), to(at), self.config.rows.widths, shape)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
+    def rewrite(
+        self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
+    ) -> None:
+        """As in `Pages`, for tokens that are not codes yet."""
+        check_rows(operation, self.config, rows, layout)
+        rows = [rows_first(a, layout) for a in rows]
+        tokens, coded = rows[0].shape[0], self.coded[state.number][layer]
+        first = state.lengths[layer] - rewritten_back(operation, layer, state, start, tokens)
+        if first < coded:
+            oldest = start + coded - first
+            raise PositionError(
+                f"{operation}: position {start} of sequence {state.number} cannot be rewritten: tokens before {oldest} "
+                f"are codes, quantised once. Rewrite tokens from {oldest} on."
+            )
+        pages = self.new.in_order(state.number, coded)
+        slots = slots_of(pages, first - coded + np.arange(tokens), self.quant.group).astype(np.int32)
+        for call in self._write(operation, layer, rows).calls(rows, self.tables.upload(f"rewritten {layer}", slots)):
+            call.run()
+
     def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
         """As in `Pages`; codes and new pages are read in place."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
@@ -465,6 +484,10 @@ class TokenGroupPages(Pages[BlockPools]):
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
         q_view = view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            request = request._replace(causal=False)
         for state in states:
             new = state.lengths[layer] - self.coded[state.number][layer]
             state.check_queries(operation, layer, queries.tokens, request)
@@ -546,7 +569,7 @@ class TokenGroupPages(Pages[BlockPools]):
         caches = self.new.pools.caches[layer]._replace(
             table=self.tables.upload(f"weighed new pages {layer}", pages), lens=length - coded
         )
-        plain = AttendRequest(scale=request.scale, softcap=request.softcap, short=True)
+        plain = AttendRequest(scale=request.scale, softcap=request.softcap, causal=request.causal, short=True)
         call, newest = attention_call(operation, q, caches, plain), to.part(2, coded, length)
         call.plan.weigh(dict(call.arrays), lse, newest, AttendedTokens(call.length, ahead=ahead), kind)
         if coded:
@@ -604,6 +627,9 @@ class TokenGroupPages(Pages[BlockPools]):
         """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""
         live, config, quant = self.runtime, self.config, self.quant
         self._refuse_options(operation, request)
+        if request.block is not None:
+            title, remedy = f"{self.title} does not support", "Append the tokens, and attend with block=."
+            request.refuse(operation, ("block",), title, remedy)
         q, *kv = (view(a, name, operation) for a, name in zip(arrays, "qkv", strict=True))
         check_rows(operation, config, kv, request.layout)
         rows = [rows_first(a, request.layout) for a in kv]

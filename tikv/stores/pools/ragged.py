@@ -62,6 +62,8 @@ class RaggedAttention:
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
         self.mass, self._to_mass = request.asked_mass(operation), None
+        self._two_sided = request.in_block(operation, self.q.shape[0])  # last queries of a sequence that see all
+        self._of_block = request._replace(causal=False)
         self._caches, self._request, self._tables = pages.pools.caches[layer], request, pages.tables
         self._block = pages.block
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
@@ -93,9 +95,11 @@ class RaggedAttention:
         if "parents" in terms:
             check_parents(self.operation, terms["parents"], self.live)
 
-    def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
+    def _call(
+        self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView], causal: bool = True
+    ) -> AttentionCall:
         caches = self._caches._replace(table=table, lens=lens)
-        return attention_call(self.operation, q, caches, self._request, terms=terms)
+        return attention_call(self.operation, q, caches, self._request if causal else self._of_block, terms=terms)
 
     def take_mass(self, sequences: int, longest: int, rows: Sequence[ArrayView]) -> None:
         """Take the array that gets the mass, for heads that hold up to `longest` tokens; raises if it does not fit."""
@@ -119,7 +123,12 @@ class RaggedAttention:
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
         tokens = rows // max(1, len(ends))
-        if not self.mass and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
+        if (
+            not self.mass
+            and not self._two_sided
+            and 0 < tokens <= MOST_QUERIES
+            and cu_seqlens == tuple(range(0, rows + 1, tokens))
+        ):
             run = _Run(0, len(ends), tokens, 0, tables, lens, ends)
             if self._neighbours(run) is None:
                 as_read = functools.partial(self._as_sequences, tokens)
@@ -172,7 +181,8 @@ class RaggedAttention:
             if slopes and slopes.ndim == 2:
                 terms = {**terms, "alibi_slopes": slopes.part(0, first, end)}
             span = self._request.window or 0
-            new = UnkeptTokens(self.live, self.operation, k, v, self._request.scores, terms, span)
+            block = min(self._two_sided, tokens)
+            new = UnkeptTokens(self.live, self.operation, k, v, self._request.scores, terms, span, block=block)
             new.attend(q, out, lse, functools.partial(self._over_held, run))
             if self.mass and run.ends.any():
                 begin = 0 if self.mass.queries is None else max(0, tokens - self.mass.queries)
@@ -196,7 +206,7 @@ class RaggedAttention:
 
     def _neighbours(self, run: _Run) -> tuple[Sequence[Neighbours], ArrayView] | None:
         """Which sequences of a run share how many blocks, and their tokens after those; None if none share any."""
-        if run.end - run.first < 2 or not serves(self.live, self._request, self._config.per_head):
+        if run.end - run.first < 2 or self._two_sided or not serves(self.live, self._request, self._config.per_head):
             return None
         runs, own_lens = self._tables.neighbours(run.first, run.end, run.tokens, self._block)
         return None if own_lens is None else (runs, own_lens)
@@ -215,19 +225,23 @@ class RaggedAttention:
             return
         if run.tokens > most:
             most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.family.most_queries
-        for begin in range(0, run.tokens, most):
-            stop = min(run.tokens, begin + most)
+        causal = run.tokens - min(self._two_sided, run.tokens)
+        for begin in (*range(0, causal, most), *range(causal, run.tokens, most)):
+            alone = begin < causal
+            stop = min(causal if alone else run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
-            call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop), terms)
+            call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop if alone else 0), terms, alone)
             call.attend(None, Results(out, bool(lse), lse[0] if lse else None))
 
     def _weigh_run(self, run: _Run, q: ArrayView, out: ArrayView, lse: ArrayView, mass: ArrayView) -> None:
         """The mass of what `_attend_run` attended over."""
         begin = 0 if self.mass.queries is None else max(0, run.tokens - self.mass.queries)
-        q, lse = run.rows(q, begin), run.rows(lse, begin)
-        self._call(q, run.tables, run.lengths(self.live), {}).weigh(
-            lse, mass.part(0, run.first, run.end), self.mass.kind
-        )
+        causal, to = run.tokens - min(self._two_sided, run.tokens), mass.part(0, run.first, run.end)
+        for first, end in ((begin, causal), (max(begin, causal), run.tokens)):
+            if first < end:
+                lens = run.lengths(self.live, run.tokens - end)
+                call = self._call(run.rows(q, first, end), run.tables, lens, {}, end == causal or not self._two_sided)
+                call.weigh(run.rows(lse, first, end), to, self.mass.kind)
 
 
 class _Run(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, to_device, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, attention_call
@@ -20,17 +20,18 @@ from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held
 from tikv.stores.draft import Parents
-from tikv.stores.layers.attend import last_queries, results_of
+from tikv.stores.layers.attend import last_queries, results_of, too_many
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, rows_first, with_tokens
 from tikv.stores.pools import compaction
 from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows, cumulated
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
+from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import RaggedAttention, even_starts
 from tikv.stores.pools.rows import Moves, check_turn
-from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
+from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed, rewritten_back
 from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, serves
 
 
@@ -131,6 +132,10 @@ class RowPages(Pages[LayerPools]):
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass = request.asked_mass(operation)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            request = request._replace(causal=False)
         caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
         attending = attention_call(operation, read, caches, request)
         if serves(live, request, config.per_head):
@@ -219,6 +224,41 @@ class RowPages(Pages[LayerPools]):
                     for state, draft in zip(step.states, before, strict=True):
                         state.draft = draft
             raise
+
+    def rewrite(
+        self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
+    ) -> None:
+        """As in `Pages`; blocks that other sequences share are copied first."""
+        check_rows(operation, self.config, rows, layout)
+        rows = [rows_first(a, layout) for a in rows]
+        tokens, sequences, size = rows[0].shape[0], self.sequences, self.config.block_size
+        back = rewritten_back(operation, layer, state, start, tokens)
+        write, places = self._write(operation, layer, rows), np.arange(tokens)
+        if isinstance(sequences, HeadSequences):
+            heads = sequences.of_heads(layer, state)
+            by_head = [slots_of(head.blocks, head.lengths[0] - back + places, size) for head in heads]
+            slots = np.stack(by_head, axis=1).ravel().astype(np.int32)
+            self._rewrite(operation, layer, write, rows, slots)
+            return
+        first = state.lengths[layer] - back
+        step = sequences.begin_compaction(operation, state, first, first + tokens)
+        with Changing(self, step) as change:
+            change.copy_shared()
+            slots = slots_of(step.tables[0], first + places, size).astype(np.int32)
+            self._rewrite(operation, layer, write, rows, slots)
+        sequences.rewritten(step, first)
+
+    def _rewrite(
+        self, operation: str, layer: int, write: RowWrite, rows: Sequence[ArrayView], slots: np.ndarray[Any, Any]
+    ) -> None:
+        """Write rows to slots, a slot for each token, and head if these have blocks of their own."""
+        order = slots if write.ordered is None else write.ordered(slots)
+        for call in write.calls(rows, to_device(order, self.runtime)):
+            call.run()
+        self.runtime.synchronize()  # the launches read slots that only this call keeps alive
+        summaries = self.pools.pages[layer]
+        if summaries is not None:
+            summaries.summarize_slots(operation, np.unique(slots))
 
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
         """As in `Pages`; each head is read by itself if it has blocks of its own."""
