@@ -179,11 +179,11 @@ def make_sequence():
             for row in range(rows):
                 to = out_row(b, row, params) + entry
                 key = marked_key(scores[score_row(b, row, params) + entry], out[to], entry, tokens)
-                kept = ti.select(key > lowest, 1, 0)
+                mark = ti.select(key > lowest, 1, 0)
                 if key == lowest:
-                    kept = ti.select(equal_before < room, 1, 0)
+                    mark = ti.select(equal_before < room, 1, 0)
                     equal_before += 1
-                out[to] = ti.cast(kept, ti.u8)
+                out[to] = ti.cast(mark, ti.u8)
 
     return share_out
 

@@ -494,10 +494,9 @@ class KVCacheStore(runtime.DeepCopied):
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
             return_mass: also return the attention mass of the layer's tokens, from the weights that each got: "sum" or
                 True, their sum over the queries and the query heads of its KV head; "max", the greatest of them;
-                "last", the sum for the newest query.
-            mass_queries: count the mass of at most this many of the last queries; None for all.
-            mass_into: float32 (batch, num_kv_heads, n) that accumulates the mass, and is returned: "sum" is added to
-                it, "max" keeps the greater of both, and "last" overwrites it.
+                "last", the sum for the newest query. ``mass_queries`` counts at most so many of the last queries.
+            mass_into: float32 (batch, num_kv_heads, n) for the mass: "sum" is added to it, "max" keeps the greater of
+                both, and "last" overwrites it.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count from the layer's first token; after a compaction, from the first token that it left.
             block: the queries, at most so many, see each other both ways, and all tokens before them.
@@ -574,7 +573,7 @@ class KVCacheStore(runtime.DeepCopied):
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
             return_mass, mass_queries, mass_into: as in `attend`, for the tokens that the layer holds after the call.
-            keep: False keeps nothing of the new tokens, and needs no room for them; their rows are read as they came.
+            keep: False keeps nothing of the new tokens, and needs no room for them; their rows are read unchanged.
             block: the queries of so many of the newest tokens see each other both ways, and all tokens before them.
 
         Returns:

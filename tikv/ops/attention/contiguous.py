@@ -69,8 +69,7 @@ def decode_attention(
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         num_splits: parts of the keys that are read in parallel; None lets tikv choose.
-        return_mass, mass_into: also return how much weight each slot got, "sum" (True), "max" or "last", in a new array
-            or in (B, H, capacity) float32.
+        return_mass, mass_into: also return the weight of each slot, "sum" (True), "max" or "last"; an array.
         first_valid: oldest position after the sinks that is still stored, for a ring that was trimmed.
         impl: "taichi"; "torch" for torch's attention over the same memory, for plain caches; or "auto", which chooses.
         sink_logits: (Hq,) float32: one more logit for each query head, which takes weight but adds nothing.

@@ -83,7 +83,7 @@ def mass_choice(value: Any, operation: str) -> bool | str:
 
 
 def mass_kind(value: bool | str, operation: str) -> str:
-    """A `mass_choice` as one of `MASSES`: True is "sum", and False is no mass, "".
+    """A `mass_choice` as one of `MASSES`: True is "sum", and False is "", for none.
 
     Raises:
         OptionError: it is another string.

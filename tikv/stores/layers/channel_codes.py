@@ -18,7 +18,7 @@ from tikv.errors import CapacityError
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
 from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, rows_of
@@ -114,16 +114,14 @@ class ChannelCodes:
         self,
         operation: str,
         q: ArrayView,
-        lse: ArrayView,
-        to: ArrayView,
-        kind: str,
+        weighing: Weighing,
         scores: AttentionScale,
         oldest: int = 0,
         window: tuple[int, int] | None = None,
     ) -> None:
-        """Add the mass of the codes from token `oldest` on to `to`, as `CodedArrays.weigh`; the rest is as `attend`."""
+        """Weigh the codes from token `oldest` on, as `CodedArrays.weigh`; the rest is as in `attend`."""
         groups, values, tokens = self._attended(oldest, window)
-        self._coded.weigh(operation, q, lse, to, kind, scores, groups, values, self.scratch, tokens)
+        self._coded.weigh(operation, q, weighing, scores, groups, values, self.scratch, tokens)
 
     def _attended(self, oldest: int, window: tuple[int, int] | None) -> tuple[int, ScoredValues, AttendedTokens]:
         """How many groups there are, the places of V's codes, and the tokens from `oldest` on."""

@@ -46,6 +46,14 @@ class ScoreMemory:
         return Results(out, True, lse, is_partial=True, is_new=True)
 
 
+class Weighing(NamedTuple):
+    """What weighs keys: the log-sum-exps of all scores of the queries, (batch, Hq, T), and the mass to write."""
+
+    lse: ArrayView
+    to: ArrayView  # (batch, heads, tokens), which accumulates
+    kind: str
+
+
 class CodedArrays(NamedTuple):
     """The arrays of codes, (n, heads, groups or tokens, ...), see `CodeForm.arrays`.
 
@@ -181,9 +189,7 @@ class CodedArrays(NamedTuple):
         self,
         operation: str,
         q: ArrayView,
-        lse: ArrayView,
-        to: ArrayView,
-        kind: str,
+        weighing: Weighing,
         scores: AttentionScale,
         groups: int,
         values: ScoredValues,
@@ -191,10 +197,7 @@ class CodedArrays(NamedTuple):
         tokens: AttendedTokens = ALL,
         paged: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
-        """Add the mass of the codes to `to` (batch, heads, tokens), in two launches; see `AttentionPlan.weigh`.
-
-        `lse` are the log-sum-exps of all scores of the queries, (batch, Hq, T); the others are as in `attend`.
-        """
+        """Weigh the codes, in two launches; see `AttentionPlan.weigh`. The others are as in `attend`."""
         arrays = {"q": q, "v": self.v, **paged}
         if self.v_numbers is not None:
             arrays["v_scale"] = self.v_numbers
@@ -203,4 +206,4 @@ class CodedArrays(NamedTuple):
         keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
         channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
         plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
-        plan.weigh(arrays, lse, to, tokens, kind)
+        plan.weigh(arrays, weighing.lse, weighing.to, tokens, weighing.kind)

@@ -26,7 +26,7 @@ class _Choice(NamedTuple):
     slots: Host
     in_order: bool  # the layer has not wrapped, so rows can be moved to the front in place
     history: History
-    kept: Host  # indices (B, H, n) into the order of what is held
+    indices: Host  # (B, H, n) into the order of what is held
 
 
 def compact_layers(
@@ -80,7 +80,7 @@ def _merged(operation: str, memory: LayerMemory, layer: Layer, choice: _Choice, 
     held = layer.held_rows()
     lead = memory.batch_size, memory.num_kv_heads
     counts = np.broadcast_to(held.counts, lead)
-    checked = checked_merge(operation, merge, choice.kept, counts, memory.runtime)
+    checked = checked_merge(operation, merge, choice.indices, counts, memory.runtime)
     if checked is None:
         return None
     shape = (*lead, held.slots.shape[-1])

@@ -79,13 +79,13 @@ class Merge(NamedTuple):
 
 
 def checked_merge(
-    operation: str, merge: Any, kept: Host, counts: Host, live: runtime.Runtime, per_sequence: bool = False
+    operation: str, merge: Any, keep: Host, counts: Host, live: runtime.Runtime, per_sequence: bool = False
 ) -> Merge | None:
     """What a caller merges, checked; None if nothing gets anything.
 
     Args:
         operation, merge, live: those of the call.
-        kept: (B, H, n) what is kept, in the old order; -1 after a head's last.
+        keep: (B, H, n) what is kept, in the old order; -1 after a head's last.
         counts: (B, H) how many rows each head holds.
         per_sequence: whether the arrays have no axis of sequences.
 
@@ -102,7 +102,7 @@ def checked_merge(
     weights = _on_host(merge[1], "weights", (dtypes.float32,), shape, operation, live)
     to, weights = (a.reshape(batch, heads, held) for a in (to, weights))
     rank = np.full((batch, heads, held + 1), -1, np.int64)  # the last entry is that of index -1
-    np.put_along_axis(rank, kept.astype(np.int64), np.broadcast_to(np.arange(kept.shape[-1]), kept.shape), axis=-1)
+    np.put_along_axis(rank, keep.astype(np.int64), np.broadcast_to(np.arange(keep.shape[-1]), keep.shape), axis=-1)
     rank[..., -1] = -1
     ends = np.where(np.arange(held) < counts[..., None], counts[..., None], 0)
     _refuse(operation, (to < -1) | (to >= ends), to, "is not a token that its head holds. Use -1 for none")

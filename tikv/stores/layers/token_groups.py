@@ -45,7 +45,7 @@ from tikv.stores.layers.attend import (
     too_many,
 )
 from tikv.stores.layers.channel_codes import ChannelCodes
-from tikv.stores.layers.coded_arrays import ScoreMemory
+from tikv.stores.layers.coded_arrays import ScoreMemory, Weighing
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
@@ -322,8 +322,8 @@ class TokenGroupLayers(LayerStorage):
         plan.weigh(arrays, lse, to, tokens, kind, coded)
         if coded:
             ahead += ring.length - ring.sinks - codes.tokens
-            part = to.part(2, ring.sinks, ring.sinks + coded)
-            codes.weigh(operation, q, lse, part, kind, scores, oldest, (counts.ring, ahead) if counts.ring else None)
+            part = Weighing(lse, to.part(2, ring.sinks, ring.sinks + coded), kind)
+            codes.weigh(operation, q, part, scores, oldest, (counts.ring, ahead) if counts.ring else None)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, with as many tokens at a time as the ring has room for.

@@ -1,6 +1,6 @@
 """`extend` with ``keep=False``: attention over what a cache holds and over new tokens, of which nothing is kept.
 
-One launch reads the cache and one the new rows as they came; a third merges both. Nothing is written to the cache.
+One launch reads the cache and one the new rows, unchanged; a third merges both. Nothing is written to the cache.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import last_queries, results_of, too_many
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
@@ -579,9 +579,9 @@ class TokenGroupPages(Pages[BlockPools]):
                 self._codes[layer].values_of_blocks, self.config.rows.v.width, blocks_of.shape[1] * size, page=size,
                 blocks=self.config.num_blocks,
             )  # fmt: skip
+            weighing, groups = Weighing(lse, to.part(2, 0, coded), kind), coded // self.quant.group
             self._codes[layer].weigh(
-                operation, q, lse, to.part(2, 0, coded), kind, request.scores, coded // self.quant.group, values,
-                self.scratch, AttendedTokens(coded), paged,
+                operation, q, weighing, request.scores, groups, values, self.scratch, AttendedTokens(coded), paged,
             )  # fmt: skip
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:

@@ -43,8 +43,8 @@ class PagedMerge(NamedTuple):
         live, config = pages.runtime, pages.config
         heads = config.num_kv_heads
         counts = np.broadcast_to(np.asarray(held), (1, heads))
-        kept = np.broadcast_to(index, (heads, index.shape[-1]))[None]
-        checked = checked_merge(operation, merge, kept, counts, live, per_sequence=True)
+        keep = np.broadcast_to(index, (heads, index.shape[-1]))[None]
+        checked = checked_merge(operation, merge, keep, counts, live, per_sequence=True)
         if checked is None:
             return None
         rows = _decoded(pages, layer, state, int(counts.max()))
