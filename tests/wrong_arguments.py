@@ -175,6 +175,7 @@ def of_scores(arch, batch, tokens):
         },
         "return_lse": FLAG,
         "return_mass": FLAG,
+        "mass_into": {**but(NO_ARRAY, "None"), "needs return_mass": np.zeros((batch, 1, 1), np.float32)},
         "mass_queries": {**but(NO_INTEGER, "None"), "zero": 0, "negative": -1, "needs return_mass": 1},
     }
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tikv.ops.attention import paged_decode_attention as paged_decode_attention
     from tikv.ops.blocks import copy_blocks as copy_blocks
     from tikv.ops.blocks import swap_blocks as swap_blocks
+    from tikv.ops.budget import budget as budget
     from tikv.ops.compact import compact as compact
     from tikv.ops.copy import copy as copy
     from tikv.ops.copy import copy_kv as copy_kv
@@ -102,6 +103,7 @@ _NAMES = {
     "tikv.launch": ("use_stream",),
     "tikv.ops.attention": ("decode_attention", "merge_states", "paged_decode_attention"),
     "tikv.ops.blocks": ("copy_blocks", "swap_blocks"),
+    "tikv.ops.budget": ("budget",),
     "tikv.ops.compact": ("compact",),
     "tikv.ops.copy": ("copy", "copy_kv", "linearize"),
     "tikv.ops.page_scores": ("page_scores", "summarize_pages"),

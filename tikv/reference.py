@@ -807,6 +807,29 @@ def page_scores(queries: Array, least: Array, greatest: Array) -> Array:
     return scores
 
 
+def budget(scores: Array, total: int, *, least: int = 0, sinks: int = 0, recent: int = 0) -> Array:
+    """The mask of the tokens that one sequence keeps, from scores (rows, S) of its layers' heads, by a stable sort.
+
+    Examples:
+        >>> budget(np.array([[3.0, 1.0], [2.0, 2.0]]), 2).tolist(), budget(np.array([[3.0, 2.0]]), 1, recent=1).tolist()
+        ([[True, False], [True, False]], [[False, True]])
+    """
+    tokens, mask = scores.shape[1], np.zeros(scores.shape, bool)
+    for row, of_row in enumerate(scores):
+        always = sum(t < sinks or t >= tokens - recent for t in range(tokens))
+        if k := min(max(least, always), tokens):
+            mask[row, select(of_row, k, tokens, sinks=sinks, recent=recent)] = True
+    ranks = []
+    for row, token in np.ndindex(*scores.shape):
+        score = scores[row, token]
+        if mask[row, token] or score != -np.inf:
+            value = 0.0 if np.isnan(score) else -float(score)
+            ranks.append((not mask[row, token], not np.isnan(score), 0.0 if mask[row, token] else value, token, row))
+    for *_, token, row in sorted(ranks)[:total]:
+        mask[row, token] = True
+    return mask
+
+
 def select(scores: Array, k: int, valid: int, *, page: int = 1, sinks: int = 0, recent: int = 0) -> list[int]:
     """The tokens of the k highest scores in a row, by a stable sort, with those that are always kept; ascending.
 

@@ -85,6 +85,12 @@ class Slots:
             self.holds[slot] = self.length + t
         self.length += tokens
 
+    def rewrite(self, start: int, rows: list[np.ndarray]) -> None:
+        """`append` to the places of the tokens from `start` on."""
+        length, self.length = self.length, start
+        self.append(rows)
+        self.length = length
+
     def has(self, target: int) -> bool:
         """Whether all is there that a token at this position sees."""
         first = 0 if self.window is None else max(self.sinks, target + 1 - (self.window - self.sinks))
@@ -133,7 +139,7 @@ class Contiguous:
         self.layers = [Slots(form, layer, self.memory_of(layer, copied=True)) for layer in range(LAYERS)]
         names = {self.append: 40, self.append_all: 20, self.trim: 9, self.reset: 2, self.reorder: 4, self.select: 2,
                  self.repeat: 2, self.snapshot: 3, self.restore: 3, self.save: 0.3, self.deepcopy: 0.5, self.align: 4,
-                 self.refused: 12}  # fmt: skip
+                 self.rewrite: 3, self.refused: 12}  # fmt: skip
         if self.attends:
             names[self.extend] = 1.5
             names[self.tree] = 1.5
@@ -272,6 +278,20 @@ class Contiguous:
             self.layers[layer].append(rows)
         else:
             refuses(tikv.CapacityError, lambda: self.store.append(layer, *self.given(rows, layout), layout=layout))
+
+    def rewrite(self) -> None:
+        number, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 2, 4))
+        layer, start = self.layers[number], self.chance.randint(0, CAPACITY)
+        self.doing = f"rewrite(layer {number}, {tokens} tokens from {start})"
+        rows, layout = self.rows(tokens), self.chance.choice(LAYOUTS)
+        call = functools.partial(self.store.rewrite, number, start, *self.given(rows, layout), layout=layout)
+        whole = layer.window is None or layer.oldest <= layer.sinks
+        first = 0 if whole else max(layer.oldest, layer.sinks)
+        if start + tokens <= layer.length and (start >= first or start + tokens <= layer.sinks):
+            call()
+            layer.rewrite(start, rows)
+        else:
+            refuses(tikv.PositionError, call)
 
     def append_all(self) -> None:
         tokens, layout = self.chance.choice((1, 1, 2, 5)), self.chance.choice(LAYOUTS)

@@ -273,6 +273,7 @@ def chosen_tokens(values):
     yield "page_scores", [tikv.page_scores(q, least, greatest, np.array([37]), page=8)]
     for valid in (None, np.array([[700, 3]])):
         yield "select", [tikv.select(values((1, 2, 2, 700), F32), 130, sinks=2, recent=5, valid=valid)]
+    yield "budget", [tikv.budget(values((2, 3, 300), F32), 200, least=20, sinks=2, recent=5)]
     for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8"):
         store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=32, capacity=16, dtype=dtype, page_summaries=4)
         for tokens in (9, 1):

@@ -14,6 +14,7 @@ PLAIN = Choices(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("greatest", [False, True])
 @pytest.mark.parametrize(
     ("changes", "single"),
     [
@@ -22,12 +23,12 @@ PLAIN = Choices(
           "scale": "f16", "softcap": True, "masked": True, "rows": 8, "sinks": True}, False),
     ],
 )  # fmt: skip
-def test_the_engine_takes_the_source(changes, single):
+def test_the_engine_takes_the_source(changes, single, greatest):
     tikv.init(arch="cpu")
     live, choices = runtime.current(), PLAIN._replace(**changes)
     if live.engine.title != "Taichi":
         pytest.skip("another engine asks which machine a warp is of")
     shape = attend.shape_of(choices.width, choices.unit, choices.rows, attend.is_long(choices))
-    kernel = launch.kernel(live, mass.make_mass_lanes, shape, single, False, choices)
+    kernel = launch.kernel(live, mass.make_mass_lanes, shape, single, False, greatest, choices)
     with live.lock, live.compiling(kernel.fast_math):
         live.engine.traced(kernel.primal, [kernel._placeholder(i) for i in range(len(kernel.words))])

@@ -250,8 +250,6 @@ def test_caches_that_attention_refuses(arch, change, error, match):
     q = np.ones((1, 1, 64), np.float32)
     with pytest.raises(error, match=match):
         tikv.decode_attention(q, *change(k, v), 3)
-    with pytest.raises(tikv.OptionError, match="return_mass"):
-        tikv.decode_attention(q, k, v, 3, return_mass=True)
     with pytest.raises(tikv.OptionError, match="a Quantized has its own scales"):
         tikv.decode_attention(q, k, v, 3, k_scale=1.0, v_scale=1.0)
 

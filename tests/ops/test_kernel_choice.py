@@ -158,6 +158,7 @@ def on(machine: Machine, recorder: Recorder, needed: list[int]) -> Iterator[None
             f"{attention}.call.runtime_of": lambda *arrays: machine,
             f"{attention}.launches.scratch_of": scratch_of,
             f"{attention}.plan.new_like": new,
+            f"{attention}.mass.new_like": new,
             f"{attention}.measured.timings": lambda live: None,
             f"{attention}.by_channel.new_array": lambda shape, dtype, live: machine.array(dtype, *shape),
         }.items():
@@ -321,7 +322,7 @@ def call_of(machine: Machine, form: dict[str, Any]) -> tuple[AttentionCall, Any]
         return attention_call(OPERATION, q, pools, request), q
     slots = ContiguousLayout(form["kind"] == "ring", form.get("sinks", 0))
     caches = Caches(slots, k, v, lens, None, k_scale, v_scale, inner, formats)
-    call = attention_call(OPERATION, q, caches, request, form.get("mass", False))
+    call = attention_call(OPERATION, q, caches, request, "sum" if form.get("mass") else "")
     if "sharded" in form:
         cache = contiguous_cache(call.arrays, sinks=0, ring=0, formats=formats or (None, None))
         options = AttentionOptions(form.get("scale"), sharded=tuple(form["sharded"]))
@@ -376,7 +377,7 @@ def attended(machine: Machine, form: dict[str, Any], call: AttentionCall, q: Arr
     ready.prepared()
     if form["kind"] == "contiguous" and form["lse"] and "mass" not in form and "indices" not in form:
         with contextlib.suppress(TikvError):
-            call.prepare_to_weigh(lse, machine.array("float32", *q.shape[:1], form["heads"], form["length"] + 1))
+            call.prepare_to_weigh(lse, machine.array("float32", *q.shape[:1], form["heads"], form["length"] + 1), "sum")
     return f"{plan.family.most_queries} queries; torch: {', '.join(sorted(plan.by_torch.faster))}"
 
 

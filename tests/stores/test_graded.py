@@ -177,6 +177,8 @@ def test_later_tokens_do_not_disturb(arch):
         ({"window": 8}, {}, "layer 0 has a window"),
         ({}, {"return_mass": True}, "return_mass= is not supported"),
         ({}, {"parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]])}, "parents= is not supported"),
+        ({}, {"keep": False}, "keep= is not supported"),
+        ({}, {"block": 2}, "block= is not supported"),
         ({}, {"alibi_slopes": torch.ones(QUERY_HEADS)}, "alibi_slopes= is not supported"),
         ({}, {"sink_logits": torch.ones(QUERY_HEADS, requires_grad=True)}, "sink_logits get no gradient"),
     ],

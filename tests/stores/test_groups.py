@@ -148,24 +148,8 @@ def test_bytes_and_refused_stores(arch):
     store = tikv.KVCacheStore(**form, capacity=4, head_dim=64, dtype="q8_0")
     with pytest.raises(tikv.DTypeError, match="cannot append float64 to a q8_0 store"):
         store.append(0, *(np.ones((1, 1, 64)) for _ in "kv"))
-    with pytest.raises(tikv.OptionError, match="the mass of keys of q8_0 is not supported"):
-        store.attend(0, np.ones((1, 1, 64), np.float32), return_mass=True)
     store.append(0, *(np.ones((3, 1, 64), np.float32) for _ in "kv"))
     before = oracle.to_numpy(store.keys(0)).copy()
     with pytest.raises(tikv.DTypeError, match="cannot be rotated"):
         store.compact(0, np.array([[0, 2]]), rope=tikv.Rope(inv_freq=np.ones(32, np.float32)))
     oracle.assert_same_bits(store.keys(0), before)
-
-
-@pytest.mark.archs("cpu")
-@pytest.mark.parametrize("dtype", ["q8_0", tikv.Quant(4, 32), tikv.Quant(4, 32, axis="tokens", residual=32)])
-def test_the_way_out_of_a_refused_mass_gives_it(arch, rng, dtype):
-    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=64, capacity=160, dtype=dtype)
-    store.append(0, *(rng.standard_normal((150, 1, 64)).astype(np.float32) for _ in "kv"))
-    q = rng.standard_normal((1, 2, 64)).astype(np.float32)
-    remedy = r"tokens\(\) of a store gives them.* keep keys in int8 or an 8-bit float"
-    with pytest.raises(tikv.OptionError, match=remedy):
-        store.attend(0, q, return_mass=True)
-    out, mass = tikv.decode_attention(q, *store.tokens(0), 150, return_mass=True)
-    np.testing.assert_allclose(oracle.to_numpy(out), oracle.to_numpy(store.attend(0, q)), atol=2e-3)
-    np.testing.assert_allclose(oracle.to_numpy(mass).sum(), 2, rtol=1e-5)

@@ -150,3 +150,215 @@ def test_mass_that_cannot_be_had_is_refused(options, error, says, arch):
         store.attend(0, np.ones((1, 2, 4), np.float32), out=out, **options)
     assert str(caught.value).startswith("KVCacheStore.attend: ")
     assert (out == 7).all()
+
+
+FORMATS = [
+    "float16", "int8", "float8_e4m3fn", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
+    *(tikv.Quant(bits=bits, group=32) for bits in (2, 3, 4, 8)),
+    tikv.Quant(bits=4, group=64, rotate="hadamard", seed=3),
+]  # fmt: skip
+KINDS = ["sum", "max", "last"]
+
+
+def join(kind, weights):
+    """(B, H, n) of (B, H, group, T, n) weights."""
+    if kind == "last":
+        weights, kind = weights[:, :, :, -1:], "sum"
+    return weights.sum(axis=(2, 3)) if kind == "sum" else weights.max(axis=(2, 3))
+
+
+def weights_of(q, keys, window=None):
+    """The weights (B, H, group, T, n) that queries (B, Hq, T, D) of the newest tokens give keys (B, H, n, D)."""
+    batch, heads, n, width = keys.shape
+    tokens = q.shape[2]
+    scores = np.einsum(
+        "bhgtd,bhnd->bhgtn", q.reshape(batch, heads, -1, tokens, width).astype(np.float64), keys.astype(np.float64)
+    )
+    at, end = np.arange(n), n - tokens + np.arange(tokens)[:, None]
+    sees = (at <= end) & ((at > end - window) if window else True)
+    scores = np.where(sees, scores * width**-0.5, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def buffer(rng, arch, batch, heads, held):
+    """(an array (batch, heads, held) that is a part of a larger one, that larger one)."""
+    whole = oracle.place(rng.random((batch, heads, held + 5), dtype=np.float32), arch)
+    return (whole[..., 2 : held + 2] if hasattr(whole, "__getitem__") else None), whole
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_mass_over_each_format(arch, rng, dtype, kind):
+    """Of several queries and of one; two calls accumulate in one array."""
+    width, held = 64, 70
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=width, capacity=80, batch_size=2, dtype=dtype)
+    k, v = (rng.standard_normal((2, held, HEADS, width)).astype(np.float32) for _ in "kv")
+    store.append(0, *(oracle.place(a, arch) for a in (k, v)))
+    keys = oracle.to_numpy(store.tokens(0)[0]).astype(np.float64)
+    total = oracle.place(np.zeros((2, HEADS, held), np.float32), arch)
+    expected = np.zeros((2, HEADS, held))
+    for tokens in (3, 1):
+        q = rng.standard_normal((2, tokens, HEADS * GROUP, width)).astype(np.float32)
+        mass = join(kind, weights_of(q.swapaxes(1, 2), keys))
+        expected = mass if kind == "last" else expected + mass if kind == "sum" else np.maximum(expected, mass)
+        got = store.attend(0, oracle.place(q, arch), return_mass=kind)
+        close(got[-1], mass)
+        result = store.attend(0, oracle.place(q, arch), return_mass=kind, mass_into=total)
+        assert result[-1] is total
+        np.testing.assert_array_equal(*(oracle.to_numpy(a[0]).view(np.int32) for a in (result, got)))
+        close(total, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "q4_0"])
+def test_each_mass_in_pools(arch, rng, dtype, kind):
+    """`attend` and `extend` of sequences of different lengths; the array's other elements stay as they are."""
+    width, counts = 32, (9, 4)
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=width, num_blocks=8, block_size=4,
+                                  dtype=dtype)  # fmt: skip
+    seqs = [pool.add(), pool.add()]
+    q, k, v = (rng.standard_normal((13, heads, width)).astype(np.float32) for heads in (HEADS * GROUP, HEADS, HEADS))
+    whole = rng.random((2, HEADS, 14), dtype=np.float32)
+    before = whole.copy()
+    into = whole[..., 2:11]
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    mass = pool.extend(0, place(q), place(k), place(v), seqs, [0, 9, 13], return_mass=kind, mass_into=into)[-1]
+    assert mass is into
+    expected = np.zeros((2, HEADS, 9))
+    for i, seq in enumerate(seqs):
+        keys = oracle.to_numpy(pool.tokens(0, seq)[0]).swapaxes(0, 1)[None].astype(np.float64)
+        asked = np.concatenate([q[:9], q[9:]])[i * 9 : i * 9 + counts[i]].swapaxes(0, 1)[None]
+        expected[i, :, : counts[i]] = join(kind, weights_of(asked, keys))[0]
+    old = before[..., 2:11]
+    want = expected if kind == "last" else expected + old if kind == "sum" else np.maximum(expected, old)
+    close(into, want)
+    np.testing.assert_array_equal(np.delete(whole, np.s_[2:11], 2), np.delete(before, np.s_[2:11], 2))
+    one = rng.standard_normal((2, HEADS * GROUP, width)).astype(np.float32)
+    mass = pool.attend(0, place(one), seqs, return_mass=kind)[-1]
+    for i, seq in enumerate(seqs):
+        keys = oracle.to_numpy(pool.tokens(0, seq)[0]).swapaxes(0, 1)[None].astype(np.float64)
+        weights = weights_of(one[i : i + 1, :, None], keys)
+        close(oracle.to_numpy(mass)[i : i + 1, :, : counts[i]], join(kind, weights))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_mass_by_slot(arch, rng, kind):
+    """`decode_attention` counts by slot; keys that a window hides get nothing, and "last" takes what they had."""
+    q, k, v = (rng.standard_normal((1, heads, n, 16)).astype(np.float32) for heads, n in ((4, 3), (2, 12), (2, 12)))
+    whole = rng.random((1, 2, 12), dtype=np.float32)
+    old, place = whole.copy(), lambda a: oracle.place(a, arch)
+    mass = join(kind, weights_of(q, k[:, :, :9], window=4))
+    arrays = place(q), place(k), place(v), np.array([9], np.int32)
+    close(tikv.decode_attention(*arrays, window=4, return_mass=kind)[-1][..., :9], mass)
+    into = place(whole)
+    result = tikv.decode_attention(*arrays, window=4, return_mass=kind, mass_into=into)[-1]
+    assert result is into
+    want = np.zeros_like(old) if kind == "last" else old.copy()
+    want[..., :9] = mass if kind == "last" else mass + old[..., :9] if kind == "sum" else np.maximum(mass, old[..., :9])
+    close(into, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_mass_of_a_ring_that_wraps(arch, rng, kind):
+    """`extend` beyond the window: the array has the tokens that the layer holds after the call."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, capacity=8, window=8, dtype="float32")
+    for tokens in (5, 6, 1):
+        q, k, v = (rng.standard_normal((1, tokens, heads, WIDTH)).astype(np.float32) for heads in (4, 2, 2))
+        held = min(8, int(store.held(0)) + tokens)
+        into = oracle.place(np.zeros((1, HEADS, held), np.float32), arch)
+        store.extend(0, *(oracle.place(a, arch) for a in (q, k, v)), return_mass=kind, mass_into=into)
+        if tokens == 1 or kind == "last":
+            keys = oracle.to_numpy(store.tokens(0)[0])
+            close(into, join(kind, weights_of(q.swapaxes(1, 2)[:, :, -1:], keys)))
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"mass_into": np.zeros((1, 1, 3), np.float32)}, tikv.OptionError, "mass_into needs return_mass"),
+        ({"return_mass": "mean"}, tikv.OptionError, "return_mass is 'mean'. Use one of 'sum', 'max', 'last'"),
+        ({"return_mass": 2}, tikv.OptionError, "return_mass is 2"),
+        ({"return_mass": "last", "mass_queries": 1}, tikv.OptionError, "counts the newest query alone"),
+        ({"return_mass": "last", "indices": [[[0]]]}, tikv.OptionError, "return_mass='last' cannot be combined"),
+        ({"return_mass": "max", "indices": [[[0]]], "mass_into": np.zeros((1, 1, 1, 1), np.float32)},
+         tikv.OptionError, "mass_into cannot be combined"),
+        ({"return_mass": True, "mass_into": np.zeros((1, 1, 4), np.float32)}, tikv.ShapeError, r"\(1, 1, 3\) is"),
+        ({"return_mass": True, "mass_into": np.zeros((1, 1, 3))}, tikv.DTypeError, "must be float32"),
+        ({"return_mass": True, "mass_into": np.zeros((1, 1, 6), np.float32)[..., ::2]}, tikv.ShapeError, "contiguous"),
+        ({"return_mass": True, "mass_into": [0.0]}, tikv.DTypeError, "mass_into"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["attend", "extend", "pool.attend", "pool.extend"])
+def test_an_array_for_the_mass_that_does_not_fit_is_refused(call, options, error, says, arch):
+    """And nothing is written, neither the new rows nor the array."""
+    extends, paged = call.endswith("extend"), call.startswith("pool")
+    if extends and "indices" in options:
+        pytest.skip("extend has no indices")
+    rows = np.ones((2, 3, 1, 4), np.float32)
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "float32"}
+    make = tikv.PagedKVCacheStore if paged else tikv.KVCacheStore
+    store = make(**form, **({"num_blocks": 4, "block_size": 2} if paged else {"capacity": 4}))
+    where = ([store.add()],) if paged else ()
+    if not extends:
+        store.append(0, *rows, *where, *([[0, 3]] if paged else ()))
+    before = [a.numpy().copy() for a in (store.keys(0), store.values(0))]
+    q = np.ones((3 if extends else 1, 2, 4), np.float32)
+    arguments = (*rows, *where, *([[0, 3]] if paged else ())) if extends else where
+    with pytest.raises(error, match=says):
+        (store.extend if extends else store.attend)(0, q, *arguments, **options)
+    assert (store.length(*where[0]) if paged else store.length) == (0 if extends else 3)
+    for a, b in zip(before, (store.keys(0), store.values(0)), strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+    if isinstance(options.get("mass_into"), np.ndarray):
+        assert (options["mass_into"] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [{}, {"window": 96, "sinks": 3}, {"v_dtype": "float32"}], ids=["all", "window", "v"])
+def test_each_mass_over_groups_along_tokens(arch, rng, kind, form):
+    """Of the codes and the newest tokens; a prompt's queries count the keys as they were when they saw them."""
+    width, codes = 32, tikv.Quant(bits=8, group=32, axis="tokens", residual=32)
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=width, capacity=256, batch_size=2, dtype=codes,
+                              **form)  # fmt: skip
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    for tokens in (40, 150):
+        q, k, v = (rng.standard_normal((2, tokens, n, width)).astype(np.float32) for n in (HEADS * GROUP, HEADS, HEADS))
+        before = int(store.held(0))
+        mass = store.extend(0, place(q), place(k), place(v), return_mass=kind)[-1]
+        if kind == "sum" and not form.get("window"):
+            np.testing.assert_allclose(oracle.to_numpy(mass).sum(axis=-1), tokens * GROUP, rtol=1e-4)
+            assert (oracle.to_numpy(mass)[:, :, before:] > 0).all()
+    for tokens in (3, 1):
+        q = rng.standard_normal((2, tokens, HEADS * GROUP, width)).astype(np.float32)
+        keys = oracle.to_numpy(store.tokens(0)[0]).astype(np.float64)
+        into = place(np.zeros((2, HEADS, int(store.held(0))), np.float32))
+        result = store.attend(0, place(q), return_mass=kind, mass_into=into, missing="ignore")
+        assert result[-1] is into
+        if tokens == 1 or not form.get("window"):
+            close(into, join(kind, weights_of(q.swapaxes(1, 2), keys)))
+    if kind != "last" or form.get("window"):
+        return
+    last = store.extend(0, *(place(a) for a in (q, k[:, :1], v[:, :1])), return_mass="last")[-1]
+    close(last, join("sum", weights_of(q.swapaxes(1, 2), oracle.to_numpy(store.tokens(0)[0]))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_mass_over_groups_along_tokens_in_a_pool(arch, rng, kind):
+    width, codes, counts = 32, tikv.Quant(bits=8, group=32, axis="tokens", residual=32), (150, 20)
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=width, num_blocks=8, block_size=64,
+                                  dtype=codes)  # fmt: skip
+    seqs = [pool.add(), pool.add()]
+    q, k, v = (rng.standard_normal((170, n, width)).astype(np.float32) for n in (HEADS * GROUP, HEADS, HEADS))
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    mass = oracle.to_numpy(pool.extend(0, place(q), place(k), place(v), seqs, [0, 150, 170], return_mass=kind)[-1])
+    assert mass.shape == (2, HEADS, 150)
+    if kind == "sum":
+        np.testing.assert_allclose(mass.sum(axis=-1), np.repeat(np.array(counts)[:, None] * GROUP, HEADS, 1), rtol=1e-4)
+    assert (mass[1, :, 20:] == 0).all()
+    one = rng.standard_normal((2, 2, HEADS * GROUP, width)).astype(np.float32)
+    mass = oracle.to_numpy(pool.attend(0, place(one), seqs, return_mass=kind)[-1])
+    for i, seq in enumerate(seqs):
+        keys = oracle.to_numpy(pool.tokens(0, seq)[0]).swapaxes(0, 1)[None].astype(np.float64)
+        close(mass[i : i + 1, :, : counts[i]], join(kind, weights_of(one[i : i + 1].swapaxes(1, 2), keys)))

@@ -359,7 +359,6 @@ def test_what_is_refused(arch):
         "commit": lambda: pool.commit([seq], [0]),
         "write_qkv": lambda: pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4),
         "window": lambda: pool.attend(0, q, [seq], window=8),
-        "return_mass": lambda: pool.attend(0, q, [seq], return_mass=True),
         "token_ids": lambda: pool.add([1, 2, 3]),
     }
     for name, call in calls.items():

@@ -285,7 +285,6 @@ Q = np.ones((1, 1, 32), np.float32)
             tikv.PositionError,
             "49 queries are given, but only the newest 48",
         ),
-        (lambda s: s.attend(0, Q, return_mass=True), tikv.OptionError, "return_mass"),
         (lambda s: s.attend(0, Q, alibi_slopes=np.ones(1, np.float32)), tikv.OptionError, "alibi_slopes"),
         (lambda s: s.attend(0, Q, impl="torch"), tikv.OptionError, "torch"),
         (

@@ -31,6 +31,7 @@ from tikv.distributed.token_shard import TokenShardLayers
 from tikv.distributed.token_sharding import TokenSharding
 from tikv.errors import CacheFileError, OptionError, PositionError, ShapeError, TikvError
 from tikv.ops import checks
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.attention.terms import check_scores
@@ -184,7 +185,7 @@ class ShardedKVCacheStore:
         seq_lens: Array | int | None = None,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
         **options: Any,
     ) -> Arrays:
@@ -229,7 +230,7 @@ class ShardedKVCacheStore:
             queries = attend_queries(operation, q_view, layout, *form, store.runtime)
             query = with_tokens(queries.as_read(q_view), 4)
             sinks, slopes = self._terms(operation, request, *query.shape[:2])
-            num_weighed = request.asked_mass(operation, store.rows.k.format)
+            mass = request.asked_mass(operation)
             with store.lock:
                 if seq_lens is None:
                     queries.refuse_more_than(operation, store.counts[layer].length, len(self.heads))
@@ -237,13 +238,13 @@ class ShardedKVCacheStore:
                 checks.disjoint([("q", q_view, False), ("out", to, True)], operation)
                 partials = self._partials.of(query.shape[:3], self._device_of(q))
                 lse, to_lse = None, partials.lse_view
-                if request.return_lse or num_weighed != 0:
+                if request.return_lse or mass:
                     lse = queries.new_lse(q, store.runtime)
                     to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
                 store.attend_own(operation, layer, query, partials.local_view, scores, missing, seq_lens, slopes)
                 self._merge(operation, partials, with_tokens(queries.as_read(to), 4), to_lse, sinks)
-                mass = None if num_weighed == 0 else self._mass(operation, layer, q, query, to_lse, num_weighed, scores)
-        results = results_of(result, lse if request.return_lse else None, mass)
+                weights = self._mass(operation, layer, q, query, to_lse, mass, scores) if mass else None
+        results = results_of(result, lse if request.return_lse else None, weights)
         return refuse_backward(results, q, followed=self.local._followed)
 
     def extend(
@@ -259,7 +260,7 @@ class ShardedKVCacheStore:
         return_lse: bool = False,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
         **options: Any,
     ) -> Arrays:
@@ -296,7 +297,7 @@ class ShardedKVCacheStore:
             request = request.checked(operation)
             scores = request.scores
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
-            num_weighed = request.asked_mass(operation, store.rows.k.format)
+            mass = request.asked_mass(operation)
             with store.lock:
                 self.local._check_write(operation, layer, view(k, "k", operation), request.layout)
                 queries, query, rows = store.extension(operation, layer, (q, k, v), layout, scores)
@@ -309,10 +310,8 @@ class ShardedKVCacheStore:
                         partials = self._partials.of(query.shape[:3], self._device_of(q))
                         store.extend_own(operation, layer, rows, layout, query, partials.local_view, scores, slopes)
                         self._merge(operation, partials, to, to_lse, sinks)
-                    mass = None
-                    if num_weighed != 0:
-                        mass = self._mass(operation, layer, q, query, to_lse, num_weighed, scores)
-        results = results_of(result, lse if request.return_lse else None, mass)
+                    weights = self._mass(operation, layer, q, query, to_lse, mass, scores) if mass else None
+        results = results_of(result, lse if request.return_lse else None, weights)
         self.local._followed |= is_followed(k, v)
         return refuse_backward(results, q, k, v, followed=self.local._followed)
 
@@ -554,10 +553,10 @@ class ShardedKVCacheStore:
         like: Any,
         q: ArrayView,
         lse: ArrayView,
-        num_weighed: int | None,
+        asked: Mass,
         scores: AttentionScale,
     ) -> Any:
-        """How much weight the last `num_weighed` of these queries, None for all, gave to each token on any rank.
+        """The mass of each token on any rank, as it is asked for.
 
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; the result is an array of
         the same kind as `like`.
@@ -571,7 +570,7 @@ class ShardedKVCacheStore:
         rank_mass = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
         total = rank_mass
         if rank_mass.shape[2]:
-            store.weigh_own(operation, layer, *last_queries(q, lse, num_weighed), rank_mass, scores)
+            store.weigh_own(operation, layer, *last_queries(q, lse, asked.queries), rank_mass, scores, asked.kind)
             ranks, places = (torch.from_numpy(a).to(rank_mass.device) for a in where)
             total = self.ranks["tokens"].gather(rank_mass, operation)[ranks, :, :, places].permute(1, 2, 0).contiguous()
         if isinstance(like, torch.Tensor):

@@ -357,13 +357,16 @@ class TokenShardLayers(LayerStorage):
         return np.concatenate([fixed, np.arange(max(counts.valid_from, counts.sinks), counts.length)])
 
     def weigh_own(
-        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale, kind: str
     ) -> None:
         """Write into `to` how much weight the newest tokens' queries gave to the keys that this rank holds.
 
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; `to` is a tensor of zeros
-        (batch, num_kv_heads, n), where n is at least this rank's share of `held_positions`.
+        (batch, num_kv_heads, n), where n is at least this rank's share of `held_positions`; `kind` is the mass's.
         """
+        import torch
+
+        join = torch.maximum if kind == "max" else torch.add
         counts, local, live = self.counts[layer], self.local.counts[layer], self.runtime
         start = counts.length - q.shape[2]
         fixed = self.sharding.count(min(counts.sinks, counts.length))
@@ -377,12 +380,12 @@ class TokenShardLayers(LayerStorage):
             queries, queries_lse, mass_view = stage.arrays
             arrays = layer_arrays(local, queries)
             plan = cache_plan(live, operation, arrays, scores, run.span, local.sinks, local.ring, local.formats)
-            plan.weigh(arrays, queries_lse, mass_view, AttendedTokens(run.length, run.first_valid, run.ahead))
+            plan.weigh(arrays, queries_lse, mass_view, AttendedTokens(run.length, run.first_valid, run.ahead), kind)
             stage.finish()
-            to[..., :own_fixed] += mass[..., :own_fixed]
-            if recent:
-                first = fixed + oldest - first_held
-                to[..., first : first + recent] += mass[..., own_fixed:]
+            first = fixed + oldest - first_held
+            for part, of_run in ((to[..., :own_fixed], mass[..., :own_fixed]),
+                                 (to[..., first : first + recent], mass[..., own_fixed:])):  # fmt: skip
+                torch.Tensor.copy_(part, join(part, of_run))
 
     # --- counts, forgetting, copies
 

@@ -14,6 +14,7 @@ from tikv.ops.attention.request import AttendRequest
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _OPTIONS = ("layout", "scale", "softcap", "return_lse", "sink_logits")  # of `extend`, with gradients
+_REFUSED = ("alibi_slopes", "return_mass", "mass_into", "mask", "parents", "block")
 
 
 class GradedLayers:
@@ -89,7 +90,7 @@ def extend(store: Any, layer: int, arrays: tuple[Any, Any, Any], request: Attend
     """`KVCacheStore.extend` through which gradients flow, with the same bits as without them."""
     operation, torch = "KVCacheStore.extend", sys.modules.get("torch")
     q, k, v = arrays
-    asked = {name: getattr(request, name) for name in (*_OPTIONS, "alibi_slopes", "return_mass", "mask", "parents")}
+    asked = {name: getattr(request, name) for name in (*_OPTIONS, *_REFUSED)} | {"keep": not request.keep}
     require(store, operation, layer, {"q": q, "k": k, "v": v}, asked)
     assert torch is not None
     options = {name: asked[name] for name in _OPTIONS}

@@ -447,12 +447,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
         out: Array | None = None,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
         indices: Array | None = None,
         shared_prefix: str = "auto",
+        block: int | None = None,
     ) -> Arrays:
         """Attend with queries over the tokens of their sequences in one layer, as `tikv.paged_decode_attention` does.
 
@@ -470,9 +472,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
             return_lse: also return the log-sum-exp of the scores.
             out: an array for the result, with its shape and q's dtype.
             impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
-            return_mass, mass_queries: as in `KVCacheStore.attend`.
+            return_mass, mass_queries, mass_into: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
+            block: as in `KVCacheStore.attend`.
             shared_prefix: with "auto", the first blocks that neighbours among ``seqs`` share, after `fork` or `add`
                 with token ids, are read once for all of them if that saves time; results differ by rounding only. With
                 "off", each sequence is read separately. That is always so with a window, slopes, masks, indices or
@@ -499,7 +502,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
+            mass_into=mass_into, mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix, block=block,
         ).checked(operation)  # fmt: skip
         result = self._pages.attend(operation, self._layer(layer, operation), q, seqs, request)
         return refuse_backward(result, q, followed=self._followed)
@@ -523,9 +526,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
         alibi_slopes: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         shared_prefix: str = "auto",
+        keep: bool = True,
+        block: int | None = None,
     ) -> Arrays:
         """Append new tokens of some sequences and attend with their queries, in one call, for prompts of any lengths.
 
@@ -538,7 +544,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             mask, parents: as in `tikv.paged_decode_attention`, if the new tokens of each sequence are a tree: equally
                 many for each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
-            return_mass, mass_queries: as in `attend`; ``mass_queries`` limits the queries of each sequence.
+            return_mass, mass_queries, mass_into: as in `attend`; ``mass_queries`` limits each sequence's queries.
+            keep, block: as in `KVCacheStore.extend`; the block is that of each sequence.
             shared_prefix: as in `attend`, for neighbours among ``seqs`` with equally many new tokens, at most 256.
 
         Returns:
@@ -564,11 +571,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.extend"
         request = AttendRequest(
             layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
-            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
-            shared_prefix=shared_prefix,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
+            mask=mask, parents=parents, shared_prefix=shared_prefix, keep=keep, block=block,
         ).checked(operation)  # fmt: skip
         result = self._pages.extend(operation, self._layer(layer, operation), (q, k, v), seqs, cu_seqlens, request)
-        self._followed |= is_followed(k, v)
+        self._followed |= request.keep and is_followed(k, v)
         return refuse_backward(result, q, k, v, followed=self._followed)
 
     @locked
@@ -675,7 +682,36 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.free(seq)
 
     @changing
-    def compact(self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None) -> None:
+    def rewrite(self, layer: int, seq: int, start: int, k: Array, v: Array, *, layout: str = "token_major") -> None:
+        """Write new rows to the places of a block of a sequence's tokens in one layer. See `KVCacheStore.rewrite`.
+
+        Args:
+            layer: its index.
+            seq: the sequence. Others that share its blocks keep their rows: the blocks are copied first.
+            start: the position of the first token of the block.
+            k, v: (T, H, D), the rows of the tokens from ``start`` on.
+            layout: "token_major", or "head_major" for (H, T, D).
+
+        Raises:
+            PositionError: a position is not held, a compaction moved its token, or, with groups along tokens, it is
+                codes already; ``seq`` does not exist. Nothing is written.
+            CapacityError: too few blocks are free to copy those that another sequence shares.
+            ShapeError, DTypeError: as `append`. Nothing is written.
+
+        Exactness: the rows have the bits that `append` writes; every other bit stays.
+        Cost: that of an append of as many tokens. `add` no longer finds the blocks from ``start`` on by token ids.
+        """
+        operation = "PagedKVCacheStore.rewrite"
+        layer, state = self._layer(layer, operation), self._state(seq, operation)
+        rows = view(k, "k", operation), view(v, "v", operation)
+        self._pages.rewrite(operation, layer, state, start, rows, layout)
+        self._followed |= is_followed(k, v)
+
+    @changing
+    def compact(
+        self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None,
+        merge: tuple[Array, Array] | None = None,
+    ) -> None:  # fmt: skip
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
         Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
@@ -690,12 +726,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 number for each.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+            merge: as in `KVCacheStore.compact`, two arrays (H, held).
 
         Raises:
-            OptionError: the layout is VLLM, or ``rope`` is given with groups along tokens.
+            OptionError: the layout is VLLM, or ``rope`` or ``merge`` is given with groups along tokens, or both are.
             CapacityError: too few blocks are free to copy those that another sequence shares.
             PositionError: the indices are not strictly ascending, or one points outside; a mask keeps a token that a
-                head does not hold; part of a group along tokens would be kept; ``seq`` does not exist.
+                head does not hold; part of a group along tokens would be kept; ``merge`` names a token that is dropped
+                or not held; ``seq`` does not exist.
             ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
                 that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 
@@ -716,7 +754,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.compact"
         layer, state = self._layer(layer, operation), self._state(seq, operation)
-        compaction.compact(operation, self._pages, layer, state, keep, rope)
+        compaction.compact(operation, self._pages, layer, state, keep, rope, merge)
 
     @changing
     def commit(self, seqs: Sequence[int], path: Array, drafted: int | None = None) -> None:

@@ -476,11 +476,13 @@ class KVCacheStore(runtime.DeepCopied):
         missing: str = "raise",
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
         indices: Array | None = None,
+        block: int | None = None,
     ) -> Arrays:
         """Attend with the newest tokens' queries over what a layer holds, in place, as `tikv.decode_attention` does.
 
@@ -502,16 +504,20 @@ class KVCacheStore(runtime.DeepCopied):
                 launch reads them on the device. Use them with `append` at ``positions``.
             missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
-            return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
-            mass_queries: count the mass of at most this many of the last queries; None for all.
+            return_mass: also return the attention mass of the layer's tokens, from the weights that each got: "sum" or
+                True, their sum over the queries and the query heads of its KV head; "max", the greatest of them;
+                "last", the sum for the newest query. ``mass_queries`` counts at most so many of the last queries.
+            mass_into: float32 (batch, num_kv_heads, n) for the mass: "sum" is added to it, "max" keeps the greater of
+                both, and "last" overwrites it.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count from the layer's first token; after a compaction, from the first token that it left.
+            block: the queries, at most so many, see each other both ways, and all tokens before them.
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
             log-sum-exp, float32 in the shape of the result without its last axis; with ``return_mass`` the mass last,
-            float32 (batch, num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a
-            KV head; or with ``indices`` (batch, num_kv_heads, T, K) in their order.
+            float32 (batch, num_kv_heads, n) in the order of `tokens`, or with ``indices`` (batch, num_kv_heads, T, K)
+            in their order.
 
         Raises:
             PositionError: the layer has some tokens, but fewer than there are queries; ``missing`` is "raise" and a
@@ -533,7 +539,8 @@ class KVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
             missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries, mask=mask, parents=parents, indices=indices,
+            mass_queries=mass_queries, mass_into=mass_into, mask=mask, parents=parents, indices=indices,
+            block=block,
         ).checked(operation)  # fmt: skip
         number, counts = self._index(layer, operation), self._storage.counts
         if seq_lens is None and not request.return_lse and counts[number].length == 0:
@@ -554,10 +561,13 @@ class KVCacheStore(runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
         mask: Array | None = None,
         parents: Array | None = None,
+        keep: bool = True,
+        block: int | None = None,
         grad: bool = False,
     ) -> Arrays:
         """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
@@ -575,7 +585,9 @@ class KVCacheStore(runtime.DeepCopied):
                 has at most 256 tokens.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
-            return_mass, mass_queries: as in `attend`, for the tokens that the layer holds after the call.
+            return_mass, mass_queries, mass_into: as in `attend`, for the tokens that the layer holds after the call.
+            keep: False keeps nothing of the new tokens, and needs no room for them; their rows are read unchanged.
+            block: the queries of so many of the newest tokens see each other both ways, and all tokens before them.
             grad: let torch's gradients flow to queries, and to tokens that came with ``grad=True``; others are frozen,
                 see [Gradients][gradients] (docs/stores.md).
 
@@ -607,11 +619,15 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.extend"
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
-            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
+            mask=mask, parents=parents, keep=keep, block=block,
         ).checked(operation)  # fmt: skip
         index = self._index(layer, operation)
         if checks.flag(grad, "grad", operation):
             return graded.extend(self, index, (q, k, v), request)
+        if not request.keep:
+            results = self._storage.extend(operation, index, (q, k, v), request)
+            return refuse_backward(results, q, k, v, followed=self._followed)
         if self._known != (FILLED if index else ALONE):
             self._check_write(operation, index, view(k, "k", operation), layout)
         before, start = self._draft, self._storage.counts[0].end
@@ -629,10 +645,47 @@ class KVCacheStore(runtime.DeepCopied):
         self._followed |= is_followed(k, v)
         return refuse_backward(results, q, k, v, followed=self._followed)
 
+    @changing
+    def rewrite(self, layer: int, start: int, k: Array, v: Array, *, layout: str = "token_major") -> None:
+        """Write new rows to the places of a block of tokens that a layer holds; its length does not change.
+
+        A diffusion language model does so with each step of a block. `attend` with ``block=`` then attends with its
+        queries.
+
+        Args:
+            layer: its index.
+            start: the position of the first token of the block.
+            k, v: the rows of the tokens from ``start`` on, as in `append`.
+            layout: of k and v.
+
+        Raises:
+            PositionError: a position is not held; a compaction moved its token; or, with groups along tokens, it is
+                codes already. Nothing is written.
+            ShapeError, DTypeError: as `append`. Nothing is written.
+
+        Exactness: the rows have the bits that `append` writes; every other bit stays.
+        Cost: that of an append of as many tokens; with ``page_summaries``, all of the layer are computed again.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=8, dtype="float32")
+            >>> store.append(0, np.zeros((4, 1, 1), np.float32), np.zeros((4, 1, 1), np.float32))
+            >>> store.rewrite(0, 2, np.ones((2, 1, 1), np.float32), np.ones((2, 1, 1), np.float32))
+            >>> store.length, store.tokens(0)[1].numpy().ravel().tolist()
+            (4, [0.0, 0.0, 1.0, 1.0])
+        """
+        operation = "KVCacheStore.rewrite"
+        index = self._index(layer, operation)
+        self._storage.rewrite(operation, index, start, view_all((k, v), ROWS, operation), layout)
+        self._followed |= is_followed(k, v)
+        self._moved(start)
+
     # --- dropping tokens
 
     @changing
-    def compact(self, layer: int, keep: Array, *, rope: Rope | None = None) -> None:
+    def compact(
+        self, layer: int, keep: Array, *, rope: Rope | None = None, merge: tuple[Array, Array] | None = None
+    ) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
         `layer_length` does not change, and `next_position` changes only with ``rope``. `positions` returns the
@@ -652,15 +705,19 @@ class KVCacheStore(runtime.DeepCopied):
                 the device.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
+            merge: ``(to, weights)``, integers and float32 (batch, H, held) in the order of `tokens`: each dropped token
+                is added to the kept one that ``to`` names, times its weight; -1 adds nothing. Not with ``rope``.
 
         Raises:
-            PositionError: the indices are not strictly ascending, or one is not held; with groups along tokens, part of
-                a group would be kept, or groups without all sinks. Nothing is written.
+            PositionError: the indices are not strictly ascending, or one is not held; ``to`` names a token that is
+                dropped or not held, or is of one that is kept; with groups along tokens, part of a group would be kept,
+                or groups without all sinks. Nothing is written.
             ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
-                keys; with groups along tokens, ``rope`` is always refused, since codes would be quantised a second
-                time, and so are heads that would keep different numbers of tokens or groups.
+                keys; with groups along tokens, ``rope`` and ``merge`` are refused, since codes would be quantised a
+                second time, and so are heads that would keep different numbers of tokens or groups.
 
-        Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
+        Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`. Merged
+            rows are decoded, added in float32 in the order of tokens, and coded as an append does.
         Cost: rows that move are read and written once, in one launch; in a sliding layer that has wrapped, and with
             groups along tokens, they are read and written twice, in two launches for each array. The host reads and
             checks ``keep``. The store keeps its memory. If heads keep different numbers of tokens, each later append
@@ -677,7 +734,7 @@ class KVCacheStore(runtime.DeepCopied):
             (5, 3, [[[0, 3, 4], [1, 2, 4]]])
         """
         operation = "KVCacheStore.compact"
-        self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
+        self._storage.compact(operation, {self._index(layer, operation): keep}, rope, merge)
         self._moved()
 
     @changing

@@ -118,26 +118,24 @@ class KVLayer(runtime.DeepCopied):
     def _attend(self, operation: str, q: Array, q_layout: str, lens: Array, request: AttendRequest) -> Any:
         """Attention of one sequence's queries; `q_layout` is the layout of both q and the result."""
         request = request.checked(operation)
-        num_weighed = request.asked_mass(operation)
+        mass = request.asked_mass(operation)
         runtime.require_alive(self.runtime, operation)
         axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
         queries = _one_head_major(_rank_3(q, "q", operation), axes)
         call = self._call(operation, queries, lens, request)
         out = new_like(q, (*view(q, "q", operation).shape[:2], self.head_dim), queries.dtype, self.runtime)
         to = _one_head_major(view(out, "out", operation), axes)
-        if num_weighed == 0:
+        if not mass:
             call.attend(None, Results(to))
             return handed_over(out)
+        to_mass = mass.array(operation, q, (self.num_kv_heads, self._len), self.runtime, call.arrays)
         lse = new_array(queries.shape[:3], dtypes.float32, self.runtime)
         call.attend(None, Results(to, True, lse))
-        asking, their_lse = last_queries(queries, lse, num_weighed)
-        return handed_over(out), self._mass(operation, q, self._call(operation, asking, lens, request), their_lse)
-
-    def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
-        """The mass (num_kv_heads, len) of a call whose attention has run."""
-        mass = new_like(like, (self.num_kv_heads, self._len), dtypes.float32, self.runtime, zeroed=True)
-        call.weigh(lse, view(mass, "mass", operation).batch_of_one())
-        return handed_over(mass)
+        asking, their_lse = last_queries(queries, lse, mass.queries)
+        mass.start(to_mass)
+        weighing = self._call(operation, asking, lens, request)
+        weighing.weigh(their_lse, view(to_mass, "mass", operation).batch_of_one(), mass.kind)
+        return handed_over(out), handed_over(to_mass)
 
     @locked
     def extend(
@@ -153,8 +151,9 @@ class KVLayer(runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
     ) -> Arrays:
         """Write new tokens from position `len` on, count them, and attend with their queries: one call for the step.
 
@@ -168,6 +167,7 @@ class KVLayer(runtime.DeepCopied):
             return_mass: also return the attention mass of each token, float32 (num_kv_heads, `len`), as in
                 `KVCacheStore.attend`.
             mass_queries: the number of last queries whose mass is returned; None for all.
+            mass_into: float32 (num_kv_heads, `len`) that accumulates the mass, as in `KVCacheStore.attend`.
 
         Returns:
             An array like ``q``; with ``return_lse`` also lse, and with ``return_mass`` the mass.
@@ -192,10 +192,10 @@ class KVLayer(runtime.DeepCopied):
         out = new_like(q, shape, rows["q"].dtype, self.runtime)
         request = AttendRequest(
             scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-            return_mass=return_mass, mass_queries=mass_queries,
+            return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
         ).checked(operation)  # fmt: skip
-        num_weighed = request.asked_mass(operation)
-        with_lse = return_lse or num_weighed != 0
+        asked = request.asked_mass(operation)
+        with_lse = return_lse or bool(asked)
         lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if with_lse else None
         parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if with_lse else [])
         queries, *results = (_one_head_major(a, axes) for a in parts)
@@ -206,13 +206,15 @@ class KVLayer(runtime.DeepCopied):
             call = self._call(operation, chunk, before + last, request)
             ready.append(call.prepare(None, Results(to, with_lse, to_lse[0] if to_lse else None)))
         mass = None
-        if num_weighed != 0:
-            asking, their_lse = last_queries(queries, results[1], num_weighed)
-            mass = new_like(q, (self.num_kv_heads, end), dtypes.float32, self.runtime, zeroed=True)
+        if asked:
+            asking, their_lse = last_queries(queries, results[1], asked.queries)
+            weighing = self._call(operation, asking, end, request)
+            mass = asked.array(operation, q, (self.num_kv_heads, end), self.runtime, weighing.arrays)
             to_mass = view(mass, "mass", operation).batch_of_one()
-            ready.append(self._call(operation, asking, end, request).prepare_to_weigh(their_lse, to_mass))
+            ready.append(weighing.prepare_to_weigh(their_lse, to_mass, asked.kind))
         self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
         self.set_len(end)
+        asked.start(mass)
         for attention in ready:
             attention.run()
         return results_of(out, lse if return_lse else None, mass)

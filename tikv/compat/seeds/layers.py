@@ -191,8 +191,9 @@ class ContiguousKVLayer(KVLayer):
         window: int | None = None,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
     ) -> Arrays:
         """Attention of the queries of the newest T tokens over the `len` tokens.
 
@@ -203,7 +204,7 @@ class ContiguousKVLayer(KVLayer):
             causal: each query sees only keys up to its own.
             window: tokens that a query sees, its own included; None for all.
             sink_logits, alibi_slopes: as in `tikv.decode_attention`.
-            return_mass, mass_queries: as in `extend`.
+            return_mass, mass_queries, mass_into: as in `extend`.
 
         Returns:
             An array like ``q``; with ``return_mass`` also the mass.
@@ -215,7 +216,7 @@ class ContiguousKVLayer(KVLayer):
         """
         request = AttendRequest(
             scale=scale, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries, causal=causal,
+            mass_queries=mass_queries, mass_into=mass_into, causal=causal,
         )  # fmt: skip
         lens = np.array([self._len], np.int32)
         return self._attend("ContiguousKVLayer.contig_decode_attention", q, q_layout, lens, request)
@@ -494,13 +495,14 @@ class PagedKVLayer(KVLayer):
         window: int | None = None,
         sink_logits: Array | None = None,
         alibi_slopes: Array | None = None,
-        return_mass: bool = False,
+        return_mass: bool | str = False,
         mass_queries: int | None = None,
+        mass_into: Array | None = None,
     ) -> Arrays:
         """Causal attention of the queries of the newest T tokens over the `len` tokens.
 
         Args:
-            q, q_layout, scale, window, sink_logits, alibi_slopes, return_mass, mass_queries: as in
+            q, q_layout, scale, window, sink_logits, alibi_slopes, return_mass, mass_queries, mass_into: as in
                 `ContiguousKVLayer.contig_decode_attention`.
 
         Returns:
@@ -513,7 +515,7 @@ class PagedKVLayer(KVLayer):
         """
         request = AttendRequest(
             scale=scale, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries,
+            mass_queries=mass_queries, mass_into=mass_into,
         )  # fmt: skip
         return self._attend("PagedKVLayer.paged_decode_attention", q, q_layout, self._lens, request)
 

@@ -74,18 +74,18 @@ class AttentionCall(NamedTuple):
         ready = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
         return ready.prepared(like, results, *self.owners)
 
-    def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
+    def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView, kind: str) -> ReadyAttention:
         """`weigh` in the same way."""
-        ready = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
+        ready = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length), kind)
         return ready.prepared(lse, mass, *self.owners)
 
-    def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
+    def weigh(self, lse: ArrayView, mass: ArrayView, kind: str) -> None:
         """`AttentionPlan.weigh` over these arrays."""
-        self.plan.weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
+        self.plan.weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length), kind)
 
 
 def attention_call(
-    operation: str, q: Any, caches: Caches, request: AttendRequest, return_mass: bool = False,
+    operation: str, q: Any, caches: Caches, request: AttendRequest, mass: str = "",
     terms: Mapping[str, ArrayView] | None = None,
 ) -> AttentionCall:  # fmt: skip
     """A checked call of attention over contiguous caches or pages, under the operation name that errors give.
@@ -121,11 +121,11 @@ def attention_call(
         terms = request.terms.views(operation)
     if terms:
         arrays |= terms
-    key = plan_key(operation, arrays, (request.choices, return_mass, layout, formats, v is None))
+    key = plan_key(operation, arrays, (request.choices, mass, layout, formats, v is None))
     plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:
         request.check_choices(operation)
-        options = request.options(return_mass)
+        options = request.options(mass)
         cache, options = layout.cache(live, operation, arrays, formats or (None, None), options)
         cache = cache._replace(in_keys=v is None)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, options))

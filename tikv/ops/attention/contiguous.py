@@ -11,6 +11,7 @@ from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.call import Caches, attention_call
+from tikv.ops.attention.mass import NO_MASS
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, are_fixed, window_or_none
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
@@ -35,7 +36,7 @@ def decode_attention(
     out: Array | None = None,
     softcap: float | None = None,
     num_splits: int | None = None,
-    return_mass: bool = False,
+    return_mass: bool | str = False,
     lse_base2: bool = False,
     first_valid: int | None = None,
     impl: str = "auto",
@@ -45,6 +46,7 @@ def decode_attention(
     parents: Array | None = None,
     head_dim_v: int | None = None,
     indices: Array | None = None,
+    mass_into: Array | None = None,
 ) -> Arrays:
     """Attend with the queries of the newest tokens over contiguous caches or rings, which are read in place.
 
@@ -66,8 +68,8 @@ def decode_attention(
         return_lse, lse_base2: also return the log-sum-exp of each query's scaled scores, in base e or 2.
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        num_splits: number of parts of the keys that are read in parallel; None lets tikv choose.
-        return_mass: also return how much weight each slot got, summed over queries and the query heads of its KV head.
+        num_splits: parts of the keys that are read in parallel; None lets tikv choose.
+        return_mass, mass_into: also return the weight of each slot, "sum" (True), "max" or "last"; an array.
         first_valid: oldest position after the sinks that is still stored, for a ring that was trimmed.
         impl: "taichi"; "torch" for torch's attention over the same memory, for plain caches; or "auto", which chooses.
         sink_logits: (Hq,) float32: one more logit for each query head, which takes weight but adds nothing.
@@ -79,7 +81,7 @@ def decode_attention(
 
     Returns:
         ``out``, or a new array of q's kind; with ``return_lse`` also the log-sum-exp, float32 (B, Hq) or (B, Hq, T);
-        with ``return_mass`` also float32 (B, H, capacity). A query that sees nothing gets 0 and -inf.
+        with ``return_mass`` also the mass. A query that sees nothing gets 0 and -inf.
 
     Raises:
         PositionError: a length, a parent or an index on the host is out of range.
@@ -101,13 +103,15 @@ def decode_attention(
     request = AttendRequest(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
         mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
+        return_mass=return_mass, mass_into=mass_into,
     )  # fmt: skip
+    mass = NO_MASS if return_mass is False and mass_into is None else request.checked(operation).asked_mass(operation)
     layout = CONTIGUOUS
     if ring is not False or type(sinks) is not int or sinks:
         layout = ContiguousLayout(checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation))
     caches = Caches(layout, k_cache, v_cache, seq_lens, None, k_scale, v_scale, head_dim_v)
-    results = Results(out, checks.flag(return_lse, "return_lse", operation))
-    call = attention_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
+    results = Results(out, checks.flag(return_lse, "return_lse", operation), mass=mass)
+    call = attention_call(operation, q, caches, request, mass.kind)
     return refuse_backward(call.attend(q, results, impl, first_valid or 0), q, k_cache, v_cache)
 
 

@@ -86,18 +86,22 @@ class AttentionLaunches(Plan):
     """The launches of an `AttentionPlan` for one number of splits, bound at the first run; see `ops.plan`.
 
     Without an array for the result there is only the launch of the mass, from the log-sum-exps that attention left: for
-    keys in the order of a store's `tokens`. With one, the mass is by slot. Results of splits, and log-sum-exps that the
+    keys in the order of a store's `tokens`, `between` of which lie between the sinks and the others. With one, the mass
+    is by slot. Results of splits, and log-sum-exps that the
     caller does not get, go to memory that all plans of a runtime share.
     """
 
-    def __init__(self, operation: str, arrays: dict[str, ArrayView], family: Family, shares: Shares) -> None:
+    def __init__(
+        self, operation: str, arrays: dict[str, ArrayView], family: Family, shares: Shares, mass: str = "",
+        between: int = 0,
+    ) -> None:  # fmt: skip
         live, query, cache = family.live, family.query, family.cache
         self.weighs_only = "out" not in arrays
         written = [name == "mass" or (name in ("out", "lse") and not self.weighs_only) for name in arrays]
         super().__init__(live, operation, tuple(arrays), written)
         self.lock = live.lock  # only its holder uses the scratch memory
         self.family, self.query, self.cache, self.options = family, query, cache, family.options
-        self.shares, self.splits = shares, shares.splits
+        self.shares, self.splits, self.mass, self.between = shares, shares.splits, mass, between
         self.rows = query.batch * query.heads * query.queries
         whole = family.has_tree or self.options.sharded != (0, 0) or cache.scored  # these count queries from the first
         self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
@@ -116,6 +120,7 @@ class AttentionLaunches(Plan):
         self.scratch = Scratch(partial_bytes, lse, tree, rotated, work, nbytes)
         self.memory: Memory | None = None  # the scratch memory that the launches are bound to
         self.first_valid = 0  # the entry that the launches have
+        self.moved = False  # whether their queries are ahead of the keys
 
     @property
     def _seed(self) -> int | None:
@@ -131,16 +136,17 @@ class AttentionLaunches(Plan):
         with self.lock:
             self._find_scratch()
             # A CUDA graph would bake in a length on the host: it is set again each time, so that a capture refuses it.
-            entries = NO_ENTRIES
-            if "lens" not in arrays or oldest or self.first_valid:
+            entries, moved = NO_ENTRIES, ahead > 0
+            if "lens" not in arrays or oldest or moved or self.first_valid or self.moved:
                 ahead += self.options.newer
                 entries = length_entries(self.cache, self.query.queries, length, oldest, ahead)
                 if self.options.sharded[0]:
                     entries = {**entries, "first_query": first_query}
                 oldest = entries["first_valid"]
             self.first_valid = max(oldest, self.first_valid)  # so that it is not taken for 0 if the run is interrupted
+            self.moved = moved or self.moved
             self.run(list(arrays.values()), entries)
-            self.first_valid = oldest
+            self.first_valid, self.moved = oldest, moved
 
     def attend_again(self, pointers: tuple[int, ...], length: int) -> bool:
         """`attend` over arrays of the bound forms, at these addresses, with the least work.
@@ -170,7 +176,7 @@ class AttentionLaunches(Plan):
         """Find the scratch memory; if it has grown, the launches are bound again."""
         memory = scratch_of(self.live, self.scratch.nbytes)
         if memory is not self.memory:
-            self.memory, self.launches, self.first_valid = memory, None, 0
+            self.memory, self.launches, self.first_valid, self.moved = memory, None, 0, False
 
     def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays; lengths that the host knows are set in each run."""
@@ -202,7 +208,7 @@ class AttentionLaunches(Plan):
         rows = family.rows_of_task(MOST_ROWS)
         plain = plain._replace(rows=rows, values=None, invariant=False, masked=family.masked)
         if self.weighs_only:
-            return [self._mass_launch(arrays, plain, strides, params, lse)]
+            return [*launches, self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
         cached = [arrays.get(name, unused) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
         written = [partials, partial_lse] if split else [to, lse]
@@ -231,7 +237,7 @@ class AttentionLaunches(Plan):
                 items *= family.merge_threads
                 merging = launch.kernel(live, family.merge_kernel, style, serial, plain._replace(out=to.dtype.short))
                 launches.append(Launch(merging.bind(items, *merged, at, piece._replace(tasks=items), scalars), merged))
-        if self.options.mass:
+        if self.mass:
             launches.append(self._mass_launch(arrays, plain, strides, params, lse))
         return launches
 
@@ -265,8 +271,11 @@ class AttentionLaunches(Plan):
         self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
     ) -> Launch:
         """The launch that weighs the keys by the log-sum-exps of their queries; `params` are those of attention."""
-        to, family, cache = arrays["mass"], self.family, self.cache
-        mass = family.mass_kernel(choices, self.shares.workers, by_slot=not self.weighs_only)
+        to, family, cache, last = arrays["mass"], self.family, self.cache, self.query.queries - 1
+        if cache.k.format is not None or cache.scored:  # codes and products are read in the words that they have
+            bits = arrays["k"].dtype.itemsize * 8, family.word_bits[1]
+            choices, strides = choices._replace(bits=bits[0], k_inner=(0, 0)), self._strides(arrays, bits)
+        mass = family.mass_kernel(choices, self.shares.workers, not self.weighs_only, self.mass == "max")
         heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
         keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
         if family.selects:
@@ -281,7 +290,12 @@ class AttentionLaunches(Plan):
             lse_first=_first(lse),
             keys=keys,
         )
-        strides = strides._replace(out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1])
+        strides = strides._replace(
+            out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1], out_token=self.between
+        )
+        if self.mass == "last":
+            strides = strides._replace(q_first=strides.q_first + last * strides.q_token)
+            numbers = numbers._replace(queries=1, lse_first=numbers.lse_first + last * strides.lse_token)
         names = ["q", "k", "lens", "table", *["indices"] * mass.selects, "k_scale"]
         if family.selects:
             strides = strides._replace(out_token=to.strides[2])
@@ -334,7 +348,7 @@ class AttentionLaunches(Plan):
             invariant=self.live.invariant,
         )
 
-    def _strides(self, arrays: dict[str, ArrayView]) -> Any:
+    def _strides(self, arrays: dict[str, ArrayView], word_bits: tuple[int, int] | None = None) -> Any:
         """The strides of q, of the result, of K and V in words, and of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
@@ -343,7 +357,7 @@ class AttentionLaunches(Plan):
         strides += [*query_shape(to, "out", self.operation).strides, _first(to)]
         strides += self._lse_strides(arrays.get("lse"))
         both = (self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])
-        for (rows, a), of in zip(both, self.family.word_bits, strict=True):
+        for (rows, a), of in zip(both, word_bits or self.family.word_bits, strict=True):
             unit = of // (a.dtype.itemsize * 8)
             strides += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
             strides.append(a.offset * 8 // of)

@@ -70,7 +70,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     splits: int | None = None
     base2: bool = False
-    mass: bool = False
+    mass: str = ""  # one of `mass.MASSES`, if attention itself gives the mass of each slot
     newer: int = 0  # tokens after its own that a causal query sees; its span counts them too
     short: bool = False  # a length may be less than the number of queries; the first queries then see nothing
     sharded: tuple[int, int] = (0, 0)  # keys per block of this rank, and of other ranks between two; for slopes
@@ -116,15 +116,6 @@ def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:
     return QueryShape(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
 
 
-def no_mass_of(keys: object, operation: str) -> OptionError:
-    """The error for the mass of keys that are codes in groups."""
-    return OptionError(
-        f"{operation}: the mass of keys of {keys} is not supported. Pass the numbers that codes stand for to "
-        "tikv.decode_attention(..., return_mass=True): tokens() of a store gives them, tikv.dequantize() those of "
-        "arrays. Or keep keys in int8 or an 8-bit float."
-    )
-
-
 def check_form(
     operation: str,
     arrays: dict[str, ArrayView],
@@ -149,8 +140,6 @@ def check_form(
                 f"{operation}: {name} is {describe(a)}; only int8 and 8-bit floats have scales. Leave k_scale and "
                 "v_scale out."
             )
-    if options.mass and cache.k.format is not None:
-        raise no_mass_of(cache.k.format, operation)
     for scale in [s.array for s in cache.scales]:
         if scale.dtype not in READ_SCALES:
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales must be float16 or float32.")

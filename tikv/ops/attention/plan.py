@@ -16,6 +16,7 @@ from tikv.ops import checks
 from tikv.ops.attention.families import Form, family_for, log_choice
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
+from tikv.ops.attention.mass import NO_MASS, Mass
 from tikv.ops.attention.options import (
     AttentionOptions,
     CacheLayout,
@@ -50,6 +51,7 @@ class Results(NamedTuple):
     lse: Any = None  # float32 of any strides, in the plan's order of axes; None: a new array, if it is wanted
     is_partial: bool = False  # `out` is float32 for any dtype of q, since it is merged before it is rounded
     is_new: bool = False  # `out` was made for this call, so there is nothing to check
+    mass: Mass = NO_MASS  # the one that the plan's options name
     lead: tuple[int, ...] = ()  # the caller's axes except the columns
     as_read: Callable[[ArrayView], ArrayView] | None = None  # makes a view in the plan's order of axes
 
@@ -148,7 +150,10 @@ class AttentionPlan(Plan):
         if impl != "taichi" and self.by_torch.serves(self.operation, arrays, *seen, results.return_lse, impl):
             if not self.by_torch.attend(self.operation, arrays, *seen):
                 self._launches(arrays, lengths).attend(arrays, tokens)
-        elif not self.empty:
+            return _handed_over(outputs, results.lse)
+        if results.mass:
+            results.mass.start(outputs[-1])
+        if not self.empty:
             self._launches(arrays, lengths).attend(arrays, tokens)
         return _handed_over(outputs, results.lse)
 
@@ -175,15 +180,16 @@ class AttentionPlan(Plan):
 
     def _add_results(self, like: Any, arrays: dict[str, ArrayView], results: Results) -> tuple[Any, ...]:
         """The arrays that a caller gets, its own or new ones; adds views, which keep no array alive, to `arrays`."""
-        live, operation, (out, return_lse, lse, is_partial, is_new, lead, as_read) = self.live, self.operation, results
+        live, operation, out, as_read = self.live, self.operation, results.out, results.as_read
+        return_lse, lse, lead = results.return_lse, results.lse, results.lead
         shape, lse_shape = (self.shape, self.lse_shape) if as_read is None else ((*lead, self.shape[-1]), lead)
         if out is None:
             output = new_like(like, shape, arrays["q"].dtype, live)
             to = view_of_new(output, "out", operation)
         else:
             output, to = out, view_without_owner(out, "out", operation)
-            if not is_new:
-                self._check_out(arrays, to, shape, is_partial)
+            if not results.is_new:
+                self._check_out(arrays, to, shape, results.is_partial)
         arrays["out"] = to if as_read is None else as_read(to)
         if not return_lse and not self.options.mass:
             return (output,)
@@ -197,8 +203,8 @@ class AttentionPlan(Plan):
                 outputs.append(lse)
                 arrays["lse"] = view_without_owner(lse, "lse", operation)
         if self.options.mass:
-            outputs.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
-            arrays["mass"] = view_of_new(outputs[-1], "mass", operation)
+            outputs.append(results.mass.array(operation, like, self.mass_shape, live, arrays))
+            arrays["mass"] = view_without_owner(outputs[-1], "mass", operation)
         return tuple(outputs)
 
     def _check_out(
@@ -228,7 +234,7 @@ class AttentionPlan(Plan):
         key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
         launches = self.by_split.get(key)
         if launches is None:
-            launches = AttentionLaunches(self.operation, arrays, self.family, shares)
+            launches = AttentionLaunches(self.operation, arrays, self.family, shares, self.options.mass)
             if self.needs_native:
                 try:
                     launches.prepare(list(arrays.values()))
@@ -247,20 +253,25 @@ class AttentionPlan(Plan):
         self.by_split.clear()
 
     def weigh(
-        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
-    ) -> None:
-        """The attention mass of the keys: the weight that each gets from the queries, summed over those of a KV head.
+        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL,
+        kind: str = "sum", between: int = 0,
+    ) -> None:  # fmt: skip
+        """The attention mass of the keys, from the weights that the queries gave each of them.
 
         Args:
             arrays, tokens: as in `attend`; the queries are those of `attend`, or the last of them.
             lse: the log-sum-exps that `attend` gave for them.
-            mass: (batch, heads, n) float32 zeros, for keys in the order of a store's `tokens`, at most n per head.
+            mass: (batch, heads, n) float32, which accumulates: for keys in the order of a store's `tokens`, at most n
+                per head.
+            kind: one of `mass.MASSES`; "last" is the sum, for queries that are the newest ones.
+            between: the number of other tokens in `mass` between the sinks and the tokens after them.
         """
-        self.ready_to_weigh(arrays, lse, mass, tokens).run()
+        self.ready_to_weigh(arrays, lse, mass, tokens, kind, between).run()
 
     def ready_to_weigh(
-        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
-    ) -> ReadyAttention:
+        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL,
+        kind: str = "sum", between: int = 0,
+    ) -> ReadyAttention:  # fmt: skip
         """`weigh` without the launches."""
         lengths = self._lengths(arrays, tokens.length, tokens.ahead)
         if self.empty or 0 in mass.shape:
@@ -268,10 +279,11 @@ class AttentionPlan(Plan):
         arrays |= {"lse": lse, "mass": mass}
         workers = self.family.workers(most_keys(self.cache, lengths))
         shares = Shares(1, workers, mass_splits=choose_mass_splits(self.cache, lengths))
-        key = (*shares, *[a.key for a in arrays.values()])
+        key = (*shares, kind, between, *[a.key for a in arrays.values()])
         launches = self.by_split.get(key)
         if launches is None:
-            launches = self.by_split.keep(key, AttentionLaunches(self.operation, arrays, self.family, shares))
+            made = AttentionLaunches(self.operation, arrays, self.family, shares, kind, between)
+            launches = self.by_split.keep(key, made)
         start = functools.partial(launches.attend, arrays, tokens)
         return ReadyAttention((), start, launches, arrays)
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from tikv.arrays import Array
 from tikv.errors import OptionError
-from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, no_mass_of, real
+from tikv.ops.attention.mass import NO_MASS, Mass, mass_choice, mass_kind
+from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
 from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
 from tikv.runtime.cache import BoundedCache
 
@@ -46,6 +46,8 @@ class AttendRequest(NamedTuple):
     newer: int = 0
     short: bool = False
     shared_prefix: str = "off"
+    keep: Any = True
+    block: Any = None
     # The fields from here on are arrays; those before are `choices`.
     out: Array | None = None
     seq_lens: Array | int | None = None
@@ -54,6 +56,7 @@ class AttendRequest(NamedTuple):
     mask: Array | None = None
     parents: Array | None = None
     indices: Array | None = None
+    mass_into: Array | None = None
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -77,11 +80,13 @@ class AttendRequest(NamedTuple):
             return_lse=checks.flag(self.return_lse, "return_lse", operation),
             impl=checks.name(self.impl, "impl", operation, IMPLEMENTATIONS),
             missing=checks.name(self.missing, "missing", operation, MISSING),
-            return_mass=checks.flag(self.return_mass, "return_mass", operation),
+            return_mass=mass_choice(self.return_mass, operation),
             mass_queries=checks.integer_or_none(self.mass_queries, "mass_queries", operation),
             causal=checks.flag(self.causal, "causal", operation),
             num_splits=checks.integer_or_none(self.num_splits, "num_splits", operation),
             lse_base2=checks.flag(self.lse_base2, "lse_base2", operation),
+            keep=checks.flag(self.keep, "keep", operation),
+            block=checks.integer_or_none(self.block, "block", operation),
             shared_prefix=checks.name(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX),
         )
         _checked_types.keep(tuple(map(type, converted.choices)), True)
@@ -94,10 +99,10 @@ class AttendRequest(NamedTuple):
             return NO_TERMS
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, self.parents, self.indices)
 
-    def options(self, mass: bool = False) -> AttentionOptions:
+    def options(self, mass: str = "") -> AttentionOptions:
         """The options that a plan is made for, from `checked` options. `span` is the given window, sinks included.
 
-        `mass` says whether the attention itself gives the mass of each slot.
+        `mass` says which mass of each slot the attention itself gives.
         """
         return AttentionOptions(
             self.scale, self.causal, self.window, self.softcap, self.num_splits, self.lse_base2, mass, self.newer,
@@ -119,40 +124,59 @@ class AttendRequest(NamedTuple):
         checks.option(self.missing, "missing", operation, MISSING)
         checks.option(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX)
 
-    def asked_mass(self, operation: str, keys: GroupFormat | None = None) -> int | None:
-        """The number of last queries whose mass is wanted: None for all of them, 0 for no mass.
+    def asked_mass(self, operation: str) -> Mass:
+        """The mass that these `checked` options ask for.
 
         Raises:
-            PositionError: the number is less than one.
-            OptionError: there is a number but no mass is wanted; or a mass is wanted with lengths on the device, slopes
-                or a tree, of some of the queries with indices, or of `keys` in groups of codes.
+            PositionError: `mass_queries` is less than one.
+            OptionError: `mass_queries` or `mass_into` are given but no mass is asked for; or one is asked for with
+                lengths on the device, slopes or a tree; or of some of the queries, or in an array, with indices.
         """
-        return_mass: bool = self.return_mass
+        kind = mass_kind(self.return_mass, operation)
         queries: int | None = self.mass_queries
-        if queries is None and not return_mass:
-            return 0
+        if not kind:
+            if queries is None and self.mass_into is None:
+                return NO_MASS
+            name, shown = ("mass_into", "mass_into") if queries is None else ("mass_queries", f"mass_queries={queries}")
+            raise OptionError(f"{operation}: {shown} needs return_mass=True. Pass it too, or leave {name} out.")
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
-        if return_mass and keys is not None:
-            raise no_mass_of(keys, operation)
-        if return_mass and uncounted:
+        if uncounted:
             raise OptionError(f"{operation}: return_mass cannot be combined with {uncounted[0]}. Pass one of the two.")
-        if not return_mass:
-            raise OptionError(
-                f"{operation}: mass_queries={queries} needs return_mass=True. Pass it too, or leave mass_queries out."
-            )
         if queries is not None:
             queries = checks.integer(queries, "mass_queries", operation, low=1)
-            if self.indices is not None:
+            if kind == "last":
                 raise OptionError(
-                    f"{operation}: mass_queries={queries} cannot be combined with indices, which return the mass of "
-                    "each query. Leave mass_queries out, and take the last rows."
+                    f"{operation}: return_mass='last' counts the newest query alone, and mass_queries={queries} is "
+                    "given. Leave mass_queries out, or use 'sum' or 'max'."
                 )
+        if self.indices is not None and (queries is not None or kind == "last" or self.mass_into is not None):
+            shown = f"mass_queries={queries}" if queries is not None else "mass_into"
+            shown = "return_mass='last'" if kind == "last" else shown
+            raise OptionError(
+                f"{operation}: {shown} cannot be combined with indices, which return the mass of each query. "
+                "Use return_mass=True or 'max' alone, and take the rows."
+            )
         if self.seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass cannot be combined with seq_lens: the mass covers the tokens that the "
                 "store counts. Leave one of them out."
             )
-        return queries
+        return Mass(kind, 1 if kind == "last" else queries, self.mass_into)
+
+    def in_block(self, operation: str, tokens: int) -> int:
+        """How many of so many queries, the newest, see each other both ways; 0 without a block.
+
+        Raises:
+            PositionError: `block` is less than one.
+            OptionError: something else says too which of the newest tokens a query sees, or how far they are.
+        """
+        if self.block is None:
+            return 0
+        block: int = checks.integer(self.block, "block", operation, low=1)
+        for name, a in self.terms._asdict().items():
+            if a is not None and name in UNCOUNTED:
+                raise OptionError(f"{operation}: block cannot be combined with {name}. Pass one of the two.")
+        return min(block, tokens)
 
     def refuse(self, operation: str, names: Iterable[str], why: str, remedy: str) -> None:
         """Refuse these options.
@@ -162,8 +186,6 @@ class AttendRequest(NamedTuple):
         """
         for name in names:
             if (value := getattr(self, name)) is not None and value is not False:
-                if name == "return_mass":  # no other axis of groups would help
-                    raise no_mass_of("groups along tokens", operation)
                 raise OptionError(f"{operation}: {why} {name}. {remedy}")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, handed_over, new_like, view
-from tikv.errors import PositionError
+from tikv import runtime
+from tikv.arrays import ArrayView, handed_over, view_without_owner
+from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.call import plan_key
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
@@ -28,25 +29,27 @@ def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO
 
 
 def layer_plan(
-    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], layer: Layer, scores: AttentionScale
-) -> AttentionPlan:
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], layer: Layer, scores: AttentionScale,
+    causal: bool = True,
+) -> AttentionPlan:  # fmt: skip
     """The plan of attention over a layer for queries of this form, checked once."""
-    return cache_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.formats)
+    form = layer.ring, layer.sinks, layer.ring, layer.formats
+    return cache_plan(live, operation, arrays, scores, *form, causal=causal)
 
 
 def cache_plan(
     live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], scores: AttentionScale, span: int, sinks: int,
-    ring: int, formats: Formats = (None, None), sharded: tuple[int, int] = (0, 0),
+    ring: int, formats: Formats = (None, None), sharded: tuple[int, int] = (0, 0), causal: bool = True,
 ) -> AttentionPlan:  # fmt: skip
     """The plan of attention over `sinks` and the newest `span` tokens, 0 for all, in `ring` slots or a plain cache.
 
-    `sharded` is as in `AttentionOptions`.
+    `sharded` and `causal` are as in `AttentionOptions`.
     """
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded))
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded, causal))
     plan: AttentionPlan | None = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
-        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, sharded=sharded)
+        options = AttentionOptions(scores.scale, causal, span or None, scores.softcap, sharded=sharded)
         cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, options))
     return plan
@@ -74,6 +77,24 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
         )
 
 
+def refuse_wrapped(operation: str, layer: Layer, tokens: int) -> None:
+    """Raise PositionError if a block of queries does not see all that a layer ever had, with so many new tokens."""
+    if layer.ring and layer.length + tokens > layer.slots:
+        raise PositionError(
+            f"{operation}: block is beyond the window of layer {layer.index}: {layer.length + tokens} tokens exceed "
+            f"its {layer.slots} slots, so queries of one block would see different tokens. Leave block out, or use "
+            "a layer without a window."
+        )
+
+
+def too_many(operation: str, queries: int, block: int) -> ShapeError:
+    """The error for more queries than those of a block."""
+    return ShapeError(
+        f"{operation}: {queries} queries are given with block={block}. Attend with those of the block alone, or use "
+        "extend()."
+    )
+
+
 def last_queries(q: ArrayView, lse: ArrayView, count: int | None) -> tuple[ArrayView, ArrayView]:
     """The last `count` of (batch, Hq, T, D) queries, None for all, and their log-sum-exps (batch, Hq, T)."""
     if count is None or q.ndim == 3:
@@ -96,21 +117,28 @@ def weigh(
     q: ArrayView,
     lse: ArrayView,
     scores: AttentionScale,
-    like: Any,
+    mass: Mass,
+    to: Any,
     indices: ArrayView | None = None,
+    causal: bool = True,
 ) -> Any:
-    """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
+    """Weigh the keys of a layer by these queries of the newest tokens, into the array `to` of `mass_shape`.
 
-    With chosen tokens it is (batch, heads, T, K), in the order of `indices`. `q` are (batch, Hq, D) or (batch, Hq, T,
-    D), and `lse` the log-sum-exps of all their scores; the mass is a new array of the same kind as `like`.
+    The caller has prepared `to` with `Mass.start`. `q` are (batch, Hq, D) or (batch, Hq, T, D), and `lse` the
+    log-sum-exps of all their scores. With chosen tokens, the mass is in the order of `indices`.
     """
     length, arrays = layer.length, layer_arrays(layer, q)
     if layer.head_lengths is not None:
         arrays["lens"], length = layer.head_lengths.array, 0
-    shape: tuple[int, ...] = (memory.batch_size, memory.num_kv_heads, layer.most_held)
     if indices is not None:
-        arrays["indices"], shape = indices, (*shape[:2], *indices.shape[-2:])
-    mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
-    plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
-    plan.weigh(arrays, lse, view(mass, "mass", operation), AttendedTokens(length, layer.valid_from))
-    return mass
+        arrays["indices"] = indices
+    plan = layer_plan(memory.runtime, operation, arrays, layer, scores, causal)
+    tokens = AttendedTokens(length, layer.valid_from)
+    plan.weigh(arrays, lse, view_without_owner(to, "mass", operation), tokens, mass.kind)
+    return to
+
+
+def mass_shape(memory: LayerMemory, held: int, indices: ArrayView | None = None) -> tuple[int, ...]:
+    """(batch, heads, held), or with chosen tokens (batch, heads, T, K)."""
+    lead = memory.batch_size, memory.num_kv_heads
+    return (*lead, held) if indices is None else (*lead, *indices.shape[-2:])

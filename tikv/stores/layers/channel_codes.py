@@ -18,7 +18,7 @@ from tikv.errors import CapacityError
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
 from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, rows_of
@@ -107,12 +107,29 @@ class ChannelCodes:
         All queries see all of these codes. With a `window`, each sees the newest ones within a number of tokens up to
         its own; it also says how many tokens after the last code the last query is.
         """
+        groups, values, tokens = self._attended(oldest, window)
+        return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
+
+    def weigh(
+        self,
+        operation: str,
+        q: ArrayView,
+        weighing: Weighing,
+        scores: AttentionScale,
+        oldest: int = 0,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        """Weigh the codes from token `oldest` on, as `CodedArrays.weigh`; the rest is as in `attend`."""
+        groups, values, tokens = self._attended(oldest, window)
+        self._coded.weigh(operation, q, weighing, scores, groups, values, self.scratch, tokens)
+
+    def _attended(self, oldest: int, window: tuple[int, int] | None) -> tuple[int, ScoredValues, AttendedTokens]:
+        """How many groups there are, the places of V's codes, and the tokens from `oldest` on."""
         span, ahead = window or (None, 0)
         ring = self.room if self.rings else 0
         values = ScoredValues(self._coded.values(), self.form.values.width, self.room, ring, span)
         tokens = AttendedTokens(self.tokens - self.dropped, oldest - self.dropped, ahead)
-        groups = self.slots // self.group
-        return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
+        return self.slots // self.group, values, tokens
 
     def selected(self, sequences: np.ndarray[Any, Any], memory: LayerMemory) -> list[ArrayView]:
         """Copies of what some sequences hold, in new memory that `hold` then takes."""

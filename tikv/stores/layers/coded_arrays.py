@@ -46,6 +46,14 @@ class ScoreMemory:
         return Results(out, True, lse, is_partial=True, is_new=True)
 
 
+class Weighing(NamedTuple):
+    """What weighs keys: the log-sum-exps of all scores of the queries, (batch, Hq, T), and the mass to write."""
+
+    lse: ArrayView
+    to: ArrayView  # (batch, heads, tokens), which accumulates
+    kind: str
+
+
 class CodedArrays(NamedTuple):
     """The arrays of codes, (n, heads, groups or tokens, ...), see `CodeForm.arrays`.
 
@@ -176,3 +184,26 @@ class CodedArrays(NamedTuple):
             channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
             plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
         return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
+
+    def weigh(
+        self,
+        operation: str,
+        q: ArrayView,
+        weighing: Weighing,
+        scores: AttentionScale,
+        groups: int,
+        values: ScoredValues,
+        scratch: ScoreMemory,
+        tokens: AttendedTokens = ALL,
+        paged: Mapping[str, ArrayView] = NO_VIEWS,
+    ) -> None:
+        """Weigh the codes, in two launches; see `AttentionPlan.weigh`. The others are as in `attend`."""
+        arrays = {"q": q, "v": self.v, **paged}
+        if self.v_numbers is not None:
+            arrays["v_scale"] = self.v_numbers
+        lead = q.shape[0], self.form.heads, q.shape[1] // self.form.heads * q.shape[2]
+        arrays["k"] = scratch.array("scores", (*lead, values.tokens))
+        keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
+        channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
+        plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
+        plan.weigh(arrays, weighing.lse, weighing.to, tokens, weighing.kind)

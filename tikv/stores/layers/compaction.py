@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, Host, new_array, to_device
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
@@ -16,6 +17,7 @@ from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.history import History
 from tikv.stores.layers.counts import HeldRows, Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, width_of
+from tikv.stores.layers.merging import MergedRows, checked_merge, refuse_with_rope
 
 
 class _Choice(NamedTuple):
@@ -24,6 +26,7 @@ class _Choice(NamedTuple):
     slots: Host
     in_order: bool  # the layer has not wrapped, so rows can be moved to the front in place
     history: History
+    indices: Host  # (B, H, n) into the order of what is held
 
 
 def compact_layers(
@@ -33,6 +36,7 @@ def compact_layers(
     keeps: Sequence[Any],
     rope: Rope | None,
     one_length: bool = False,
+    merge: Any = None,
 ) -> None:
     """Keep some of the tokens that layers hold, drop the others, and close the gaps; or raise and write nothing.
 
@@ -41,7 +45,10 @@ def compact_layers(
         keeps: what the caller keeps of each layer, as in `KVCacheStore.compact`.
         rope: the rotation of keys to their new indices; None to leave them.
         one_length: whether all heads must keep equally many tokens.
+        merge: what is added to kept rows of the only layer, as in `KVCacheStore.compact`; None for nothing.
     """
+    if merge is not None:
+        refuse_with_rope(operation, rope)
     if rope is not None:
         if memory.rows.k.format is not None:
             raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} cannot be rotated. Leave rope out.")
@@ -50,6 +57,7 @@ def compact_layers(
     for layer, choice in zip(layers, choices, strict=True):
         if one_length:
             require_even(operation, layer, choice.history.counts, "tokens", "or use a tikv.KVCacheStore")
+    merged = None if merge is None else _merged(operation, memory, layers[0], choices[0], merge)
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
             slots = np.concatenate([choice.slots for _, choice in block])
@@ -63,6 +71,25 @@ def compact_layers(
         if rope is not None:
             history = _turn(operation, memory, layer, history, rope)
         memory.recount(layer, history.tokens, history)
+    if merged is not None:
+        merged.write(layers[0])
+
+
+def _merged(operation: str, memory: LayerMemory, layer: Layer, choice: _Choice, merge: Any) -> MergedRows | None:
+    """The rows that a layer's kept tokens become; raises if they cannot be merged so."""
+    held = layer.held_rows()
+    lead = memory.batch_size, memory.num_kv_heads
+    counts = np.broadcast_to(held.counts, lead)
+    checked = checked_merge(operation, merge, choice.indices, counts, memory.runtime)
+    if checked is None:
+        return None
+    shape = (*lead, held.slots.shape[-1])
+    rows = [new_array((*shape, row.width), dtypes.float32, memory.runtime, zeroed=True) for row in memory.rows.both]
+    if layer.head_lengths is None:
+        memory.copy_tokens(operation, layer, rows[0], rows[1])
+    else:
+        read_by_head(operation, memory, layer, held.slots, rows)
+    return MergedRows.of(operation, memory, checked, rows)
 
 
 def _turn(operation: str, memory: LayerMemory, layer: Layer, history: History, rope: Rope) -> History:
@@ -89,7 +116,7 @@ def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Ch
     held = layer.held_rows()
     index = kept_of(operation, memory, held, keep)
     in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(held.slots.shape[-1]))).all())
-    return _Choice(_select(held.slots, index), in_order, left_of(layer, held, index))
+    return _Choice(_select(held.slots, index), in_order, left_of(layer, held, index), index)
 
 
 def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> Host:
@@ -180,12 +207,18 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
     live, slots = memory.runtime, layer.held_rows().slots
     out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows.both]
     if slots.size:
-        index = to_device(slots.astype(np.int32), live)
-        rows = zip((layer.k, layer.v), memory.rows.formats, layer.scales_by_head(memory.rows.numbers), strict=True)
-        src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
-        _gather_by_head(operation, memory, layer.slots, index, src, out, memory.rows.widths)
-        live.synchronize()  # the launch reads an index that only this call keeps alive
+        read_by_head(operation, memory, layer, slots, out)
     return CacheArray(out[0], live), CacheArray(out[1], live)
+
+
+def read_by_head(operation: str, memory: LayerMemory, layer: Layer, slots: Host, out: Sequence[ArrayView]) -> None:
+    """Copy the rows in slots (B, H, n) to arrays (B, H, n, width) of any dtype; -1 leaves a row as it is."""
+    live = memory.runtime
+    index = to_device(slots.astype(np.int32), live)
+    rows = zip((layer.k, layer.v), memory.rows.formats, layer.scales_by_head(memory.rows.numbers), strict=True)
+    src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
+    _gather_by_head(operation, memory, layer.slots, index, src, out, memory.rows.widths)
+    live.synchronize()  # the launch reads an index that only this call keeps alive
 
 
 def split_by_layer(keep: Any, layers: int, operation: str) -> list[Any]:

@@ -19,6 +19,7 @@ from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
@@ -33,8 +34,11 @@ from tikv.stores.layers.attend import (
     last_queries,
     layer_arrays,
     layer_plan,
+    mass_shape,
     refuse_missing,
+    refuse_wrapped,
     results_of,
+    too_many,
     weigh,
 )
 from tikv.stores.layers.compaction import compact_layers, tokens_by_head
@@ -42,8 +46,10 @@ from tikv.stores.layers.counts import Layer, require_uncompacted
 from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import Queries, attend_queries
+from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.summaries import summarize, summarize_last
+from tikv.stores.layers.unkept import extend_unkept
 from tikv.stores.row_format import RowFormats, check_summarized
 
 
@@ -124,46 +130,56 @@ class ContiguousLayers(LayerStorage):
             beside["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], live, operation)
             length, oldest = 0, state.trimmed_to
-        queries, plan, num_weighed = self._attention(operation, state, q_view, beside, request)
+        queries, plan, mass = self._attention(operation, state, q_view, beside, request)
         if seq_lens is None:
             queries.refuse_more_than(operation, state.length, memory.num_kv_heads)
-        if request.missing == "raise" and queries.tokens > 1:
+        if request.block is not None:
+            refuse_wrapped(operation, state, 0)
+        elif request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, state, queries.tokens, seq_lens is not None)
-        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or num_weighed != 0)
+        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or bool(mass))
         arrays = layer_arrays(state, asked, beside)
-        result = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
-        if num_weighed == 0:
-            return result
-        result, lse = result
+        if not mass:
+            return plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
+        mass, indices = mass._replace(into=request.mass_into), arrays.get("indices")
+        to_mass = mass.array(operation, q, mass_shape(memory, state.most_held, indices), live, arrays)
+        result, lse = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking = last_queries(asked, to_lse, num_weighed)
-        mass = weigh(operation, memory, state, *asking, request.scores, q, arrays.get("indices"))
-        return results_of(result, lse if request.return_lse else None, mass)
+        asking = last_queries(asked, to_lse, mass.queries)
+        mass.start(to_mass)
+        weigh(operation, memory, state, *asking, request.scores, mass, to_mass, indices, not request.block)
+        return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _attention(
         self, operation: str, layer: Layer, q: ArrayView, beside: dict[str, ArrayView], request: AttendRequest
-    ) -> tuple[Queries, AttentionPlan, int | None]:
-        """The form of these queries, their plan, and how many of them count for the mass; checked once per form.
+    ) -> tuple[Queries, AttentionPlan, Mass]:
+        """The form of these queries, their plan, and the mass that is asked for; checked once per form.
 
         `beside` are the call's arrays other than the queries and those of the layer.
         """
-        key = (operation, q.key, layer.form, request.choices, request.seq_lens is None, *beside)
+        known = request.seq_lens is None, request.mass_into is None
+        key = (operation, q.key, layer.form, request.choices, *known, *beside)
         if beside:
             key += tuple([a.key for a in beside.values()])
-        attention: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
+        attention: tuple[Queries, AttentionPlan, Mass] | None = self.runtime.plans.get(key)
         if attention is None:
-            num_weighed = request.asked_mass(operation, self.rows.k.format)
+            mass = request.asked_mass(operation)._replace(into=None)  # a kept plan holds no array
             sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
-            plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
+            block = request.in_block(operation, queries.tokens)
+            if 0 < block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            plan = layer_plan(self.runtime, operation, arrays, layer, request.scores, causal=not block)
             request.check_choices(operation)
-            attention = self.runtime.plans.keep(key, (queries, plan, num_weighed))
+            attention = self.runtime.plans.keep(key, (queries, plan, mass))
         return attention
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`; if it fails after its append, the last page's summary is restored too."""
         state = self.counts[layer]
+        if not request.keep:
+            return extend_unkept(operation, self.appends, state, arrays, request)
         if state.summaries is None:
             return extend(operation, self.appends, state, arrays, request)
         end = state.length
@@ -174,6 +190,13 @@ class ContiguousLayers(LayerStorage):
                 if state.length == end:
                     summarize_last(operation, self.memory, [state])
             raise
+
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`: one launch."""
+        state = self.counts[layer]
+        first = rewritten_from(operation, state, start, tokens_of(rows[0], layout))
+        rewrite_layer(operation, self.appends, state, first, rows, layout)
+        summarize(operation, self.memory, [state])
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`: one launch."""
@@ -196,9 +219,9 @@ class ContiguousLayers(LayerStorage):
             )
         return state.summaries
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         layers = [self.counts[i] for i in keeps]
-        compact_layers(operation, self.memory, layers, list(keeps.values()), rope)
+        compact_layers(operation, self.memory, layers, list(keeps.values()), rope, merge=merge)
         summarize(operation, self.memory, layers)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:

@@ -155,6 +155,14 @@ class Layer:
         """Tokens of the head that holds the most."""
         return self.held if self.head_lengths is None else int(self.held_rows().counts.max())
 
+    def held_after(self, tokens: int) -> int:
+        """`most_held` after an append of so many tokens."""
+        lens = self.lengths + tokens
+        start = np.maximum(np.full_like(lens, self.valid_from), self.sinks)
+        if self.ring:
+            start = np.maximum(start, lens - self.ring)
+        return int((np.minimum(lens, self.sinks) + np.maximum(0, lens - start)).max())
+
     def held_rows(self) -> HeldRows:
         """What the layer holds, and in which slots."""
         lens = self.lengths

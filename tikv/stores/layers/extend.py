@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tikv import dtypes
-from tikv.arrays import ArrayView, Views, new_like, view, view_all
+from tikv.arrays import ArrayView, Views, view, view_all
 from tikv.errors import ShapeError
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import Results
@@ -22,7 +22,16 @@ from tikv.ops.attention.terms import check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, layer_plan, results_of, weigh
+from tikv.stores.layers.attend import (
+    cache_plan,
+    last_queries,
+    layer_arrays,
+    layer_plan,
+    mass_shape,
+    refuse_wrapped,
+    results_of,
+    weigh,
+)
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
 
@@ -34,7 +43,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     """
     memory, layout = appends.memory, request.layout
     live, scores, return_lse = memory.runtime, request.scores, request.return_lse
-    mass_queries = request.asked_mass(operation, memory.rows.k.format)
+    mass = request.asked_mass(operation)
     k_rows = view_all(arrays[1:], ROWS, operation)
     rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
@@ -46,6 +55,9 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = request.terms.views(operation)
     plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # raises if something does not fit
+    block = request.in_block(operation, tokens)
+    if block:
+        refuse_wrapped(operation, layer, tokens)
     if tree_of(added) and tokens > MOST_QUERIES:
         raise ShapeError(
             f"{operation}: a mask or a tree covers {tokens} new tokens. Use at most {MOST_QUERIES} at a time."
@@ -54,8 +66,11 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
         check_parents(operation, added["parents"], live)
 
     out = queries.new_out(like, memory.rows.v.width, live)
-    lse = queries.new_lse(like, live) if return_lse or mass_queries != 0 else None
-    mass = None
+    lse = queries.new_lse(like, live) if return_lse or mass else None
+    to_mass = None
+    if mass:
+        others = {**layer_arrays(layer, q), "new k": new[0], "new v": new[1]}
+        to_mass = mass.array(operation, like, mass_shape(memory, layer.held_after(tokens)), live, others)
     results = [view(out, "out", operation)]
     if lse is not None:
         results.append(view(lse, "lse", operation))
@@ -78,14 +93,14 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
                 appends.append(operation, layer, k_rows, layout)
             else:
                 appends.append(operation, layer, k_rows, layout)
-                call.attend_over_layer(staged_q, to, to_lse)
-            if mass_queries != 0 and to_lse is not None:
-                mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
+                call.attend_over_layer(staged_q, to, to_lse, block)
+            if mass and to_lse is not None:
+                mass.start(to_mass)
+                call.weigh(*last_queries(staged_q, to_lse, mass.queries), mass, to_mass, block)
             stage.finish()
-        elif mass_queries != 0:
-            shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
-            mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
-        return results_of(out, lse if return_lse else None, mass)
+        elif mass:
+            mass.start(to_mass)
+        return results_of(out, lse if return_lse else None, to_mass)
 
 
 BOTH = Results(return_lse=True)  # results and log-sum-exps, in new arrays
@@ -101,11 +116,37 @@ class _Extension(NamedTuple):
     terms: Mapping[str, ArrayView]
     most_queries: int  # in one launch
 
-    def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
-        """Attention over a layer that already has the new tokens, and still has all that their queries see."""
-        behind = self.layer.length - q.shape[2]
-        for _, end, piece, to in self._pieces(q, out, lse, self.most_queries):
-            self._over_layer(piece, self.terms, behind + end, 0, to)
+    def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None, block: int) -> None:
+        """Attention over a layer that already has the new tokens, and still has all that their queries see.
+
+        The last `block` queries see all of them.
+        """
+        behind, causal, tokens = self.layer.length - q.shape[2], q.shape[2] - block, q.shape[2]
+        for first, last in ((0, causal), (causal, tokens)) if block else ((0, tokens),):
+            read, to_out = (a.part(2, first, last) for a in (q, out))
+            to_lse = None if lse is None else lse.part(2, first, last)
+            for _, end, piece, to in self._pieces(read, to_out, to_lse, self.most_queries):
+                of_block = first == causal and block > 0
+                length = behind + (tokens if of_block else end)
+                self._over_layer(piece, self.terms, length, 0, to, causal=not of_block)
+
+    def weigh(self, q: ArrayView, lse: ArrayView, mass: Mass, to: Any, block: int) -> None:
+        """The mass of the keys, from queries of which the last `block` see all new tokens."""
+        memory, tokens = self.appends.memory, q.shape[2]
+        if not block:
+            weigh(self.operation, memory, self.layer, q, lse, self.scores, mass, to)
+            return
+        block = min(block, tokens)
+        if block < tokens:  # queries before the block are those of tokens before its own
+            arrays = layer_arrays(self.layer, q.part(2, 0, tokens - block))
+            length = self.layer.length - block
+            if self.layer.head_lengths is not None:
+                arrays["lens"], length = self.layer.head_lengths.shifted(-block), 0
+            plan = layer_plan(memory.runtime, self.operation, arrays, self.layer, self.scores)
+            seen = AttendedTokens(length, self.layer.valid_from)
+            plan.weigh(arrays, lse.part(2, 0, tokens - block), view(to, "mass", self.operation), seen, mass.kind)
+        last = q.part(2, tokens - block, tokens), lse.part(2, tokens - block, tokens)
+        weigh(self.operation, memory, self.layer, *last, self.scores, mass, to, causal=False)
 
     def token_by_token(
         self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
@@ -138,13 +179,15 @@ class _Extension(NamedTuple):
             to_lse = None if lse is None else lse.part(2, first, end)
             yield first, end, q.part(2, first, end), Results(out.part(2, first, end), lse is not None, to_lse)
 
-    def _over_layer(self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results) -> Any:
+    def _over_layer(
+        self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results, causal: bool = True
+    ) -> Any:
         """Attention over the first `length` tokens of the layer, for queries that end `ahead` tokens after them."""
         layer = self.layer
         arrays = layer_arrays(layer, q, terms)
         if layer.head_lengths is not None:
             arrays["lens"], length = layer.head_lengths.shifted(length - layer.length), 0
-        plan = layer_plan(self.appends.memory.runtime, self.operation, arrays, layer, self.scores)
+        plan = layer_plan(self.appends.memory.runtime, self.operation, arrays, layer, self.scores, causal)
         return plan.attend(None, arrays, AttendedTokens(length, layer.valid_from, ahead), to)
 
     def _over_new(

@@ -179,6 +179,11 @@ class HostLayers(LayerStorage):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, over the copy; new tokens go to the host as well."""
         frame = self._bring(operation, layer)
+        if not request.keep:
+            try:
+                return frame.content.extend(operation, 0, arrays, request)
+            finally:
+                frame.transfer.used()
         with self.whole.attempted(operation, layer), self._of(layer).writing(layer, frame):
             result = frame.content.extend(operation, 0, arrays, request)
             rows = view_all(arrays[1:], ROWS, operation)
@@ -188,6 +193,12 @@ class HostLayers(LayerStorage):
     @uninterrupted
     def _append_to_host(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         self.whole.append(operation, layer, rows, layout)
+
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`, on the host; copies are made again."""
+        refuse_capture(self.runtime, operation)
+        with self._on_host():
+            self.whole.rewrite(operation, layer, start, rows, layout)
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`, from the host to the device."""
@@ -204,9 +215,9 @@ class HostLayers(LayerStorage):
     def reset(self) -> None:
         self.whole.reset()
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         with self._on_host():
-            self.whole.compact(operation, keeps, rope)
+            self.whole.compact(operation, keeps, rope, merge)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:
         with self._on_host():

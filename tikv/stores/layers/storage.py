@@ -210,6 +210,10 @@ class LayerStorage(abc.ABC):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """Attention over what a layer holds and over new tokens, which are appended; `KVCacheStore.extend`."""
 
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """Write new rows to the places of the tokens from position `start` on; `KVCacheStore.rewrite`."""
+        self._refuse(operation)
+
     @abc.abstractmethod
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """What a layer holds, in temporal order, as a copy; `KVCacheStore.tokens`."""
@@ -276,8 +280,8 @@ class LayerStorage(abc.ABC):
         """The least and the greatest of each page of a layer's keys; `KVCacheStore.page_summaries`."""
         self._refuse(operation)
 
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
-        """Keep some of the tokens of these layers; `KVCacheStore.compact`."""
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
+        """Keep some of the tokens of these layers, of one if rows are merged; `KVCacheStore.compact`."""
         self._refuse(operation)
 
     def commit(self, operation: str, path: Any, drafted: int | None, draft: Draft) -> None:

@@ -23,6 +23,7 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
 from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -34,18 +35,28 @@ from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.history import History
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, results_of
+from tikv.stores.layers.attend import (
+    cache_plan,
+    last_queries,
+    layer_arrays,
+    refuse_missing,
+    refuse_wrapped,
+    results_of,
+    too_many,
+)
 from tikv.stores.layers.channel_codes import ChannelCodes
-from tikv.stores.layers.coded_arrays import ScoreMemory
+from tikv.stores.layers.coded_arrays import ScoreMemory, Weighing
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
+from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
+from tikv.stores.layers.unkept import unkept_call
 from tikv.stores.limits import require_memory
 
-REFUSED = ("seq_lens", "alibi_slopes", "return_mass", "mass_queries", "out", "mask", "parents", "indices")
+REFUSED = ("seq_lens", "alibi_slopes", "out", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):
@@ -107,9 +118,6 @@ class TokenGroupLayers(LayerStorage):
     def quantised(self, operation: str, layer: int) -> int:
         return self.codes[layer].tokens
 
-    def check_drawn_mass(self, operation: str) -> None:
-        raise OptionError(f"{operation}: {self.title} has no attention mass. Leave mass out.")
-
     # --- writes
 
     @uninterrupted
@@ -165,6 +173,20 @@ class TokenGroupLayers(LayerStorage):
 
     # --- reads
 
+    def rewrite(self, operation: str, layer: int, start: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.rewrite`, for sinks and tokens that are not codes yet."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
+        tokens = tokens_of(rows[0], layout)
+        first = rewritten_from(operation, counts, start, tokens)
+        coded = ring.sinks + codes.tokens if codes.tokens else 0
+        if first < coded and first + tokens > ring.sinks:
+            oldest = start + coded - first
+            raise PositionError(
+                f"{operation}: position {start} of layer {layer} cannot be rewritten: tokens before {oldest} are "
+                f"codes, quantised once. Rewrite tokens from {oldest} on."
+            )
+        rewrite_layer(operation, self.newest.appends, ring, first, rows, layout)
+
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`; keys are float32."""
         return self.tokens_from(operation, layer, 0)
@@ -193,7 +215,7 @@ class TokenGroupLayers(LayerStorage):
         Raises:
             PositionError: a query's own token is codes already (`extend` attends before that), or with a window a query
                 would see a token that was overwritten.
-            OptionError: slopes, mass, ``seq_lens`` or torch's attention are asked for.
+            OptionError: slopes, ``seq_lens`` or torch's attention are asked for.
         """
         return self.attend_since(operation, layer, q, request, self.counts[layer].valid_from)
 
@@ -205,6 +227,10 @@ class TokenGroupLayers(LayerStorage):
         scores, terms = request.scores, request.terms.views(operation)
         sizes, q_view = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            refuse_wrapped(operation, self.counts[layer], 0)
         several = with_tokens(queries.as_read(q_view), 4)
         self._ring_plan(operation, layer, several, scores, terms)
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
@@ -214,24 +240,43 @@ class TokenGroupLayers(LayerStorage):
                 f"{ring.index} are not codes yet. Attend with at most that many, or use extend(), which attends as it "
                 f"appends.{queries.remedy(newest, heads)}"
             )
-        if request.missing == "raise" and queries.tokens > 1:
+        if request.missing == "raise" and queries.tokens > 1 and not block:
             refuse_missing(operation, self.counts[layer], queries.tokens, False)
+        mass = request.asked_mass(operation)
+        to_mass = self._mass_array(operation, layer, q, mass, {"q": q_view}) if mass else None
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since)
-        return results_of(result, lse if request.return_lse else None, None)
+        causal = not block
+        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since, causal=causal)
+        if mass:
+            mass.start(to_mass)
+            asking = last_queries(several, to_lse, mass.queries)
+            to_weights = view(to_mass, "mass", operation)
+            self._weigh(operation, layer, *asking, to_weights, mass.kind, scores, since, causal=causal)
+        return results_of(result, lse if request.return_lse else None, to_mass)
+
+    def _mass_array(
+        self, operation: str, layer: int, like: Any, mass: Mass, others: dict[str, ArrayView], tokens: int = 0
+    ) -> Any:
+        """The checked array that gets the mass of what the layer holds after so many new tokens, or a new one."""
+        shape = self.batch_size, self.config.num_kv_heads, self.counts[layer].held_after(tokens)
+        return mass.array(operation, like, shape, self.runtime, others)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         request.refuse(operation, REFUSED, f"{self.title} does not support", "Leave it out, or use axis='head_dim'.")
 
     def _ring_plan(
-        self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView]
-    ) -> tuple[AttentionPlan, dict[str, ArrayView]]:
-        """The plan of attention over the sinks and the newest tokens, and its arrays."""
-        ring, span = self.newest.counts[layer], self.counts[layer].ring or self.newest.counts[layer].ring
+        self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView],
+        ahead: int = 0, causal: bool = True,
+    ) -> tuple[AttentionPlan, dict[str, ArrayView]]:  # fmt: skip
+        """The plan of attention over the sinks and the newest tokens, for queries that may be `ahead`; its arrays."""
+        ring, span = self.newest.counts[layer], self.counts[layer].ring
+        if not span and not ahead:
+            span = ring.ring
         arrays = layer_arrays(ring, q, terms)
-        plan = cache_plan(self.runtime, operation, arrays, scores, span, ring.sinks, ring.ring, ring.formats)
+        form = span, ring.sinks, ring.ring, ring.formats
+        plan = cache_plan(self.runtime, operation, arrays, scores, *form, causal=causal)
         return plan, arrays
 
     def _attend(
@@ -243,20 +288,42 @@ class TokenGroupLayers(LayerStorage):
         terms: dict[str, ArrayView],
         to: Results,
         since: int,
+        ahead: int = 0,
+        causal: bool = True,
     ) -> None:
-        """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on."""
+        """Attention of (batch, Hq, T, D) queries of the newest tokens over tokens from position `since` on.
+
+        With `ahead`, the last query is that of a token so many after the newest. Without `causal`, all see the newest.
+        """
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
-        plan, arrays = self._ring_plan(operation, layer, q, scores, terms)
+        plan, arrays = self._ring_plan(operation, layer, q, scores, terms, ahead, causal)
         oldest = max(codes.first, since - ring.sinks)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
-        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since))
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
         if codes.tokens <= oldest:
             plan.attend(None, arrays, tokens, to)
             return
         of_ring = plan.attend(None, arrays, tokens, self.scratch.partial("of the newest", to.out.shape))
-        ahead = ring.length - ring.sinks - codes.tokens
+        ahead += ring.length - ring.sinks - codes.tokens
         of_codes = codes.attend(operation, q, scores, oldest, (counts.ring, ahead) if counts.ring else None)
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
+
+    def _weigh(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str,
+        scores: AttentionScale, since: int, ahead: int = 0, causal: bool = True,
+    ) -> None:  # fmt: skip
+        """Add the mass that queries as in `_attend` give the sinks and the tokens from position `since` on to `to`."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
+        plan, arrays = self._ring_plan(operation, layer, q, scores, {}, ahead, causal)
+        oldest = max(codes.first, since - ring.sinks)
+        coded = max(0, codes.tokens - oldest)
+        plain = ring.sinks + codes.tokens if codes.tokens else 0
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
+        plan.weigh(arrays, lse, to, tokens, kind, coded)
+        if coded:
+            ahead += ring.length - ring.sinks - codes.tokens
+            part = Weighing(lse, to.part(2, ring.sinks, ring.sinks + coded), kind)
+            codes.weigh(operation, q, part, scores, oldest, (counts.ring, ahead) if counts.ring else None)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, with as many tokens at a time as the ring has room for.
@@ -265,6 +332,11 @@ class TokenGroupLayers(LayerStorage):
         """
         live, (q, k, v) = self.runtime, arrays
         self._refuse_options(operation, request)
+        if not request.keep:
+            return self._extend_unkept(operation, layer, arrays, request)
+        if request.block is not None:
+            remedy = "Append the tokens, and attend with block=."
+            request.refuse(operation, ("block",), f"{self.title} does not support", remedy)
         scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
@@ -272,15 +344,50 @@ class TokenGroupLayers(LayerStorage):
         queries = extend_queries(operation, q_view, request.layout, *sizes, live)
         asked = queries.as_read(q_view)
         self._ring_plan(operation, layer, asked, scores, terms)
+        mass, to_mass, tokens = request.asked_mass(operation), None, sizes[-1]
+        if mass:
+            others = {"q": q_view, "k": rows[0], "v": rows[1]}
+            to_mass = self._mass_array(operation, layer, q, mass, others, tokens)
+        first_weighed = tokens if not mass else 0 if mass.queries is None else tokens - mass.queries
+        counts = self.counts[layer]
+        held_from = max(counts.valid_from, counts.length + tokens - counts.ring if counts.ring else 0)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
         with self.attempted(operation, layer):
+            mass.start(to_mass)
             for part in self._parts(operation, layer, rows, axes[0]):
                 since = self.counts[layer].valid_from
                 self._append(operation, layer, part, request.layout)
                 views = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
                 self._attend(operation, layer, views[0], scores, terms, Results(views[1], True, views[2]), since)
-            return results_of(out, lse if request.return_lse else None, None)
+                if first_weighed < part.end:
+                    last, their_lse = (a.part(2, max(part.first, first_weighed), part.end) for a in (asked, to_lse))
+                    weights = view(to_mass, "mass", operation)
+                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, scores, held_from)
+            return results_of(out, lse if request.return_lse else None, to_mass)
+
+    def _extend_unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """`extend` with ``keep=False``."""
+        scores, counts, ring = request.scores, self.counts[layer], self.newest.counts[layer]
+
+        def check(q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
+            self._ring_plan(operation, layer, q, scores, dict(terms), len(q.shape))
+
+        def over_held(q: ArrayView, ahead: int, terms: Mapping[str, ArrayView], to: Results) -> Any:
+            if ring.length == 0 or (counts.ring and not ring.sinks and ahead - q.shape[2] + 1 >= counts.ring):
+                return None
+            self._attend(operation, layer, q, scores, dict(terms), to, counts.valid_from, ahead)
+            return to.out, to.lse
+
+        def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
+            to = view(to_mass, "mass", operation)
+            self._weigh(operation, layer, q, lse, to, mass.kind, scores, counts.valid_from, new)
+
+        run = unkept_call(
+            operation, self.newest.appends, ring, arrays, request, counts.held_after(0), check, counts.ring
+        )
+        new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
+        return run(over_held, weigh)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""
@@ -290,8 +397,13 @@ class TokenGroupLayers(LayerStorage):
     # --- dropping and moving tokens
 
     @uninterrupted
-    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None, merge: Any = None) -> None:
         """As `LayerStorage.compact`, for whole groups; all layers are copied before any is written."""
+        if merge is not None:
+            raise OptionError(
+                f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a "
+                "second time, with other scales. Leave merge out, or use axis='head_dim'."
+            )
         if rope is not None:
             raise OptionError(
                 f"{operation}: {self.title} does not rotate keys, since those that are codes would be quantised a "

@@ -31,7 +31,7 @@ def begin_append(
     It takes blocks for them; the write happens within `Changing`, and `Sequences.commit` counts it.
     """
     ids = pages.ids(seqs, operation)
-    bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
+    bounds = cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
     return pages.sequences.begin(operation, layer, ids, bounds, rows, part)
 
 
@@ -122,7 +122,7 @@ class HeadWrite(RowWrite):
         return slots if self.together else slots.reshape(-1, self.heads).T.ravel()
 
 
-def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
+def cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
     """The cumulative numbers of tokens, which must agree with the number of rows."""
     if cu_seqlens is None:
         if rows != count:

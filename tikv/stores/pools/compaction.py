@@ -15,18 +15,24 @@ from tikv.ops.plan import Launch
 from tikv.ops.rotate import Rope
 from tikv.stores.history import History
 from tikv.stores.layers.drafts import check_ascending
+from tikv.stores.layers.merging import refuse_with_rope
 from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
+from tikv.stores.pools.merging import PagedMerge
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.rows import Moves, move_in_place, move_rows
 from tikv.stores.pools.sequences import SequenceState
 
 
 def compact(
-    operation: str, pages: Pages[Any], layer: int, state: SequenceState, keep: Array, rope: Rope | None
-) -> None:
+    operation: str, pages: Pages[Any], layer: int, state: SequenceState, keep: Array, rope: Rope | None,
+    merge: Any = None,
+) -> None:  # fmt: skip
     """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
     pages.refuse_pieces(operation)
+    if merge is not None:
+        refuse_with_rope(operation, rope)
+        pages.refuse_merge(operation)
     if rope is not None:
         pages.check_rope(operation, layer, rope)
     # Indices or a mask of one sequence get an axis of sequences; what is not an array is refused later.
@@ -34,10 +40,11 @@ def compact(
     held = pages.sequences.held(layer, state)
     rows = HeadRows(1, pages.config.num_kv_heads, int(np.max(held)), held[None] if pages.config.per_head else held)
     index = host_kept_indices(of_one, rows, pages.runtime, operation)[0]
+    merged = None if merge is None else PagedMerge.of(operation, pages, layer, state, index, held, merge)
     if isinstance(pages.sequences, HeadSequences):
-        _compact_heads(operation, pages, pages.sequences, layer, state, index, rope)
+        _compact_heads(operation, pages, pages.sequences, layer, state, index, rope, merged)
     else:
-        _compact_alike(operation, pages, layer, state, _same_for_all(index, operation), rope)
+        _compact_alike(operation, pages, layer, state, _same_for_all(index, operation), rope, merged)
 
 
 def _compact_heads(
@@ -48,18 +55,22 @@ def _compact_heads(
     state: SequenceState,
     index: Host,
     rope: Rope | None,
+    merged: PagedMerge | None,
 ) -> None:
     """Keep different tokens for each head, if a block holds tokens of one head only."""
     rotated, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
     moves = sequences.moves(layer, state, by_head, rotated)
     move(operation, pages, layer, moves, rope)
+    if merged is not None:
+        merged.write(operation, [head.blocks for head in sequences.of_heads(layer, state)])
     sequences.compact_heads(layer, state, by_head, rotated)
 
 
 def _compact_alike(
-    operation: str, pages: Pages[Any], layer: int, state: SequenceState, indices: Host, rope: Rope | None
-) -> None:
+    operation: str, pages: Pages[Any], layer: int, state: SequenceState, indices: Host, rope: Rope | None,
+    merged: PagedMerge | None,
+) -> None:  # fmt: skip
     """Keep the same tokens for all heads, in blocks that other sequences may share."""
     sequences, count, held = pages.sequences, len(indices), state.lengths[layer]
     new, before = np.arange(count), state.positions(layer)[indices]
@@ -67,10 +78,14 @@ def _compact_alike(
     moves = Moves(indices, new, before, before if rope is None else new)
     changed = moves.changed
     first = int(changed.argmax()) if changed.any() else count
+    if merged is not None:
+        first = min(first, merged.first)
     step = sequences.begin_compaction(operation, state, first, count)
     with Changing(pages, step) as change:
         change.copy_shared()
         pages.move(operation, layer, state, step.tables[0], moves, rope)
+        if merged is not None:
+            merged.write(operation, [step.tables[0]] * pages.config.num_kv_heads)
     next_position = held + state.shift(layer) if rope is None else count
     sequences.compact(layer, step, first, History.of_rows([moves.after], state.appended(layer), next_position))
 

@@ -10,6 +10,7 @@ which their tokens differ was copied before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.call import attention_call
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import fill
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
@@ -29,23 +32,24 @@ from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
 from tikv.ops.rotate import Rope
+from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
-from tikv.stores.layers.attend import results_of
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.attend import last_queries, results_of, too_many
+from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
 from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
-from tikv.stores.pools.append import RowWrite, begin_append, check_rows
+from tikv.stores.layers.unkept import UnkeptTokens
+from tikv.stores.pools.append import RowWrite, begin_append, check_rows, cumulated
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
-from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.rows import Moves, of_all_heads, pairs_of
-from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
+from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed, rewritten_back
 from tikv.stores.row_format import ROWS, RowFormats, check_appended
 
 FIRST_SEQUENCES = 4  # the first pages of new tokens are for this many sequences
@@ -265,6 +269,13 @@ class TokenGroupPages(Pages[BlockPools]):
                 why = "older tokens became codes when its newest were appended"
                 raise state.cannot_align(operation, layer, n, why)
 
+    def refuse_merge(self, operation: str) -> None:
+        """As in `Pages`: codes would be quantised a second time."""
+        raise OptionError(
+            f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a second "
+            "time, with other scales. Leave merge out, or use axis='head_dim'."
+        )
+
     def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
         """As in `Pages`: a group of codes must be kept as a whole."""
         coded = Coded(0, self.coded[state.number][layer], self.quant.group)
@@ -444,6 +455,25 @@ class TokenGroupPages(Pages[BlockPools]):
             copy_rows(live, operation, self._rows_of_page(layer, page), to(at), self.config.rows.widths, shape)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
+    def rewrite(
+        self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
+    ) -> None:
+        """As in `Pages`, for tokens that are not codes yet."""
+        check_rows(operation, self.config, rows, layout)
+        rows = [rows_first(a, layout) for a in rows]
+        tokens, coded = rows[0].shape[0], self.coded[state.number][layer]
+        first = state.lengths[layer] - rewritten_back(operation, layer, state, start, tokens)
+        if first < coded:
+            oldest = start + coded - first
+            raise PositionError(
+                f"{operation}: position {start} of sequence {state.number} cannot be rewritten: tokens before {oldest} "
+                f"are codes, quantised once. Rewrite tokens from {oldest} on."
+            )
+        pages = self.new.in_order(state.number, coded)
+        slots = slots_of(pages, first - coded + np.arange(tokens), self.quant.group).astype(np.int32)
+        for call in self._write(operation, layer, rows).calls(rows, self.tables.upload(f"rewritten {layer}", slots)):
+            call.run()
+
     def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
         """As in `Pages`; codes and new pages are read in place."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
@@ -454,6 +484,10 @@ class TokenGroupPages(Pages[BlockPools]):
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
         q_view = view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            request = request._replace(causal=False)
         for state in states:
             new = state.lengths[layer] - self.coded[state.number][layer]
             state.check_queries(operation, layer, queries.tokens, request)
@@ -463,13 +497,92 @@ class TokenGroupPages(Pages[BlockPools]):
                     f"{state.number} are not codes yet. Attend with at most that many, or use extend(), which "
                     "attends as it appends."
                 )
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            to_mass = mass.array(operation, q, shape, live, {"q": q_view})
         result, lse = queries.new_out(q, config.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(
-            operation, layer, with_tokens(queries.as_read(q_view), 4), states, request, Results(to, True, to_lse)
+        asked = with_tokens(queries.as_read(q_view), 4)
+        self._attend(operation, layer, asked, states, request, Results(to, True, to_lse))
+        if mass:
+            mass.start(to_mass)
+            last, their_lse = last_queries(asked, to_lse, mass.queries)
+            arrays = last, their_lse, view(to_mass, "mass", operation)
+            for i, state in enumerate(states):
+                one, lse_of, weights = (a.part(0, i, i + 1) for a in arrays)
+                self._weigh(operation, layer, one, lse_of, weights, mass.kind, state, request)
+        return results_of(result, lse if request.return_lse else None, to_mass)
+
+    def _extend_unkept(
+        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
+        cu_seqlens: Any, request: AttendRequest,
+    ) -> Any:  # fmt: skip
+        """`extend` with ``keep=False``, sequence by sequence."""
+        live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
+        states = [self.sequences.state(seq, operation) for seq in ids]
+        bounds = cumulated(cu_seqlens, len(ids), rows[0].shape[0], operation, live)
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            others = {"q": asking, "k": rows[0], "v": rows[1]}
+            to_mass = mass.array(operation, like, shape, live, others)
+        lead = asking.shape[:2] if request.layout == "token_major" else asking.shape[1::-1]
+        result = new_like(like, (*lead, config.rows.v.width), asking.dtype, live, zeroed=True)
+        sums = new_like(like, lead, dtypes.float32, live)
+        fill(sums, -np.inf)
+        mass.start(to_mass)
+        views = [rows_first(view(a, "results", operation), request.layout) for a in (result, sums)]
+        stage = Staging(live, [asking, *rows, *views], [False] * 3 + [True] * 2)
+        for i, state in enumerate(states):
+            tokens = bounds[i + 1] - bounds[i]
+            if tokens:
+                q, k, v, out, lse = (_of_one(a.part(0, *bounds[i : i + 2])) for a in stage.arrays)
+                terms = request.terms.views(operation)
+                new = UnkeptTokens(live, operation, k, v, request.scores, terms)
+                new.attend(q, out, lse, functools.partial(self._over_held, operation, layer, state, request))
+                if mass and state.lengths[layer]:
+                    weights = view(to_mass, "mass", operation).part(0, i, i + 1)
+                    last, their_lse = last_queries(q, lse, mass.queries)
+                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request, tokens)
+        stage.finish()
+        return results_of(result, sums if request.return_lse else None, to_mass)
+
+    def _over_held(
+        self, operation: str, layer: int, state: SequenceState, request: AttendRequest, q: ArrayView, ahead: int,
+        terms: Any, to: Results,
+    ) -> Any:  # fmt: skip
+        """Attention of queries that are `ahead` of what a sequence holds; None if it holds nothing."""
+        if not state.lengths[layer]:
+            return None
+        self._attend(operation, layer, q, [state], request, to, ahead)
+        return to.out, to.lse
+
+    def _weigh(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str, state: SequenceState,
+        request: AttendRequest, ahead: int = 0,
+    ) -> None:  # fmt: skip
+        """Add the mass that (1, Hq, T, D) queries of a sequence's newest tokens give its tokens to `to`."""
+        coded, length, size = self.coded[state.number][layer], state.lengths[layer], self.config.block_size
+        pages = np.array([self.new.in_order(state.number, coded)], np.int32)
+        caches = self.new.pools.caches[layer]._replace(
+            table=self.tables.upload(f"weighed new pages {layer}", pages), lens=length - coded
         )
-        return results_of(result, lse if request.return_lse else None, None)
+        plain = AttendRequest(scale=request.scale, softcap=request.softcap, causal=request.causal, short=True)
+        call, newest = attention_call(operation, q, caches, plain), to.part(2, coded, length)
+        call.plan.weigh(dict(call.arrays), lse, newest, AttendedTokens(call.length, ahead=ahead), kind)
+        if coded:
+            blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
+            paged = {"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)}
+            values = ScoredValues(
+                self._codes[layer].values_of_blocks, self.config.rows.v.width, blocks_of.shape[1] * size, page=size,
+                blocks=self.config.num_blocks,
+            )  # fmt: skip
+            weighing, groups = Weighing(lse, to.part(2, 0, coded), kind), coded // self.quant.group
+            self._codes[layer].weigh(
+                operation, q, weighing, request.scores, groups, values, self.scratch, AttendedTokens(coded), paged,
+            )  # fmt: skip
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         title, remedy = f"{self.title} does not support", "Leave it out, or use axis='head_dim'."
@@ -478,9 +591,9 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def _attend(
         self, operation: str, layer: int, q: ArrayView, states: Sequence[SequenceState], request: AttendRequest,
-        to: Results,
+        to: Results, ahead: int = 0,
     ) -> None:  # fmt: skip
-        """Attention of (B, Hq, T, D) queries of the newest tokens of sequences."""
+        """Attention of (B, Hq, T, D) queries of the newest tokens of sequences, or of tokens that are `ahead`."""
         size, codes = self.config.block_size, self._codes[layer]
         coded = np.array([self.coded[state.number][layer] for state in states], np.int32)
         lens = np.array([state.lengths[layer] for state in states], np.int32) - coded
@@ -491,10 +604,12 @@ class TokenGroupPages(Pages[BlockPools]):
             lens=self.tables.known(f"new tokens {layer}", lens),
         )
         call = attention_call(operation, q, caches, request._replace(short=True))
+        tokens = AttendedTokens(call.length, ahead=ahead)
         if not coded.any():
-            call.attend(None, to)
+            call.plan.attend(None, dict(call.arrays), tokens, to)
             return
-        newest = call.attend(None, self.scratch.partial("of the newest", to.out.shape))
+        part = self.scratch.partial("of the newest", to.out.shape)
+        newest = call.plan.attend(None, dict(call.arrays), tokens, part)
         table = self.tables.block_tables(layer, self.sequences, tuple(s.number for s in states), states)[0]
         paged = {"table": table, "lens": self.tables.known(f"coded {layer}", coded)}
         values = ScoredValues(
@@ -512,6 +627,9 @@ class TokenGroupPages(Pages[BlockPools]):
         """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""
         live, config, quant = self.runtime, self.config, self.quant
         self._refuse_options(operation, request)
+        if request.block is not None:
+            title, remedy = f"{self.title} does not support", "Append the tokens, and attend with block=."
+            request.refuse(operation, ("block",), title, remedy)
         q, *kv = (view(a, name, operation) for a, name in zip(arrays, "qkv", strict=True))
         check_rows(operation, config, kv, request.layout)
         rows = [rows_first(a, request.layout) for a in kv]
@@ -520,6 +638,8 @@ class TokenGroupPages(Pages[BlockPools]):
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
+        if not request.keep:
+            return self._extend_unkept(operation, layer, arrays[0], asking, rows, seqs, cu_seqlens, request)
         step = begin_append(
             self, operation, layer, seqs, cu_seqlens, rows[0].shape[0]
         )  # checks that there is room for all
@@ -533,9 +653,16 @@ class TokenGroupPages(Pages[BlockPools]):
             fill(sums, -np.inf)
         to, to_lse = (rows_first(view(a, "out", operation), request.layout) for a in (result, sums))
         before = [state.lengths[layer] for state in step.states]
+        mass, to_mass = request.asked_mass(operation), None
+        if mass:
+            ends = np.array(before) + np.diff(step.cu_seqlens)
+            shape = len(ends), config.num_kv_heads, int(np.max(ends, initial=0))
+            to_mass = mass.array(operation, arrays[0], shape, live, {"q": asking, "k": rows[0], "v": rows[1]})
+            mass.start(to_mass)
         try:
             for i, state in enumerate(step.states):
                 first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
+                weighed = end if not mass else first if mass.queries is None else max(first, end - mass.queries)
                 while first < end:
                     free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
                     count = min(end - first, free or quant.group, MOST_QUERIES)
@@ -543,6 +670,11 @@ class TokenGroupPages(Pages[BlockPools]):
                     self.append(operation, layer, next_rows, [state.number], [0, count], "token_major", part=True)
                     part, out, lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
                     self._attend(operation, layer, part, [state], request, Results(out, True, lse))
+                    if weighed < first + count:
+                        begin = max(0, weighed - first)
+                        last, their_lse = part.part(2, begin, count), lse.part(2, begin, count)
+                        weights = view(to_mass, "mass", operation).part(0, i, i + 1)
+                        self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request)
                     first += count
         except BaseException as error:
             with Held():
@@ -554,7 +686,7 @@ class TokenGroupPages(Pages[BlockPools]):
                         f"layer {layer} now holds {lengths} tokens of each sequence.",
                     )
             raise
-        return results_of(result, sums if request.return_lse else None, None)
+        return results_of(result, sums if request.return_lse else None, to_mass)
 
 
 def _of_one(a: ArrayView) -> ArrayView:

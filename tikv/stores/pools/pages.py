@@ -80,8 +80,17 @@ class Pages(abc.ABC, Generic[Memory]):
         """Append new tokens of some sequences and attend with their queries; `PagedKVCacheStore.extend`."""
 
     @abc.abstractmethod
+    def rewrite(
+        self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
+    ) -> None:
+        """Write new rows to the places of a sequence's tokens from position `start` on; `PagedKVCacheStore.rewrite`."""
+
+    @abc.abstractmethod
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
         """A copy of what a layer of a sequence holds; `PagedKVCacheStore.tokens`."""
+
+    def refuse_merge(self, operation: str) -> None:
+        """Raise OptionError if rows of these pages cannot be merged."""
 
     @abc.abstractmethod
     def move(

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view, write_host
+from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view
 from tikv.errors import ShapeError
 from tikv.ops.attention.call import AttentionCall, attention_call
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.mass import fill
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
 from tikv.ops.attention.plan import Results
@@ -25,7 +27,9 @@ from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
+from tikv.stores.layers.attend import results_of
 from tikv.stores.layers.queries import rows_first, rows_of_queries
+from tikv.stores.layers.unkept import UnkeptTokens
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.shared_prefix import Neighbours, SharedAttention, pool_call, serves
@@ -57,7 +61,9 @@ class RaggedAttention:
         of_pools = config.num_kv_heads, config.rows.k.width
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
-        self.mass_queries = request.asked_mass(operation, config.rows.k.format)
+        self.mass, self._to_mass = request.asked_mass(operation), None
+        self._two_sided = request.in_block(operation, self.q.shape[0])  # last queries of a sequence that see all
+        self._of_block = request._replace(causal=False)
         self._caches, self._request, self._tables = pages.pools.caches[layer], request, pages.tables
         self._block = pages.block
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
@@ -89,9 +95,18 @@ class RaggedAttention:
         if "parents" in terms:
             check_parents(self.operation, terms["parents"], self.live)
 
-    def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
+    def _call(
+        self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView], causal: bool = True
+    ) -> AttentionCall:
         caches = self._caches._replace(table=table, lens=lens)
-        return attention_call(self.operation, q, caches, self._request, terms=terms)
+        return attention_call(self.operation, q, caches, self._request if causal else self._of_block, terms=terms)
+
+    def take_mass(self, sequences: int, longest: int, rows: Sequence[ArrayView]) -> None:
+        """Take the array that gets the mass, for heads that hold up to `longest` tokens; raises if it does not fit."""
+        if self.mass:
+            shape = sequences, self._config.num_kv_heads, longest
+            read = {"q": self.q, **dict(zip("kv", rows, strict=True))}
+            self._to_mass = self.mass.array(self.operation, self.caller_q, shape, self.live, read)
 
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
@@ -108,7 +123,12 @@ class RaggedAttention:
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
         tokens = rows // max(1, len(ends))
-        if self.mass_queries == 0 and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
+        if (
+            not self.mass
+            and not self._two_sided
+            and 0 < tokens <= MOST_QUERIES
+            and cu_seqlens == tuple(range(0, rows + 1, tokens))
+        ):
             run = _Run(0, len(ends), tokens, 0, tables, lens, ends)
             if self._neighbours(run) is None:
                 as_read = functools.partial(self._as_sequences, tokens)
@@ -116,13 +136,13 @@ class RaggedAttention:
                 return call.attend(self.caller_q, Results(None, self.return_lse, lead=lead, as_read=as_read))
         padded = cu_seqlens[-1] < rows
         results = [new_like(self.caller_q, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
-        if self.return_lse or self.mass_queries != 0:
+        if self.return_lse or self.mass:
             results.append(new_like(self.caller_q, lead, dtypes.float32, live))
             if padded:
                 fill(results[1], -np.inf)
-        if self.mass_queries != 0:
-            shape = (len(ends), self._config.num_kv_heads, int(np.max(ends, initial=0)))
-            results.append(new_like(self.caller_q, shape, dtypes.float32, live, zeroed=True))
+        if self.mass:
+            results.append(self._to_mass)
+            self.mass.start(self._to_mass)
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         views[:2] = [rows_first(a, self.layout) for a in views[:2]]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
@@ -131,7 +151,7 @@ class RaggedAttention:
             of_these = tables.part(0, first, end), lens.part(0, first, end), ends[first:end]
             run = _Run(first, end, tokens, row, *of_these)
             self._attend_run(run, stage.arrays[:3])
-            if self.mass_queries != 0:
+            if self.mass:
                 self._weigh_run(run, *stage.arrays)
         stage.finish()
         if not self.return_lse:
@@ -139,13 +159,54 @@ class RaggedAttention:
         results = [handed_over(a) for a in results]
         return tuple(results) if len(results) > 1 else results[0]
 
+    def attend_unkept(
+        self, cu_seqlens: Sequence[int], rows: Sequence[ArrayView], tables: ArrayView, lens: ArrayView, ends: Host
+    ) -> Any:
+        """Attention over the tokens that the pools hold now and over new rows (T, H, D), which they do not hold.
+
+        The other arguments and the result are as in `attend`; the mass is that of the tokens that are held.
+        """
+        lead = self.q.shape[:2] if self.layout == "token_major" else self.q.shape[1::-1]
+        results = [new_like(self.caller_q, (*lead, self._config.rows.v.width), self.q.dtype, self.live, zeroed=True)]
+        results.append(new_like(self.caller_q, lead, dtypes.float32, self.live))
+        fill(results[1], -np.inf)
+        views = [rows_first(view(a, "results", self.operation), self.layout) for a in results]
+        stage = Staging(self.live, [self.q, *rows, *views], [False] * 3 + [True] * 2)
+        self.mass.start(self._to_mass)
+        for first, end in _runs(cu_seqlens):
+            row, tokens = cu_seqlens[first], cu_seqlens[first + 1] - cu_seqlens[first]
+            run = _Run(first, end, tokens, row, tables.part(0, first, end), lens.part(0, first, end), ends[first:end])
+            q, k, v, out, lse = (run.rows(a) for a in stage.arrays)
+            terms, slopes = self._terms, self._terms.get("alibi_slopes")
+            if slopes and slopes.ndim == 2:
+                terms = {**terms, "alibi_slopes": slopes.part(0, first, end)}
+            span = self._request.window or 0
+            block = min(self._two_sided, tokens)
+            new = UnkeptTokens(self.live, self.operation, k, v, self._request.scores, terms, span, block=block)
+            new.attend(q, out, lse, functools.partial(self._over_held, run))
+            if self.mass and run.ends.any():
+                begin = 0 if self.mass.queries is None else max(0, tokens - self.mass.queries)
+                call = self._call(q.part(2, begin, tokens), run.tables, run.lengths(self.live), {})
+                to = view(self._to_mass, "mass", self.operation).part(0, first, end)
+                asked = AttendedTokens(call.length, ahead=tokens)
+                call.plan.weigh(dict(call.arrays), lse.part(2, begin, tokens), to, asked, self.mass.kind)
+        stage.finish()
+        return results_of(results[0], results[1] if self.return_lse else None, self._to_mass)
+
+    def _over_held(self, run: _Run, q: ArrayView, ahead: int, terms: Mapping[str, ArrayView], to: Results) -> Any:
+        """Attention of a run's queries, `ahead` of what its sequences hold; None if they hold nothing."""
+        if not run.ends.any():
+            return None
+        call = self._call(q, run.tables, run.lengths(self.live), terms)
+        return call.plan.attend(None, dict(call.arrays), AttendedTokens(call.length, ahead=ahead), to)
+
     def _as_sequences(self, tokens: int, a: ArrayView) -> ArrayView:
         """A caller's result as (sequences, Hq, tokens, ...), for equally many new tokens each."""
         return _as_sequences(rows_first(a, self.layout), 0, self.q.shape[0] // tokens, tokens)
 
     def _neighbours(self, run: _Run) -> tuple[Sequence[Neighbours], ArrayView] | None:
         """Which sequences of a run share how many blocks, and their tokens after those; None if none share any."""
-        if run.end - run.first < 2 or not serves(self.live, self._request, self._config.per_head):
+        if run.end - run.first < 2 or self._two_sided or not serves(self.live, self._request, self._config.per_head):
             return None
         runs, own_lens = self._tables.neighbours(run.first, run.end, run.tokens, self._block)
         return None if own_lens is None else (runs, own_lens)
@@ -164,17 +225,23 @@ class RaggedAttention:
             return
         if run.tokens > most:
             most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.family.most_queries
-        for begin in range(0, run.tokens, most):
-            stop = min(run.tokens, begin + most)
+        causal = run.tokens - min(self._two_sided, run.tokens)
+        for begin in (*range(0, causal, most), *range(causal, run.tokens, most)):
+            alone = begin < causal
+            stop = min(causal if alone else run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
-            call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop), terms)
+            call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop if alone else 0), terms, alone)
             call.attend(None, Results(out, bool(lse), lse[0] if lse else None))
 
     def _weigh_run(self, run: _Run, q: ArrayView, out: ArrayView, lse: ArrayView, mass: ArrayView) -> None:
         """The mass of what `_attend_run` attended over."""
-        begin = 0 if self.mass_queries is None else max(0, run.tokens - self.mass_queries)
-        q, lse = run.rows(q, begin), run.rows(lse, begin)
-        self._call(q, run.tables, run.lengths(self.live), {}).weigh(lse, mass.part(0, run.first, run.end))
+        begin = 0 if self.mass.queries is None else max(0, run.tokens - self.mass.queries)
+        causal, to = run.tokens - min(self._two_sided, run.tokens), mass.part(0, run.first, run.end)
+        for first, end in ((begin, causal), (max(begin, causal), run.tokens)):
+            if first < end:
+                lens = run.lengths(self.live, run.tokens - end)
+                call = self._call(run.rows(q, first, end), run.tables, lens, {}, end == causal or not self._two_sided)
+                call.weigh(run.rows(lse, first, end), to, self.mass.kind)
 
 
 class _Run(NamedTuple):
@@ -236,13 +303,3 @@ def _as_sequences(
     per_token, per_head, *rest = a.strides
     shape = (count, a.shape[1], tokens if queries is None else queries, *a.shape[2:])
     return a.restrided(shape, (tokens * per_token, per_head, per_token, *rest), (row + begin) * per_token)
-
-
-def fill(array: Any, value: float) -> None:
-    """Set all elements of an array that `new_like` returned."""
-    if isinstance(array, np.ndarray):
-        array.fill(value)
-    elif hasattr(array, "fill_"):
-        array.fill_(value)
-    else:
-        write_host(np.full(array.shape, value, np.float32), view(array, "array", "fill"))

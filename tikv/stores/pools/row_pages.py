@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, to_device, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, attention_call
@@ -20,17 +20,18 @@ from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held
 from tikv.stores.draft import Parents
-from tikv.stores.layers.attend import last_queries, results_of
+from tikv.stores.layers.attend import last_queries, results_of, too_many
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, rows_first, with_tokens
 from tikv.stores.pools import compaction
-from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows
+from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows, cumulated
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
+from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import RaggedAttention, even_starts
 from tikv.stores.pools.rows import Moves, check_turn
-from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed
+from tikv.stores.pools.sequences import AppendStep, SequenceState, refuse_missed, rewritten_back
 from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, serves
 
 
@@ -44,9 +45,10 @@ class RowPages(Pages[LayerPools]):
         super().__init__(live, config, num_layers, LayerPools(config, num_layers, live))
 
     def append(
-        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
-    ) -> AppendStep:
-        """As in `Pages`."""
+        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str,
+        check: Callable[[AppendStep], None] = lambda step: None,
+    ) -> AppendStep:  # fmt: skip
+        """As in `Pages`; `check` may raise before anything is written."""
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in rows])
         write = self.pools.writes.get(key)
         if write is None:
@@ -56,6 +58,7 @@ class RowPages(Pages[LayerPools]):
             write = self.pools.writes.keep(key, self._write(operation, layer, rows))
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with Changing(self, step) as change:
+            check(step)
             calls = write.calls(rows, self.tables.slots(step, write.ordered))
             change.copy_shared(calls[0].prepare)
             for call in calls:
@@ -128,25 +131,30 @@ class RowPages(Pages[LayerPools]):
                 remedy = queries.remedy(state.appended(layer), config.num_kv_heads)
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
-        mass_queries = request.asked_mass(operation, config.rows.k.format)
+        mass = request.asked_mass(operation)
+        if block := request.in_block(operation, queries.tokens):
+            if block < queries.tokens:
+                raise too_many(operation, queries.tokens, block)
+            request = request._replace(causal=False)
         caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
         attending = attention_call(operation, read, caches, request)
         if serves(live, request, config.per_head):
             shared = self._attend_shared(layer, q, queries, request, attending)
             if shared is not None:
                 return shared
-        result = attending.attend(q, queries.results(request.out, request.return_lse or mass_queries != 0))
-        if mass_queries == 0:
-            return result
-        result, lse = result
+        if not mass:
+            return attending.attend(q, queries.results(request.out, request.return_lse))
         shape: tuple[int, ...] = (len(ids), config.num_kv_heads, int(np.max(held, initial=0)))
         if request.indices is not None:
             shape = attending.plan.mass_shape
-        mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
+        to_mass = mass.array(operation, q, shape, live, attending.arrays)
+        result, lse = attending.attend(q, queries.results(request.out, True))
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking, their_lse = last_queries(read, to_lse, mass_queries)
-        attention_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
-        return results_of(result, lse if request.return_lse else None, mass)
+        asking, their_lse = last_queries(read, to_lse, mass.queries)
+        mass.start(to_mass)
+        weighing = attention_call(operation, asking, caches, request)
+        weighing.weigh(their_lse, view(to_mass, "mass", operation), mass.kind)
+        return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _attend_shared(self, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall) -> Any:
         """`attend` that reads each shared block once; None if each sequence is to be read `alone`."""
@@ -172,7 +180,7 @@ class RowPages(Pages[LayerPools]):
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`."""
-        sequences, live, (q, k, v) = self.sequences, self.runtime, arrays
+        sequences, live, config, (q, k, v) = self.sequences, self.runtime, self.config, arrays
         ids = self.ids(seqs, operation)
         terms = request.terms.views(operation)
         call = RaggedAttention(operation, self, layer, q, request, len(ids), terms)
@@ -187,11 +195,25 @@ class RowPages(Pages[LayerPools]):
         if sequences.compacted:
             for seq in ids:
                 sequences.state(seq, operation).check_queries(operation, layer, 1, request)
+        if not request.keep:
+            check_rows(operation, config, rows, request.layout)
+            bounds = cumulated(cu_seqlens, len(ids), tokens, operation, live)
+            states = [sequences.state(seq, operation) for seq in ids]
+            tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
+            call.take_mass(len(ids), int(np.max(held, initial=0)), rows)
+            new = [rows_first(a, request.layout) for a in rows]
+            return call.attend_unkept(bounds, new, tables, lens, held)
+
+        def take_mass(step: AppendStep) -> None:
+            new = np.diff(step.cu_seqlens)
+            held = [np.max(sequences.held(layer, state)) for state in step.states]
+            call.take_mass(len(ids), int(np.max(held + new, initial=0)), rows)
+
         step, before = None, [sequences.state(seq, operation).draft for seq in ids]
         parents = Parents(operation, terms["parents"], live) if layer == 0 and "parents" in terms else None
         try:
             with Held():
-                step = self.append(operation, layer, rows, ids, cu_seqlens, request.layout)
+                step = self.append(operation, layer, rows, ids, cu_seqlens, request.layout, take_mass)
                 if parents is not None:
                     sequences.grow_tree(step, parents)
             return call.attend(step.cu_seqlens, *self.tables.block_tables(layer, sequences, step.ids, step.states))
@@ -202,6 +224,41 @@ class RowPages(Pages[LayerPools]):
                     for state, draft in zip(step.states, before, strict=True):
                         state.draft = draft
             raise
+
+    def rewrite(
+        self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
+    ) -> None:
+        """As in `Pages`; blocks that other sequences share are copied first."""
+        check_rows(operation, self.config, rows, layout)
+        rows = [rows_first(a, layout) for a in rows]
+        tokens, sequences, size = rows[0].shape[0], self.sequences, self.config.block_size
+        back = rewritten_back(operation, layer, state, start, tokens)
+        write, places = self._write(operation, layer, rows), np.arange(tokens)
+        if isinstance(sequences, HeadSequences):
+            heads = sequences.of_heads(layer, state)
+            by_head = [slots_of(head.blocks, head.lengths[0] - back + places, size) for head in heads]
+            slots = np.stack(by_head, axis=1).ravel().astype(np.int32)
+            self._rewrite(operation, layer, write, rows, slots)
+            return
+        first = state.lengths[layer] - back
+        step = sequences.begin_compaction(operation, state, first, first + tokens)
+        with Changing(self, step) as change:
+            change.copy_shared()
+            slots = slots_of(step.tables[0], first + places, size).astype(np.int32)
+            self._rewrite(operation, layer, write, rows, slots)
+        sequences.rewritten(step, first)
+
+    def _rewrite(
+        self, operation: str, layer: int, write: RowWrite, rows: Sequence[ArrayView], slots: np.ndarray[Any, Any]
+    ) -> None:
+        """Write rows to slots, a slot for each token, and head if these have blocks of their own."""
+        order = slots if write.ordered is None else write.ordered(slots)
+        for call in write.calls(rows, to_device(order, self.runtime)):
+            call.run()
+        self.runtime.synchronize()  # the launches read slots that only this call keeps alive
+        summaries = self.pools.pages[layer]
+        if summaries is not None:
+            summaries.summarize_slots(operation, np.unique(slots))
 
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
         """As in `Pages`; each head is read by itself if it has blocks of its own."""

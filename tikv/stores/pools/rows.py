@@ -47,7 +47,7 @@ def move_rows(
     count, heads = len(moves.src), config.block_heads
     if count == 0:
         return
-    pools, place = [_as_rows(pool, config) for pool in pools], np.arange(count * heads)
+    pools, place = [as_rows(pool, config) for pool in pools], np.arange(count * heads)
     moved = [new_array((count * heads, *rows.shape[1:]), rows.dtype, live) for rows in pools]
     for stream, (rows, to) in enumerate(zip(pools, moved, strict=True)):
         blocks.swap_blocks(rows, to, pairs_of(_numbers(config, stream, moves.src), place))
@@ -81,7 +81,7 @@ def move_in_place(
             for i, end in enumerate(both):
                 layer[:, : len(end), i] = _numbers(config, streams[0], end).reshape(config.block_heads, -1)
         index = to_device(pairs.reshape(-1, most, 2), live)
-        rows = [_as_rows(pools[stream], config) for stream in streams]
+        rows = [as_rows(pools[stream], config) for stream in streams]
         places, widths = [Rows(a, token=a.shape[1]) for a in rows], [a.shape[1] for a in rows]
         shape = len(slots) * config.block_heads, 1, rows[0].shape[0]
         launches.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
@@ -97,8 +97,8 @@ def _read_alike(config: PoolConfig, count: int) -> list[list[int]]:
 
 def check_turn(config: PoolConfig, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
     """Raise if a layer's keys cannot be rotated by `rope`, as `check_keys`."""
-    k = _as_rows(pools[0], config)
-    scale = _as_rows(pools[2], config) if config.rows.k.numbers else None
+    k = as_rows(pools[0], config)
+    scale = as_rows(pools[2], config) if config.rows.k.numbers else None
     rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
     scales = None if scale is None else scale.restrided(rows.shape[:3], (0, 0, scale.strides[0]))
     check_keys(rows, scales, rope, operation)
@@ -116,14 +116,20 @@ def of_all_heads(heads: int, each: int, parts: Host) -> Host:
 
 
 def _numbers(config: PoolConfig, stream: int, slots: Host) -> Host:
-    """The numbers of rows of `_as_rows` that lie in these slots: those of the first head, then those of the next."""
+    """The numbers of rows of `as_rows` that lie in these slots: those of the first head, then those of the next."""
     heads = config.block_heads
     if stream < 2 and config.layout == "HND":
         return of_all_heads(heads, config.block_size, slots)
     return np.ravel(slots * heads + np.arange(heads)[:, None])  # scales have this order in any layout
 
 
-def _as_rows(pool: ArrayView, config: PoolConfig) -> ArrayView:
+def rows_of_head(config: PoolConfig, stream: int, slots: Host, head: int) -> Host:
+    """The numbers of the rows of one head of a block in these slots, among those of `as_rows`."""
+    numbers: Host = _numbers(config, stream, slots).reshape(config.block_heads, -1)[head]
+    return numbers
+
+
+def as_rows(pool: ArrayView, config: PoolConfig) -> ArrayView:
     """A pool, or its scales, as (rows of all slots and heads, width)."""
     width = pool.shape[-1] if pool.ndim == 4 else 1
     return pool.restrided((pool.shape[0] * config.block_size * config.block_heads, width), (width, 1))

@@ -345,6 +345,13 @@ class Sequences:
         self.compacted = True
         self._changed()
 
+    def rewritten(self, step: AppendStep, first: int) -> None:
+        """Take the blocks of a rewrite from place `first` on, whose token ids no longer say what they hold."""
+        (state,) = step.states
+        self._take_over(step)
+        self._cut(state, first)
+        self._changed()
+
     def begin_paths(
         self,
         operation: str,
@@ -627,6 +634,24 @@ class Sequences:
         for block in step.overwritten:
             self.blocks.forget(block)
         self.blocks.release([shared for shared, _ in step.copies])
+
+
+def rewritten_back(operation: str, layer: int, state: SequenceState, start: int, tokens: int) -> int:
+    """How many of a layer's newest tokens begin at position `start`; the next `tokens` are held one after the other.
+
+    Raises:
+        PositionError: they are not, or a compaction may have dropped some between them.
+    """
+    start, end = checks.integer(start, "start", operation), state.ends[layer]
+    history = state.histories[layer]
+    low = 0 if history is None else history.end
+    if start < low or start + tokens > end:
+        raise PositionError(
+            f"{operation}: positions {start} to {start + tokens - 1} of sequence {state.number} cannot be rewritten: "
+            f"layer {layer} has rows for {low} to {end - 1}{', as compact() moved those before' * (low > 0)}. Rewrite "
+            "positions within that range, or append the tokens."
+        )
+    return end - start
 
 
 def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -> None:

@@ -7,22 +7,22 @@ weights directly. Then the weights of a key are summed over the lanes that have 
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.cuda.attend import LN2, Exchange, make_dots, make_load_queries, make_logits, make_slot_of
-from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
+from tikv.kernels.attention.mass import make_joined, make_lse_of_row, make_mass_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, array_types
 from tikv.kernels.attention.softmax import not_above_zero
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.lanes import BLOCK, butterfly_sum
+from tikv.kernels.lanes import BLOCK, shuffle_xor
 from tikv.runtime import ti
 
 
-def make_mass_lanes(shape, single, by_slot, c):
+def make_mass_lanes(shape, single, by_slot, greatest, c):
     """mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): `mass.make_mass` in words of 64 bits.
 
     It does not serve chosen tokens. The extent of q is tasks * `BLOCK`. If `single`, a KV head has at most
     `Choices.rows` query rows, which stay in registers; otherwise rows are read again for every few keys.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cuda", c)
-    mass_task = make_mass_task(Exchange(shape, c), single, by_slot, c)
+    mass_task = make_mass_task(Exchange(shape, c), single, by_slot, make_joined(greatest), c)
 
     @ti.kernel
     def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: FLOATS, strides: STRIDES,
@@ -36,13 +36,14 @@ def make_mass_lanes(shape, single, by_slot, c):
 
 
 make_mass_lanes.fast_math = True
-make_mass_lanes.resident = lambda shape, single, by_slot, c: shape.resident
+make_mass_lanes.resident = lambda shape, single, by_slot, greatest, c: shape.resident
 
 
-def make_mass_task(x, single, by_slot, c):
+def make_mass_task(x, single, by_slot, joined, c):
     """mass_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
     decode_task, load_queries, lse_of_row = make_decode_task("cuda", 1, c), make_load_queries(x, c), make_lse_of_row(c)
-    load_keys, weigh, store_mass = make_load_keys(x, c), make_weigh(x, c), make_store_mass(x, by_slot, c)
+    load_keys, weigh = make_load_keys(x, c), make_weigh(x, joined, c)
+    store_mass = make_store_mass(x, by_slot, joined, c)
     L, U, R, groups = x.lanes, x.keys, x.rows, x.groups
     own_keys = U // x.shared_keys
 
@@ -107,8 +108,8 @@ def make_load_keys(x, c):
     return load_keys
 
 
-def make_weigh(x, c):
-    """weigh(here, lane, mine, ...): adds the weights that this lane's row gives its keys to `totals`."""
+def make_weigh(x, joined, c):
+    """weigh(here, lane, mine, ...): joins the weights that this lane's row gives its keys with `totals`."""
     dots, logits = make_dots(x, c), make_logits(x, c)
     K = x.shared_keys
     own_keys = x.keys // K
@@ -126,13 +127,13 @@ def make_weigh(x, c):
                (), strides, params, scalars)  # fmt: skip
         for o in ti.static(range(own_keys)):
             if sees > 0 and counts[o] != 0:
-                totals[o] += ti.exp(not_above_zero(scores[o * K] - of_row * ti.f32(LN2)))
+                totals[o] = joined(totals[o], ti.exp(not_above_zero(scores[o * K] - of_row * ti.f32(LN2))))
 
     return weigh
 
 
-def make_store_mass(x, by_slot, c):
-    """store_mass(here, lane, my_key, totals, ...): sums the keys' weights over all rows; one lane stores each sum."""
+def make_store_mass(x, by_slot, joined, c):
+    """store_mass(here, lane, my_key, totals, ...): joins the keys' weights over all rows; one lane stores each."""
     slot_of, mass_offset = make_slot_of(x, c), make_mass_offset(by_slot, c)
     K = x.shared_keys
     others = sum(x.row_distances) + sum(x.sum_distances)  # the lanes that have the same keys
@@ -141,11 +142,13 @@ def make_store_mass(x, by_slot, c):
     def store_mass(here, lane, my_key, totals: ti.template(), visible, task, table: ti.template(), mass: ti.template(),
                    strides, params):  # fmt: skip
         for o in ti.static(range(x.keys // K)):
-            total = butterfly_sum(totals[o], x.row_distances)
+            total = totals[o]
+            for distance in ti.static(x.row_distances):
+                total = joined(total, shuffle_xor(total, distance))
             index = here + (o * K + my_key) * x.groups
             slot, counts, _ = slot_of(index, task, visible, table, strides, params)
             if (lane & ti.static(others)) == 0 and index < task[T.end] and counts != 0:
                 at = mass_offset(task[T.sequence], task[T.head], 0, 0, index, slot, visible, strides, params)
-                mass[at] = total
+                mass[at] = joined(mass[at], total)
 
     return store_mass

@@ -50,8 +50,8 @@ class Cpu(Family):
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         return attend.make_attend_cpu, (workers,)
 
-    def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
-        return MassKernel(make_mass_cpu, (workers, by_slot))
+    def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
+        return MassKernel(make_mass_cpu, (workers, by_slot, greatest))
 
     def head_pass(self, shares: Shares, by_head: bool) -> HeadPass:
         heads, keys, prefetch = self._heads_of_task(self.rows, shares, by_head)

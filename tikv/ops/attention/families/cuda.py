@@ -31,14 +31,14 @@ class Cuda(Family):
         least = super().splits_of(keys)
         return whole_waves(self.tasks, least, most_splits(keys), launch.multiprocessors(self.live))
 
-    def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
+    def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
         if choices.bits != attend.WORD_BITS or choices.index_bits:
-            return super().mass_kernel(choices, workers, by_slot)
+            return super().mass_kernel(choices, workers, by_slot, greatest)
         # V's words are not held, which leaves registers for one more block.
         shape = attend.shape_of(self.cache.width, choices.unit, choices.rows, attend.is_long(choices))
         shape = shape._replace(resident=4)
         single = self.query.queries * self.group <= choices.rows
-        return MassKernel(mass.make_mass_lanes, (shape, single, by_slot), selects=False)
+        return MassKernel(mass.make_mass_lanes, (shape, single, by_slot, greatest), selects=False)
 
     @property
     def merge_threads(self) -> int:

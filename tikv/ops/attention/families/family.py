@@ -152,9 +152,9 @@ class Family:
         """The kernel that attends; `paired`: its results may be written in pairs of columns."""
         raise NotImplementedError
 
-    def mass_kernel(self, choices: Any, workers: int, by_slot: bool) -> MassKernel:
-        """The kernel that weighs keys, by slot or in the order of tokens."""
-        return MassKernel(make_mass, (self.live.kernel_style, by_slot), by_key=True)
+    def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
+        """The kernel that weighs keys, by slot or in the order of tokens: a sum of weights, or the greatest."""
+        return MassKernel(make_mass, (self.live.kernel_style, by_slot, greatest), by_key=True)
 
     @property
     def merge_kernel(self) -> Any:
