@@ -55,8 +55,10 @@ def install(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
     _replace(initialization, "ensure_decode_fast_path_is_available", _with_block_tables)
     _replace(cache.PagedAttentionCache, "__init__", _knowing_attention)
     _replace(cache.PagedAttentionCache, "update", _leaving_the_write)
-    kind = cache.SLIDING_ATTENTION
-    cache.ATTN_TYPE_TO_ALLOCATOR[kind] = _ring_allocator(cache.ATTN_TYPE_TO_ALLOCATOR[kind])
+    _replace(cache.PagedAttentionCache, "fill_block_table", _filling_on_host)
+    allocators = cache.ATTN_TYPE_TO_ALLOCATOR
+    allocators[cache.FULL_ATTENTION] = _full_allocator(allocators[cache.FULL_ATTENTION])
+    allocators[cache.SLIDING_ATTENTION] = _ring_allocator(allocators[cache.SLIDING_ATTENTION])
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -152,6 +154,39 @@ def _leaving_the_write(original: Any) -> Any:
     return update
 
 
+def _filling_on_host(original: Any) -> Any:
+    def fill_block_table(self: Any, request_id: str, past: int, new: int, block_table: Any) -> None:
+        if not self.in_pages or block_table.device.type != "cpu":
+            original(self, request_id, past, new, block_table)
+            return
+        tables = block_table.numpy()  # tensors would take several times as long, for each request of each step
+        for allocator in self.cache_allocators.values():
+            blocks = allocator.block_table[request_id]
+            tables[allocator.index, : len(blocks)] = [n * allocator.pages_of_block for n in blocks]
+
+    return fill_block_table
+
+
+def _full_allocator(base: Any) -> Any:
+    """The allocator of layers that keep all tokens, of whose rows only the first of each page is named."""
+
+    class PagesAllocator(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.in_pages = _is_ours(kwargs["config"] if "config" in kwargs else args[1])
+            self.pages_of_block = self.block_physical_stride // self.tokens_per_page
+
+        def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+            """The first row of each page: pages are read where they lie, and a batch may read many tokens."""
+            if not self.in_pages:
+                return list(super().get_read_indices(request_id, past_length, query_length))
+            pages = -(-(past_length + query_length) // self.tokens_per_page)
+            return [block * self.block_physical_stride for block in self.block_table[request_id][:pages]]
+
+    PagesAllocator.__name__ = base.__name__
+    return PagesAllocator
+
+
 def _ring_allocator(base: Any) -> Any:
     """The allocator of sliding layers, which also has block tables, and reads a single token in the ring's order."""
 
@@ -162,6 +197,7 @@ def _ring_allocator(base: Any) -> Any:
             super().__init__(*args, **kwargs)
             config = kwargs["config"] if "config" in kwargs else args[1]
             self.in_pages = self.supports_block_table = _is_ours(config)
+            self.pages_of_block = self.block_physical_stride // self.tokens_per_page
 
         def get_seqlen_k(self, past_length: int, query_length: int) -> int:
             """All tokens: what is read follows from the window, and where the next one is written does not."""
