@@ -16,10 +16,9 @@ import torch
 
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers import keywords
+from tikv.integrations.transformers.page_formats import LayerPages, joined, put_among
 from tikv.integrations.transformers.slots import request_of
-from tikv.ops.attention.call import Caches, attention_call
-from tikv.ops.attention.contiguous import CONTIGUOUS, ContiguousLayout
-from tikv.ops.attention.paged import PagedLayout
+from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
@@ -48,16 +47,13 @@ class BatchedLayer(NamedTuple):
     """The pages of a layer, and how requests use them.
 
     Args:
-        k, v: (N, page, H, D), which overlap; those of all layers of an allocator have one shape.
-        rows: keys and values as rows (n, H, D) for writes.
+        pages: the pages.
         window: the slots of the ring of a sliding layer; None if the layer keeps all tokens.
         trash: a row that no request reads.
         sentinel: the row that stands for a new token among those that a sliding layer reads.
     """
 
-    k: Any
-    v: Any
-    rows: tuple[Any, Any]
+    pages: LayerPages
     window: int | None
     trash: int
     sentinel: int
@@ -80,7 +76,7 @@ class Batch:
         self, layer: BatchedLayer, starts: Any, lengths: Any, most_queries: int, most_tokens: int, table: Any = None,
         read: Any = None, write: Any = None,
     ) -> None:  # fmt: skip
-        self.window, self.page = layer.window, layer.k.shape[1]
+        self.window, self.page = layer.window, layer.pages.page
         self.trash, self.sentinel = layer.trash, layer.sentinel
         self.starts, self.lengths = starts, lengths
         self.most_queries, self.most_tokens = most_queries, most_tokens
@@ -97,6 +93,12 @@ class Batch:
         at = (position // self.page).clamp(min=0).long()
         rows = table.gather(1, at[:, None])[:, 0].long() * self.page + position % self.page
         return torch.where(self.lengths > 0, rows, self.trash), self.lengths_in_pages, table
+
+    @functools.cached_property
+    def slots(self) -> Any:
+        """The rows of the new tokens, as a write takes them: -1 for those that no request reads."""
+        rows = self.write if self.table is None else self.newest[0]
+        return torch.where(rows == self.trash, -1, rows)
 
     @functools.cached_property
     def lengths_in_pages(self) -> Any:
@@ -206,10 +208,10 @@ def attend_pages(
     layer = _layer(allocator, module.layer_idx)
     q, k, v = (a[0].transpose(0, 1) for a in (query, key, value))
     for name, a in (("keys", k), ("values", v)):
-        if a.shape[1:] != layer.k.shape[2:]:
+        if a.shape[1:] != layer.pages.shape:
             raise ShapeError(
-                f"{OPERATION}: {name} are {tuple(a.shape[1:])} (heads, width), and rows of pages "
-                f"{tuple(layer.k.shape[2:])}. Use model.generate without batching."
+                f"{OPERATION}: {name} are {tuple(a.shape[1:])} (heads, width), and rows of pages {layer.pages.shape}. "
+                "Use model.generate without batching."
             )
     batch = _batch_of_step(cache, allocator, layer, module.layer_idx, options)
     sinks = options.get("s_aux")
@@ -217,8 +219,8 @@ def attend_pages(
     if sinks is not None:
         request = request._replace(sink_logits=sinks.detach().float())
     if batch.table is not None:
-        rows, lengths, table = batch.newest
-        _write(layer, k, v, rows)
+        _, lengths, table = batch.newest
+        _write(layer, k, v, batch)
         out = _newest(q, layer, table, lengths, request)
     elif query.device.type == "cpu":
         out = _by_request(q, k, v, layer, batch, request)
@@ -231,16 +233,13 @@ def _layer(allocator: Any, number: int) -> BatchedLayer:
     """The pages of a layer."""
     layers: dict[int, BatchedLayer] | None = getattr(allocator, "tikv_layers", None)
     if layers is None:
-        # All have as many pages, so that they share plans.
-        pages = min(k.shape[0] for k, _ in allocator._kv_page_views.values())
         window = getattr(allocator, "sliding_window", None)
         layers = allocator.tikv_layers = {
-            i: BatchedLayer(
-                k[:pages], v[:pages], allocator._kv_token_views[i], window, allocator.write_trash_index,
-                allocator.sentinel_index,
+            layer: BatchedLayer(
+                allocator.memory.layer(i), window, allocator.write_trash_index, allocator.sentinel_index
             )
-            for i, (k, v) in allocator._kv_page_views.items()
-        }  # fmt: skip
+            for i, layer in enumerate(allocator.layer_indices)
+        }
     return layers[number]
 
 
@@ -273,14 +272,13 @@ def _batch(cache: Any, allocator: Any, layer: BatchedLayer, options: dict[str, A
     return Batch(layer, starts, lengths, int(most_queries or 0), int(most_tokens or 0), read=read, write=write)
 
 
-def _write(layer: BatchedLayer, k: Any, v: Any, rows: Any) -> None:
-    for memory, new in zip(layer.rows, (k, v), strict=True):
-        memory.index_copy_(0, rows, new)
+def _write(layer: BatchedLayer, k: Any, v: Any, batch: Batch) -> None:
+    layer.pages.write(OPERATION, k, v, batch.slots)
 
 
 def _newest(q: Any, layer: BatchedLayer, table: Any, lengths: Any, request: AttendRequest) -> Any:
     """Attention of the newest token of each request, which is written: (B, Hq, D)."""
-    pools = Caches(PagedLayout(), layer.k, layer.v, lengths, table)
+    pools = layer.pages.caches(lengths, table)
     return attention_call(OPERATION, q, pools, request._replace(causal=False)).attend(q)
 
 
@@ -291,13 +289,16 @@ def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, reque
     single = [b for b, n in enumerate(counts) if n == 1]
     many = [b for b, n in enumerate(counts) if n > 1]
     # A ring is read before it is written: the new tokens replace what the first of them still sees.
-    windows: dict[int, tuple[Any, Any]] = {}
-    if layer.window is not None and batch.read.numel():
-        of_rows = batch.firsts.tolist()
+    windows: dict[int, tuple[Any, ...]] = {}
+    if layer.window is not None and many:
+        stored, of_rows = layer.pages.stored(OPERATION, k, v), batch.firsts.tolist()
         for b in many:
-            old, new = batch.read[of_rows[b] : of_rows[b + 1] - counts[b]], slice(starts[b], starts[b + 1])
-            windows[b] = torch.cat((layer.rows[0][old], k[new])), torch.cat((layer.rows[1][old], v[new]))
-    _write(layer, k, v, batch.write)
+            rows = [a[starts[b] : starts[b + 1]] for a in stored]
+            if batch.read.numel():
+                older = layer.pages.taken(batch.read[of_rows[b] : of_rows[b + 1] - counts[b]])
+                rows = [joined(pair) for pair in zip(older, rows, strict=True)]
+            windows[b] = tuple(rows)
+    _write(layer, k, v, batch)
     out = torch.zeros_like(q) if starts[-1] < q.shape[0] else torch.empty_like(q)
     if single:
         numbers = torch.tensor(single)
@@ -306,13 +307,12 @@ def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, reque
     for b in many:
         new = slice(starts[b], starts[b + 1])
         asked = q[new].transpose(0, 1)[None]
-        if lengths[b] == counts[b]:
+        if lengths[b] == counts[b] and layer.pages.plain:
             result = _prompt(asked, k[new], v[new], layer, request)
         elif layer.window is not None:
-            result = _over_rows(asked, windows[b][0], windows[b][1], layer, request)
+            result = _over_rows(asked, windows[b], layer, request)
         else:
-            table = batch.pages(torch.tensor([b]))
-            pools = Caches(PagedLayout(), layer.k, layer.v, batch.lengths[b : b + 1], table)
+            pools = layer.pages.caches(batch.lengths[b : b + 1], batch.pages(torch.tensor([b])))
             result = attention_call(OPERATION, asked, pools, request).attend(asked)
         out[new] = result[0].transpose(0, 1)
     return out
@@ -322,17 +322,16 @@ def _prompt(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest)
     """Attention of a whole prompt (1, Hq, n, D) over its own keys (n, H, D)."""
     inside = layer.window is None or q.shape[2] <= layer.window
     if not inside or request.softcap is not None or request.sink_logits is not None:
-        return _over_rows(q, k, v, layer, request)
+        return _over_rows(q, (k, v), layer, request)
     keys, values = (a.transpose(0, 1)[None] for a in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, is_causal=True, scale=request.scale, enable_gqa=q.shape[1] != keys.shape[1]
     )
 
 
-def _over_rows(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest) -> Any:
-    """Attention of the newest tokens (1, Hq, n, D) over keys (m, H, D) in the order of their positions."""
-    keys, values = (a.transpose(0, 1)[None] for a in (k, v))
-    caches = Caches(CONTIGUOUS, keys, values, k.shape[0])
+def _over_rows(q: Any, rows: tuple[Any, ...], layer: BatchedLayer, request: AttendRequest) -> Any:
+    """Attention of the newest tokens (1, Hq, n, D) over stored rows in the order of their positions."""
+    caches = layer.pages.contiguous(rows, rows[0].shape[0], 1, starts=False)
     return attention_call(OPERATION, q, caches, request._replace(window=layer.window)).attend(q)
 
 
@@ -342,25 +341,17 @@ def _by_tiles(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request
     tiles = batch.tiles(total, heads // k.shape[1])
     asked = q.index_select(0, tiles.rows).view(-1, tiles.size, heads, width).transpose(1, 2)
     if tiles.in_ring:
-        keys, values = _with_window(k, v, layer, batch, tiles)
-        _write(layer, k, v, batch.write)
-        both = (a.transpose(0, 1)[None].expand(asked.shape[0], -1, -1, -1) for a in (keys, values))
-        caches = Caches(ContiguousLayout(starts=True), *both, tiles.ends)
+        rows = stored = layer.pages.stored(OPERATION, k, v)
+        if tiles.new is not None:
+            rows = layer.pages.taken(batch.read)
+            put_among(rows, tiles.new, stored)
+        _write(layer, k, v, batch)
+        caches = layer.pages.contiguous(rows, tiles.ends, asked.shape[0], starts=True)
         request = request._replace(window=layer.window)
     else:
-        _write(layer, k, v, batch.write)
-        caches = Caches(PagedLayout(), layer.k, layer.v, tiles.lengths, tiles.table)
-    out = q.new_empty((asked.shape[0], tiles.size, heads, layer.v.shape[-1]))
+        _write(layer, k, v, batch)
+        caches = layer.pages.caches(tiles.lengths, tiles.table)
+    out = q.new_empty((asked.shape[0], tiles.size, heads, layer.pages.shape[1]))
     results = Results(out.transpose(1, 2), is_new=True)
     attention_call(OPERATION, asked, caches, request).attend(asked, results)
     return out.flatten(0, 1).index_select(0, tiles.back)
-
-
-def _with_window(k: Any, v: Any, layer: BatchedLayer, batch: Batch, tiles: Tiles) -> tuple[Any, Any]:
-    """The rows that a sliding layer's queries see: those before the new ones, which are copied, and the new ones."""
-    if tiles.new is None:
-        return k, v
-    rows = [memory.index_select(0, batch.read) for memory in layer.rows]
-    for older, added in zip(rows, (k, v), strict=True):
-        older.index_copy_(0, tiles.new, added)
-    return rows[0], rows[1]
