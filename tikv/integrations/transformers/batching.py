@@ -22,9 +22,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tikv.errors import CapacityError, OptionError
-from tikv.integrations.transformers import page_formats, shim
+from tikv.integrations.transformers import page_memory, shim
 from tikv.integrations.transformers.keywords import ATTENTION
-from tikv.integrations.transformers.page_formats import PageFormat, PageMemory, name_of
+from tikv.integrations.transformers.page_memory import PageFormat, PageMemory, name_of
 from tikv.integrations.transformers.storage import Storage, share_memory_with
 
 IN_PAGES = "tikv_pages"  # the name of attention while a manager runs
@@ -91,7 +91,7 @@ def _refusing(original: Any) -> Any:
 
 def _switching(original: Any) -> Any:
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        name, storage = shim.attention_of(model.config), page_formats.storage_in_use()
+        name, storage = shim.attention_of(model.config), page_memory.storage_in_use()
         ours = name in (ATTENTION, IN_PAGES)
         processor = getattr(self, "batch_processor", None)
         if processor is not None and processor.cache.in_pages != ours:
@@ -102,7 +102,7 @@ def _switching(original: Any) -> Any:
         if not ours:
             if storage is not None:
                 raise OptionError(
-                    f'{page_formats.OPERATION}: the model has attention "{name}". Call '
+                    f'{page_memory.OPERATION}: the model has attention "{name}". Call '
                     f'model.set_attn_implementation("{ATTENTION}") first.'
                 )
             original(self, model, *args, **kwargs)
@@ -114,7 +114,7 @@ def _switching(original: Any) -> Any:
             _managers.add(self)
         elif self.tikv_storage != storage:
             raise OptionError(
-                f"{page_formats.OPERATION}: the model keeps a manager whose pages hold {name_of(self.tikv_storage)}, "
+                f"{page_memory.OPERATION}: the model keeps a manager whose pages hold {name_of(self.tikv_storage)}, "
                 f"and now they should hold {name_of(storage)}. Call model.destroy_cached_continuous_batching_manager() "
                 "first."
             )
@@ -142,12 +142,12 @@ def check_enters(storage: Storage | None) -> None:
     """
     if shim.VERSION < FIRST:
         needed = ".".join(map(str, FIRST))
-        raise OptionError(f"{page_formats.OPERATION}: this needs transformers {needed} or newer. Install it.")
+        raise OptionError(f"{page_memory.OPERATION}: this needs transformers {needed} or newer. Install it.")
     for manager in list(_managers):
         kept = getattr(manager.model, "_cached_continuous_batching_manager", None) is manager
         if (kept or manager.is_running()) and manager.tikv_storage != storage:
             raise OptionError(
-                f"{page_formats.OPERATION}: a manager of continuous batching exists whose pages hold "
+                f"{page_memory.OPERATION}: a manager of continuous batching exists whose pages hold "
                 f"{name_of(manager.tikv_storage)}. Stop it, or call "
                 "model.destroy_cached_continuous_batching_manager(), before its pages are to hold "
                 f"{name_of(storage)}."
@@ -156,7 +156,7 @@ def check_enters(storage: Storage | None) -> None:
 
 def _making_pages(original: Any) -> Any:
     def _create_batch_processor(self: Any) -> Any:
-        with page_formats.making(getattr(self, "tikv_pages", None)):
+        with page_memory.making(getattr(self, "tikv_pages", None)):
             return original(self)
 
     return _create_batch_processor
@@ -249,13 +249,13 @@ def _filling_on_host(original: Any) -> Any:
 def _addressing_all(original: Any) -> Any:
     def infer_max_batch_tokens_and_num_sectors(self: Any) -> tuple[int, int]:
         tokens, sectors = original(self)
-        format = page_formats.format_in_making()
+        format = page_memory.format_in_making()
         if format is None or not _is_ours(self.config):
             return tokens, sectors
         most = format.with_heads(self.num_key_value_heads).most_tokens // self.tokens_per_sector - 2
         if self.cb_config.num_blocks is not None and sectors > most:
             raise CapacityError(
-                f"{page_formats.OPERATION}: num_blocks={self.cb_config.num_blocks} are more than a layer's memory can "
+                f"{page_memory.OPERATION}: num_blocks={self.cb_config.num_blocks} are more than a layer's memory can "
                 f"have, about {most * self.bytes_per_sector // self.bytes_per_block}. Use fewer."
             )
         return tokens, min(sectors, most)
@@ -264,7 +264,7 @@ def _addressing_all(original: Any) -> Any:
 
 
 def _in_formats(base: Any) -> Any:
-    """An allocator whose pages lie as `page_formats` says, if the model has attention "tikv"."""
+    """An allocator whose pages lie as `page_memory` says, if the model has attention "tikv"."""
 
     class FormatAllocator(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -274,7 +274,7 @@ def _in_formats(base: Any) -> Any:
 
         @classmethod
         def get_bytes_per_page(cls, heads: int, width: int, cache_dtype: Any, page_size: int) -> int:
-            format = page_formats.format_in_making()
+            format = page_memory.format_in_making()
             if format is None:
                 return int(super().get_bytes_per_page(heads, width, cache_dtype, page_size))
             return page_size * format.with_heads(heads).nbytes
@@ -284,7 +284,7 @@ def _in_formats(base: Any) -> Any:
                 super().register_cache_tensor(bytes_per_sector, non_trash, cache_tensor, pool)
                 return
             heads, width = self.num_key_value_heads, self.head_dim
-            format = page_formats.format_in_making() or PageFormat.of_model(None, self.cache_dtype, heads, width)
+            format = page_memory.format_in_making() or PageFormat.of_model(None, self.cache_dtype, heads, width)
             self.bytes_per_sector = bytes_per_sector
             self._after_cache_tensor_init(non_trash, bytes_per_sector, cache_tensor, pool)
             self.memory = self._copy_view = PageMemory(

@@ -16,7 +16,7 @@ import torch
 
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers import keywords
-from tikv.integrations.transformers.page_formats import LayerPages, joined, put_among
+from tikv.integrations.transformers.page_memory import LayerPages, joined, put_among
 from tikv.integrations.transformers.slots import request_of
 from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.plan import Results
