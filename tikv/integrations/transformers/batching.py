@@ -144,8 +144,8 @@ def check_enters(storage: Storage | None) -> None:
         needed = ".".join(map(str, FIRST))
         raise OptionError(f"{page_memory.OPERATION}: this needs transformers {needed} or newer. Install it.")
     for manager in list(_managers):
-        kept = getattr(manager.model, "_cached_continuous_batching_manager", None) is manager
-        if (kept or manager.is_running()) and manager.tikv_storage != storage:
+        reused = getattr(manager.model, "_cached_continuous_batching_manager", None) is manager
+        if (reused or manager.is_running()) and manager.tikv_storage != storage:
             raise OptionError(
                 f"{page_memory.OPERATION}: a manager of continuous batching exists whose pages hold "
                 f"{name_of(manager.tikv_storage)}. Stop it, or call "

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from tikv.errors import OptionError
 from tikv.integrations.transformers import batching, page_memory
-from tikv.integrations.transformers.storage import Storage, storage_of
+from tikv.integrations.transformers.storage import storage_of
+from tikv.stores.row_format import SCALES
 
 
 @contextlib.contextmanager
@@ -31,14 +34,15 @@ def pages(*, dtype: Any = None, v_dtype: Any = None, k_scale: Any = None, v_scal
         >>> with pages(dtype="int8"):
         ...     pass  # model.generate_batch(prompts, generation_config=...)
     """
-    storage: Storage | None = storage_of(dtype, v_dtype, k_scale, v_scale, page_memory.OPERATION)
-    if storage is not None and storage.quant is not None:
+    storage = storage_of(dtype, v_dtype, k_scale, v_scale, page_memory.OPERATION)
+    if storage.quant is not None:
         raise OptionError(
             f"{page_memory.OPERATION}: dtype={dtype!r} is not supported: a page can end within a group of tokens. Use "
             "axis='head_dim'."
         )
-    if storage == page_memory.PLAIN:
-        storage = None
-    batching.check_enters(storage)
-    with page_memory.using(storage):
+    scales = {name: getattr(storage, name) for name in SCALES}
+    lists = {name: None if x is None else np.asarray(x, np.float64).tolist() for name, x in scales.items()}
+    asked = None if storage == page_memory.PLAIN else storage._replace(**lists)  # lists can be compared
+    batching.check_enters(asked)
+    with page_memory.using(asked):
         yield
