@@ -140,7 +140,7 @@ def check_enters(storage: Storage | None) -> None:
     Raises:
         OptionError: this version's pages are not known, or a manager with other pages runs, or is kept by its model.
     """
-    if shim.VERSION < FIRST:
+    if storage is not None and shim.VERSION < FIRST:
         needed = ".".join(map(str, FIRST))
         raise OptionError(f"{page_memory.OPERATION}: this needs transformers {needed} or newer. Install it.")
     for manager in list(_managers):
