@@ -194,9 +194,9 @@ class PageMemory:
         """The page of each layer that is a block's."""
         return block % self.blocks * self.sectors + block // self.blocks
 
-    def layer(self, number: int) -> LayerPages:
+    def layer(self, number: int) -> PagesOfLayer:
         """The pages of a layer, by its number among those of its kind."""
-        return LayerPages(self.format, {name: a[number] for name, a in self.parts.items()}, self.page, self.width)
+        return PagesOfLayer(self.format, {name: a[number] for name, a in self.parts.items()}, self.page, self.width)
 
     # What transformers calls on its view (blocks, bytes of a block) to copy blocks and to move them off the device.
 
@@ -215,7 +215,7 @@ class PageMemory:
             first += nbytes
 
 
-class LayerPages:
+class PagesOfLayer:
     """The pages of a layer.
 
     Args:
@@ -262,13 +262,13 @@ class LayerPages:
 
 
 def put_among(older: Sequence[Any], rows: Any, new: Sequence[Any]) -> None:
-    """Write what `LayerPages.stored` returned to rows of what `taken` returned."""
+    """Write what `PagesOfLayer.stored` returned to rows of what `taken` returned."""
     for to, a in zip(older, new, strict=True):
         _indexed(to).index_copy_(0, rows, _indexed(a))
 
 
 def joined(pair: Sequence[Any]) -> Any:
-    """Two parts of `LayerPages.stored` or `taken`, one after the other."""
+    """Two parts of `PagesOfLayer.stored` or `taken`, one after the other."""
     return torch.cat([_indexed(a) for a in pair]).view(pair[0].dtype)
 
 

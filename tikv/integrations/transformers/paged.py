@@ -16,7 +16,7 @@ import torch
 
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers import keywords
-from tikv.integrations.transformers.page_memory import LayerPages, joined, put_among
+from tikv.integrations.transformers.page_memory import PagesOfLayer, joined, put_among
 from tikv.integrations.transformers.slots import request_of
 from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.plan import Results
@@ -53,7 +53,7 @@ class BatchedLayer(NamedTuple):
         sentinel: the row that stands for a new token among those that a sliding layer reads.
     """
 
-    pages: LayerPages
+    pages: PagesOfLayer
     window: int | None
     trash: int
     sentinel: int
@@ -81,7 +81,7 @@ class Batch:
         self.starts, self.lengths = starts, lengths
         self.most_queries, self.most_tokens = most_queries, most_tokens
         self.table, self.read, self.write = table, read, write
-        self._tiles: dict[tuple[int, int], Tiles] = {}
+        self._tiles: dict[tuple[int, int], BatchTiles] = {}
 
     @functools.cached_property
     def newest(self) -> tuple[Any, Any, Any]:
@@ -133,15 +133,15 @@ class Batch:
         inside = each < self.lengths[requests][:, None]
         return torch.where(inside, rows // self.page, -1).int()
 
-    def tiles(self, total: int, group: int) -> Tiles:
+    def tiles(self, total: int, group: int) -> BatchTiles:
         """The tiles of `total` queries whose KV heads have `group` query heads."""
         key = total, group
         if key not in self._tiles:
-            self._tiles[key] = Tiles(self, total, group)
+            self._tiles[key] = BatchTiles(self, total, group)
         return self._tiles[key]
 
 
-class Tiles:
+class BatchTiles:
     """The queries of a batch in tiles, and what each tile sees: see `QueryTiles`.
 
     Attributes:
