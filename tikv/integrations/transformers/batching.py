@@ -252,7 +252,8 @@ def _addressing_all(original: Any) -> Any:
         format = page_memory.format_in_making()
         if format is None or not _is_ours(self.config):
             return tokens, sectors
-        most = format.with_heads(self.num_key_value_heads).most_tokens // self.tokens_per_sector - 2
+        heads = getattr(self, "num_key_value_heads", format.heads)  # of this rank, in newer versions
+        most = format.with_heads(heads).most_tokens // self.tokens_per_sector - 2
         if self.cb_config.num_blocks is not None and sectors > most:
             raise CapacityError(
                 f"{page_memory.OPERATION}: num_blocks={self.cb_config.num_blocks} are more than a layer's memory can "
