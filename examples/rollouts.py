@@ -1,4 +1,4 @@
-"""Many prompts at once with transformers' own scheduler: tokens a second with sdpa and with attention "tikv".
+"""Many prompts at once with transformers' own scheduler: tokens a second with sdpa, "tikv", and pages of int8.
 
     python examples/rollouts.py                            a small Llama with random weights and 32 prompts, in a minute
     python examples/rollouts.py --prompts 256 --tokens 128
@@ -14,7 +14,8 @@ they lie. The columns:
     tokens/s       new tokens a second in that call
     as generate    how many texts equal those that `generate` writes one by one; drawn texts are not compared
 
-With float32, all texts should be the same. With bfloat16 some differ, where two tokens are nearly equally likely.
+With float32, all texts should be the same, except with int8. With bfloat16 some differ, where two tokens are nearly
+equally likely.
 """
 
 import argparse
@@ -29,11 +30,11 @@ try:
     import torch
     import transformers
 
-    import tikv.integrations.transformers  # noqa: F401 - it registers attention "tikv"
+    from tikv.integrations.transformers import pages  # which also registers attention "tikv"
 except ImportError as error:
     sys.exit(f"{__doc__}\n{extras.missing('This example', error, 'transformers')}")
 
-ATTENTIONS = ("sdpa", "tikv")
+ATTENTIONS = ("sdpa", "tikv", "tikv_int8")  # the last one with pages of int8
 PAGE = 256  # tokens of a page
 BATCH = 512  # tokens of a step
 
@@ -83,7 +84,8 @@ def measure(
     model: transformers.PreTrainedModel, attention: str, prompts: list[list[int]], config: object, rounds: int
 ) -> tuple[Row, list[list[int]]]:
     """A row of the table, and the texts of the last call."""
-    model.set_attn_implementation(attention)
+    name, _, dtype = attention.partition("_")
+    model.set_attn_implementation(name)
     blocks = sum(-(-(len(prompt) + config.max_new_tokens) // PAGE) for prompt in prompts)
     # The same memory for each attention; by itself, transformers gives sdpa less, since masks need some.
     batching = transformers.ContinuousBatchingConfig(
@@ -93,7 +95,8 @@ def measure(
     for number in range(rounds + 1):
         print(f"{attention}: call {number + 1} of {rounds + 1}   ", end="\r", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+        with pages(dtype=dtype or None):
+            results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
         seconds.append(time.perf_counter() - start)
         errors = [result.error for result in results.values() if result.error]
         if errors:

@@ -597,5 +597,5 @@ def test_rollouts_compares_texts_and_time(arch, monkeypatch, capsys):
     title, head, *rows = capsys.readouterr().out.splitlines()
     assert title == "3 prompts of up to 9 tokens, 3 new tokens each, torch.float32"
     assert head.split() == ["attention", "first", "call", "later", "tokens/s", "as", "generate"]
-    assert [row.split()[0] for row in rows] == ["sdpa", "tikv", "sdpa,", "tikv,"]
+    assert [row.split()[0] for row in rows] == ["sdpa", "tikv", "tikv_int8", "sdpa,", "tikv,", "tikv_int8,"]
     assert [row.split()[-3:] for row in rows[:2]] == [["3", "of", "3"]] * 2

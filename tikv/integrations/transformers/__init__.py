@@ -22,6 +22,7 @@ except ImportError as error:
 from tikv.integrations.transformers.cache import TikvCache
 from tikv.integrations.transformers.custom_generate import captured
 from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.page_formats import pages
 from tikv.integrations.transformers.snapshots import TikvSnapshot
 
-__all__ = ["TikvCache", "TikvLayer", "TikvSnapshot", "captured"]
+__all__ = ["TikvCache", "TikvLayer", "TikvSnapshot", "captured", "pages"]

@@ -13,7 +13,7 @@ from tikv.integrations.transformers import stored_ops as ops
 from tikv.integrations.transformers.gradients import has_gradient
 from tikv.integrations.transformers.slots import CacheSlots
 
-_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
+INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
 
 
 def _find_part() -> Any:
@@ -83,7 +83,7 @@ class TorchMemory:
 
     def words(self) -> list[Any]:
         """`arrays` in dtypes that torch can index."""
-        return [a.view(_INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self.arrays()]
+        return [a.view(INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self.arrays()]
 
     def take(self, words: list[Any], sources: Any) -> None:
         """Copy to each of the first slots that slot of `words` which `sources` names: (slots,) or (batch, slots)."""

@@ -24,7 +24,9 @@ class Storage(NamedTuple):
     quant: Quant | None = None  # if keys are quantised by channel over groups of tokens
 
 
-def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: Any = None) -> Storage:
+def storage_of(
+    dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: Any = None, operation: str = OPERATION
+) -> Storage:
     """The storage that a user's ``dtype``, ``v_dtype`` and scales ask for.
 
     Raises:
@@ -32,21 +34,21 @@ def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: An
         OptionError: a scale is given for keys or values that cannot have one.
     """
     quant = dtype if isinstance(dtype, Quant) and dtype.axis == "tokens" else None
-    k = _stored_as(dtype, "dtype") if quant is None else quant.by_tokens
-    v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype")
+    k = _stored_as(dtype, "dtype", operation) if quant is None else quant.by_tokens
+    v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype", operation)
     if isinstance(v, GroupFormat):
-        v = values_of(v, v_dtype, OPERATION)
-    check_divided((k, v), (k_scale, v_scale), OPERATION)
+        v = values_of(v, v_dtype, operation)
+    check_divided((k, v), (k_scale, v_scale), operation)
     return Storage(k, v, k_scale, v_scale, quant)
 
 
-def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
+def _stored_as(dtype: Any, name: str, operation: str) -> DType | GroupFormat | None:
     if dtype is None:
         return None
-    format = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
+    format = parse_format(dtype) or dtypes.parse(dtype, operation, OR_FORMATS)
     if isinstance(format, DType) and format.name not in APPENDED:
         raise DTypeError(
-            f"{OPERATION}: {name}={format.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
+            f"{operation}: {name}={format.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
             f"one of {', '.join(APPENDED)}, q8_0, q4_0, mxfp8, mxfp4, nvfp4."
         )
     return format
