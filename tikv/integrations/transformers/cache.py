@@ -787,7 +787,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             OptionError: a module would begin several tokens without the state that it keeps itself.
         """
         for layer in self._with_keys:
-            layer._refuse_beyond_limit(tokens)
+            layer.refuse_beyond_limit(tokens)
         held = self.get_seq_length() if tokens > 1 else 0
         for layer in [layer for layer in self._with_states if held and not layer.is_here]:
             layer.refuse_state_outside(
