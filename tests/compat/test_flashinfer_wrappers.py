@@ -51,6 +51,11 @@ def values(a):
     return a.detach().double().cpu().numpy() if hasattr(a, "detach") else np.asarray(a, np.float64)
 
 
+def filled(like):
+    """An array of the same kind and form, of which every element is 7."""
+    return like.new_full(like.shape, 7) if hasattr(like, "new_full") else np.full_like(like, 7)
+
+
 def options_of(case):
     """The case as options of a plan, and of the definition."""
     options = {
@@ -131,7 +136,7 @@ def test_prefill_of_pages(arch, rng, case, page):
     for given in (cache, (cache[:, 0], cache[:, 1])):
         out, lse = wrapper.run(placed(q, arch), given, return_lse=True)
         compared(out, lse, q, k, v, starts, of_keys, case, masks)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     assert wrapper.run(placed(q, arch), cache, out=to, lse=to_lse) is to
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
@@ -148,7 +153,7 @@ def test_prefill_of_rows(arch, rng, case, layout):
     keys = [placed(a.swapaxes(0, 1) if layout == "HND" else a, arch) for a in (k, v)]
     out, lse = wrapper.run_return_lse(placed(q, arch), *keys)
     compared(out, lse, q, k, v, starts, of_keys, case, masks)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     assert wrapper.run(placed(q, arch), *keys, out=to, lse=to_lse, return_lse=True)[0] is to
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
@@ -174,7 +179,7 @@ def test_decode_of_pages(arch, rng, case, each):
         wrapper.run(placed(q[1:], arch), placed(cache, arch))
     with pytest.raises(tikv.OptionError, match="q_len_per_req=2"):
         wrapper.run(placed(q, arch), placed(cache, arch), q_len_per_req=2)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     wrapper.run(placed(q, arch), placed(cache, arch), out=to, lse=to_lse)
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
