@@ -122,6 +122,7 @@ def mask_options(masks, case, packed, arch):
     return masks, {"custom_mask": placed(np.concatenate([mask.ravel() for mask in masks]), arch)}
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("page", [1, 5, 16])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prefill_of_pages(arch, rng, case, page):
@@ -142,6 +143,7 @@ def test_prefill_of_pages(arch, rng, case, page):
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prefill_of_rows(arch, rng, case, layout):
@@ -159,6 +161,7 @@ def test_prefill_of_rows(arch, rng, case, layout):
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("case", [c for c in CASES if "mask" not in c], ids=name_of)
 def test_decode_of_pages(arch, rng, case, each):
@@ -185,6 +188,7 @@ def test_decode_of_pages(arch, rng, case, each):
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_one_request(arch, rng, case, layout):
@@ -210,6 +214,7 @@ def test_one_request(arch, rng, case, layout):
         compared(out[None], lse[None], q[-1:], k, v, np.array([0, 1]), of_keys, case | {"causal": False})
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("heads", "group", "width"), [(4, 1, 64), (2, 4, 128), (1, 8, 256)])
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])
