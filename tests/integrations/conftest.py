@@ -17,7 +17,7 @@ def one_thread():
 @pytest.fixture
 def set_room(monkeypatch):
     """A function that sets how much room layers have: for a rollback, beside the window, and at first."""
-    from tikv.integrations.transformers import room
+    from tikv.integrations.transformers.layers import room
 
     names = {"rollback": "ROLLBACK", "spare": "SPARE", "first": "FIRST_CAPACITY"}
 

@@ -10,10 +10,12 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import batching, paged, shim  # noqa: E402
+from tikv.integrations.transformers.batching import attend as paged  # noqa: E402
+from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
+from tikv.integrations.transformers.versions.installed import MODELS_UPDATE_PAGES, VERSION  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.usefixtures("one_thread")]
-if shim.VERSION < batching.FIRST:
+if VERSION < batching.FIRST:
     pytest.skip("this version's continuous batching is refused", allow_module_level=True)
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
@@ -211,7 +213,7 @@ def test_attention_that_is_changed_while_a_manager_runs(arch):
     assert 'was changed to "sdpa" while a manager' in second.error
 
 
-@pytest.mark.skipif(not shim.MODELS_UPDATE_PAGES, reason="this version makes no masks then")
+@pytest.mark.skipif(not MODELS_UPDATE_PAGES, reason="this version makes no masks then")
 def test_the_model_is_called_while_a_manager_runs(arch):
     model = model_of("gemma2")
     model.set_attn_implementation("eager")

@@ -31,9 +31,11 @@ from model_cache import (  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, shim, steps, stored_ops  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers import cache as whole  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import masks  # noqa: E402
+from tikv.integrations.transformers.cache import cache as whole  # noqa: E402
+from tikv.integrations.transformers.memory import steps, stored_ops  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -73,7 +75,7 @@ def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **opti
 def test_a_model_is_compiled_once(arch, family):
     if not hasattr(transformers, f"{family}ForCausalLM"):
         pytest.skip(f"this transformers has no {family}")
-    if family in ("GptOss", "Mixtral", "Qwen3Moe") and shim.VERSION < (5, 0):
+    if family in ("GptOss", "Mixtral", "Qwen3Moe") and VERSION < (5, 0):
         pytest.skip("its experts are chosen by a loop that torch cannot trace")
     both(build(arch, family), arch, inputs(arch, 11))
 
@@ -101,7 +103,7 @@ def test_padding_is_not_read_and_no_slot_behind_the_text(arch, family, monkeypat
     model, ids = build(arch, family), inputs(arch, 3, 11, 8)
     caches = [TikvCache(model.config, max_cache_len=n) for n in (40, 2000)]
     want = generate(model, caches[0], ids, 6, disable_compile=True)
-    prefilled, made = [], by_name.mask_for_attend
+    prefilled, made = [], masks.mask_for_attend
 
     def mask(*args, **kwargs):
         found = made(*args, **kwargs)
@@ -232,7 +234,7 @@ EAGER = {  # family: options, and what is said
 @pytest.mark.parametrize("family", EAGER)
 def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypatch):
     options, why = EAGER[family]
-    if not hasattr(transformers, f"{family}Config") or shim.VERSION < (5, 19):
+    if not hasattr(transformers, f"{family}Config") or VERSION < (5, 19):
         pytest.skip("this transformers has no such cache")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**BASE, **TWO, **options})

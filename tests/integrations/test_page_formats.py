@@ -11,10 +11,13 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, batching, page_memory, pages, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, pages  # noqa: E402
+from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
+from tikv.integrations.transformers.batching import page_memory  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.usefixtures("one_thread")]
-if shim.VERSION < batching.FIRST:
+if VERSION < batching.FIRST:
     pytest.skip("this version's continuous batching is refused", allow_module_level=True)
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
@@ -61,7 +64,7 @@ def one_by_one(kind, form):
     """The texts of `generate` with a `TikvCache` of this format."""
     model, texts = model_of(kind), []
     model.set_attn_implementation("tikv")
-    argument = "cache" if shim.VERSION >= (5, 24) else "past_key_values"
+    argument = "cache" if VERSION >= (5, 24) else "past_key_values"
     for prompt in prompts():
         cached = {argument: TikvCache(model.config, **form)}
         made = model.generate(torch.tensor([prompt]), generation_config=greedy(), **cached)
@@ -103,7 +106,7 @@ def test_sliding_layers(arch, kind, name):
 
 @pytest.mark.parametrize("kind", ["full", "ring"])
 def test_the_code_for_devices(arch, kind, monkeypatch):
-    from tikv.integrations.transformers import paged
+    from tikv.integrations.transformers.batching import attend as paged
 
     want = one_by_one(kind, FORMATS["int8"])
     monkeypatch.setattr(paged, "_by_request", paged._by_tiles)
@@ -184,7 +187,7 @@ def blocks_of(form, monkeypatch, bits=16):
 
 
 def batching_format(form):
-    from tikv.integrations.transformers.storage import storage_of
+    from tikv.integrations.transformers.memory.storage import storage_of
 
     return storage_of(form).k
 

@@ -12,10 +12,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from model_cache import BASE, generate, prompts  # noqa: E402
 
-from tikv.integrations.transformers import TikvCache, slots, stored  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers.slots import CacheSlots  # noqa: E402
-from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
+from tikv.integrations.transformers.memory import slots, stored  # noqa: E402
+from tikv.integrations.transformers.memory.slots import CacheSlots  # noqa: E402
+from tikv.integrations.transformers.memory.stored import StoredTensor  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
