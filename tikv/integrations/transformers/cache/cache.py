@@ -1,303 +1,52 @@
-"""`TikvCache`: it chooses a model's layers, refuses what it cannot serve, and does what concerns all layers."""
+"""`TikvCache`: what a program calls, for all layers of a model together."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import operator
 import os
 import warnings
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import cache_utils
 
-from tikv.arrays.gradients import GradedTokens
-from tikv.errors import OptionError, PositionError, ShapeError
+from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers.attention.keywords import check_configured
 from tikv.integrations.transformers.cache import files as cache_files
 from tikv.integrations.transformers.cache import needs
+from tikv.integrations.transformers.cache.choice import layers_of, why_not_compiled
+from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder, of_encoder_decoder
 from tikv.integrations.transformers.cache.generation import compare_lengths
-from tikv.integrations.transformers.cache.snapshots import TikvSnapshot
-from tikv.integrations.transformers.layers.cross import SlidingOrCross, StreamingOrCross
-from tikv.integrations.transformers.layers.groups import GroupsLayer
-from tikv.integrations.transformers.layers.host import HostLayer
-from tikv.integrations.transformers.layers.indexed import IndexedLayer
-from tikv.integrations.transformers.layers.layer import TikvLayer
-from tikv.integrations.transformers.layers.ring import RingLayer, SlidingRing
-from tikv.integrations.transformers.layers.streaming import StreamingLayer
-from tikv.integrations.transformers.memory.gradients import through
-from tikv.integrations.transformers.memory.storage import Storage, storage_of
-from tikv.integrations.transformers.memory.stored import decoded
-from tikv.integrations.transformers.names import ATTENTION, CACHE
-from tikv.integrations.transformers.versions.caches import layer_without_keys
-from tikv.integrations.transformers.versions.configurations import (
-    LayerKind,
-    attention_of,
-    decoder_of,
-    layer_kinds,
-    without_a_cache,
+from tikv.integrations.transformers.cache.kinds import bounded, recording, served
+from tikv.integrations.transformers.cache.new_tokens import check_continues, check_taken_by_all
+from tikv.integrations.transformers.cache.options import (
+    check_groups,
+    in_words,
+    integer,
+    let_gradients_flow,
+    places_of,
+    window_and_sinks,
 )
-from tikv.integrations.transformers.versions.masks import query_length, said_of_tokens
-from tikv.stores.layers.hosted import Places
-from tikv.stores.layers.storage import PLACES
-from tikv.stores.picture import counted, ranges, size_in_words
+from tikv.integrations.transformers.cache.snapshots import TikvSnapshot
+from tikv.integrations.transformers.cache.step_use import StepUse, align_layers, in_lines, refuse_unequal
+from tikv.integrations.transformers.layers.indexed import IndexedLayer
+from tikv.integrations.transformers.layers.layer import TikvLayer, update_with_gradients
+from tikv.integrations.transformers.layers.ring import RingLayer
+from tikv.integrations.transformers.layers.streaming import StreamingLayer
+from tikv.integrations.transformers.memory.storage import storage_of
+from tikv.integrations.transformers.names import ATTENTION, CACHE
+from tikv.integrations.transformers.versions.configurations import attention_of, decoder_of
+from tikv.integrations.transformers.versions.masks import query_length
+from tikv.stores.picture import counted, size_in_words
 
 _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer calls it for each token
-
-
-def _integer(value: Any, name: str, low: int, instead: str) -> int:
-    try:
-        number = low - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = low - 1
-    if number < low:
-        raise OptionError(
-            f"{CACHE}: {name}={value!r} is not supported. Use an integer of at least {low}, or {instead}."
-        )
-    return number
-
-
-def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[LayerKind]) -> tuple[int | None, int]:
-    """The window, or None without one, and the sinks of full-attention layers.
-
-    Raises:
-        OptionError: they are not valid numbers, max_cache_len is given too, or no layer has full attention.
-    """
-    sinks = _integer(sinks, "sinks", 0, "leave it out")
-    if window is None:
-        if sinks:
-            raise OptionError(f"{CACHE}: sinks={sinks} need a window. Pass window too.")
-        return None, 0
-    window = _integer(window, "window", 1, "None to keep all tokens")
-    if sinks >= window:
-        raise OptionError(
-            f"{CACHE}: sinks={sinks} leave no room for other tokens in window={window}. Use sinks < window."
-        )
-    if max_cache_len is not None:
-        raise OptionError(f"{CACHE}: window={window} bounds the memory already. Leave max_cache_len out.")
-    if indexed := [i for i, layer in enumerate(kinds) if layer.indexed]:
-        raise OptionError(
-            f"{CACHE}: window={window} does not work here: layer {indexed[0]} chooses its keys with an "
-            "indexer, which needs all of them. Leave window out."
-        )
-    if all(layer.kind != "full" for layer in kinds):
-        raise OptionError(
-            f"{CACHE}: window={window} would have no effect: no layer of this model has full attention. Leave "
-            "window out."
-        )
-    return window, sinks
-
-
-_OTHER_LAYERS = {
-    "heavily_compressed_attention": "keeps keys of several tokens together",
-    "compressed_sparse_attention": "keeps keys of several tokens together",
-    "reference_sliding_attention": "keeps a prompt in addition to a window",
-}
-
-
-def _served(config: Any, text: Any) -> list[LayerKind]:
-    """What each layer of a model caches, if all of them can be served.
-
-    Raises:
-        OptionError: a layer cannot be served, or no layer has attention.
-    """
-    name = type(config).__name__
-    kind: Any = type(text)
-    if why := without_a_cache(kind):
-        raise OptionError(f"{CACHE}: {why}, and its configuration is {kind.__name__}. Use the model without cache=.")
-    try:
-        kinds = layer_kinds(text)
-    except AttributeError as error:
-        raise OptionError(
-            f"{CACHE}: {name} does not say what its layers are: {error}. Use the configuration of the model's "
-            f"decoder, or no cache."
-        ) from None
-    for i, layer in enumerate(kinds):
-        if layer.kind not in ("full", "sliding", "state", "none"):
-            what = _OTHER_LAYERS.get(layer.kind, "holds something other than keys and values")
-            raise OptionError(
-                f"{CACHE}: layer {i} of {name} is of type {layer.kind!r}, which {what}. TikvCache "
-                "supports full_attention, sliding_attention, chunked_attention and, with new versions of transformers, "
-                "layers with a state. Use transformers' own cache."
-            )
-    names = {layer.kind for layer in kinds}
-    if "state" in names and not names & {"full", "sliding"}:
-        raise OptionError(
-            f"{CACHE}: no layer of {name} has attention (all of them keep a state), so there are no keys and "
-            "values to cache. Use transformers' own cache."
-        )
-    return kinds
-
-
-def _recording(kinds: list[LayerKind], text: Any, record_states: int) -> list[LayerKind]:
-    """What each layer caches, with the option of those that keep a state.
-
-    Raises:
-        OptionError: states cannot be recorded.
-    """
-    if not any(kind.state is not None for kind in kinds):
-        return kinds
-    from tikv.integrations.transformers.layers import state_calls
-
-    option = {"is_here": state_calls.watch(text, record_states), "record_states": record_states}
-    return [kind if kind.state is None else kind._replace(state={**option, **kind.state}) for kind in kinds]
-
-
-def _check_groups(kinds: list[LayerKind], window: Any, place: Any, crossed: bool) -> None:
-    """Check that all layers can keep groups along tokens.
-
-    Raises:
-        OptionError: a layer cannot; the message names its kind.
-    """
-    why = ""
-    if window is not None:
-        why = f"window={window} overwrites single tokens, but a group can only be dropped as a whole"
-    elif place == "host":
-        why = "place='host' needs layers whose tokens share no scales"
-    elif crossed:
-        why = "the model may have an encoder"
-    else:
-        beside = [
-            i for i, kind in enumerate(kinds) if kind.indexed or (kind.state is not None and kind.kind != "state")
-        ]
-        why = f"layer {beside[0]} keeps more than keys and values" if beside else ""
-    if why:
-        raise OptionError(f"{CACHE}: dtype=Quant(axis='tokens') is not supported: {why}. Use axis='head_dim'.")
-
-
-def _places(place: Any, resident_layers: Any, kinds: list[LayerKind], window: Any, crossed: bool) -> Places | None:
-    """The device's places for copies of layers in the host's memory; None if all layers are on the device.
-
-    Raises:
-        OptionError: the place is unknown; or it is "host" and the cache or a layer must be on the device.
-    """
-    if place not in PLACES:
-        raise OptionError(f"{CACHE}: unknown place {place!r}. Use one of {', '.join(map(repr, PLACES))}.")
-    count = _integer(resident_layers, "resident_layers", 1, "leave it out for 2 layers")
-    if place == "device":
-        return None
-    why = ""
-    if window is not None:
-        why = f"layers with window={window} are small and stay on the device"
-    elif crossed:
-        why = "the model may have an encoder, whose tokens all layers read"
-    elif all(layer.kind != "full" for layer in kinds):
-        why = "no layer of this model has full attention, and sliding layers are small and stay on the device"
-    else:
-        for i, layer in enumerate(kinds):
-            if layer.indexed or (layer.kind == "full" and layer.state is not None):
-                beside = "the keys of an indexer" if layer.indexed else "a state"
-                why = why or f"layer {i} keeps {beside} in addition to keys and values"
-    if why:
-        raise OptionError(f"{CACHE}: place='host' is not possible: {why}. Use place='device'.")
-    return Places(len(kinds), count)
-
-
-def _layer(index: int, kind: LayerKind, limit: int | None, storage: Storage, text: Any, crossed: bool) -> Any:
-    """The cache's layer for a layer of the model; `crossed` says that its decoder may have an encoder."""
-    if kind.kind == "none":
-        return layer_without_keys()
-    if storage.quant is not None and kind.kind != "state":
-        return GroupsLayer(index, kind.window, limit, storage, text)
-    if kind.state is None and not kind.indexed:
-        made: Any = TikvLayer
-        if kind.window is not None:
-            made = SlidingOrCross if crossed else SlidingRing
-        return made(index, kind.window, limit, storage, text)
-    if kind.state is None:
-        return IndexedLayer(index, kind.window, limit, storage, text)
-    from tikv.integrations.transformers.layers import states  # needs classes that old versions lack
-
-    if kind.kind == "state":
-        return states.StateLayer(index, **kind.state)
-    return states.KeysAndState(index, kind.window, limit, storage, text, **kind.state)
-
-
-def _streaming_layer(
-    index: int, kind: LayerKind, window: int, sinks: int, storage: Storage, text: Any, crossed: bool
-) -> Any:
-    """The layer of a cache with a window for a full-attention layer; `crossed` is as in `_layer`."""
-    if kind.state is None:
-        return (StreamingOrCross if crossed else StreamingLayer)(index, window, sinks, storage, text)
-    from tikv.integrations.transformers.layers import states
-
-    return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
-
-
-def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
-    """Why steps of a cache whose memory is allocated once cannot be compiled; empty if they can."""
-    if crossed:
-        return "the model may have an encoder"
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
-        return "a layer has chunked attention"
-    if any(isinstance(layer, GroupsLayer) for layer in layers):
-        return "keys have groups along tokens, and the host counts which of them are quantised"
-    for layer in layers:
-        if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
-            return "a layer keeps more than keys and values"
-    return ""
-
-
-def _let_gradients_flow(grad: Any, layers: list[Any], crossed: bool) -> None:
-    """Have the layers of a new cache pass gradients on.
-
-    Raises:
-        OptionError: they cannot.
-    """
-    why = ""
-    if grad is not True:
-        why = "pass True or False"
-    elif crossed:
-        why = "the model may have an encoder"
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, TikvLayer):
-            continue
-        formats = [format for format in (layer.storage.k, layer.storage.v) if str(format) not in _WITH_GRADIENT]
-        if isinstance(layer, (GroupsLayer, HostLayer, IndexedLayer, StreamingLayer)):
-            why = why or f"layer {i} is a {type(layer).__name__}, which passes no gradients on"
-        elif formats or layer.storage.k_scale is not None or layer.storage.v_scale is not None:
-            why = why or f"codes have no gradient. Use dtype=None, one of {', '.join(_WITH_GRADIENT[1:])}, or no scale"
-        layer.graded = GradedTokens()
-    if why:
-        raise OptionError(f"{CACHE}: grad={grad!r} is not possible: {why}.")
-
-
-_WITH_GRADIENT = ("None", "float32", "float16", "bfloat16")  # formats
-
-
-def _first_tokens(padding: Any) -> tuple[int, ...]:
-    """The position of each row's first token that a mask (batch, n) shows; n for a row that is all padding."""
-    shown = padding.bool()
-    return tuple(torch.where(shown.any(1), shown.int().argmax(1), shown.shape[1]).tolist())
-
-
-_MOST_KINDS = 4  # of layers, in a repr
-
-
-def _named(layers: list[int]) -> str:
-    """Indices of layers, in words."""
-    words = f"{'layers' if len(layers) > 1 else 'layer'} {ranges(layers)}"
-    return words if len(words) <= 40 else f"{counted(len(layers), 'layer')} from {layers[0]} to {layers[-1]}"
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
-
-
-def _bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
-    """The layers of a cache for `limit` tokens, and the limit that remains: None if all of them slide.
-
-    Sliding layers continue beyond it, as in transformers' own static caches: it only bounds their windows. If there is
-    a full layer, which must stop, all of them stop, before a step rather than in the middle of it.
-    """
-    if limit is None or any(layer.kind not in ("sliding", "state", "none") for layer in kinds):
-        return kinds, limit
-    return [layer._replace(window=layer.window and min(layer.window, limit)) for layer in kinds], None
 
 
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
@@ -352,9 +101,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
         """Choose the class: transformers recognises an encoder-decoder's cache by its class."""
-        both = getattr(config, "is_encoder_decoder", False) and not issubclass(cls, _OfEncoderDecoder)
+        both = getattr(config, "is_encoder_decoder", False) and not issubclass(cls, OfEncoderDecoder)
         kind: Any = cls
-        return object.__new__(_of_encoder_decoder(kind) if both else kind)  # type: ignore[no-any-return]
+        return object.__new__(of_encoder_decoder(kind, TikvCache) if both else kind)  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -388,36 +137,26 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             check_configured(named)
         if max_cache_len is not None:
             compare_lengths()
-        limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
+        limit = None if max_cache_len is None else integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
-        self._made: dict[str, Any] = {
+        others = {
             "max_cache_len": limit,
-            "dtype": asdict(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
-            "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
-            "k_scale": None if k_scale is None else np.asarray(k_scale, np.float64).tolist(),
-            "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
             "window": window,
             "sinks": sinks,
             "grad": grad is True,
-            "record_states": _integer(record_states, "record_states", 0, "leave it out"),
+            "record_states": integer(record_states, "record_states", 0, "leave it out"),
         }
+        self._made = in_words(storage, v_dtype, {"k_scale": k_scale, "v_scale": v_scale}, others)
         self._fields = cache_files.fields_of(text)
-        kinds, limit = _bounded(_recording(_served(config, text), text, record_states), limit)
-        streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
+        kinds, limit = bounded(recording(served(config, text), text, record_states), limit)
+        streamed, sinks = window_and_sinks(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
         if storage.quant is not None:
-            _check_groups(kinds, window, place, crossed)
-        places = self._places = _places(place, resident_layers, kinds, window, crossed)
-        layers = [
-            _streaming_layer(i, kind, streamed, sinks, storage, named, crossed)
-            if streamed is not None and kind.kind == "full"
-            else _layer(i, kind, limit, storage, named, crossed)
-            if places is None or kind.kind != "full"
-            else HostLayer(i, kind.window, limit, storage, named, places)
-            for i, kind in enumerate(kinds)
-        ]
+            check_groups(kinds, window, place, crossed)
+        places = self._places = places_of(place, resident_layers, kinds, window, crossed)
+        layers = layers_of(kinds, limit, storage, named, crossed, streamed, sinks, places)
         cache_utils.Cache.__init__(self, layers=layers)
         self._uncompared = [layer for layer in layers if isinstance(layer, TikvLayer) and layer.limit is not None]
         self._needed = 0  # bytes of the layers that were compared with the memory that there is
@@ -426,10 +165,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
+            self._why_not_compiled = "layers are in host memory" if places else why_not_compiled(layers, text, crossed)
         if grad is not False:
             self._why_not_compiled = "gradients flow through it"
-            _let_gradients_flow(grad, layers, crossed)
+            let_gradients_flow(grad, layers, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._find_layers()
@@ -442,7 +181,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
-        self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
+        self._step = StepUse(self._with_keys, self._with_states, len(layers), self._made["record_states"])
         self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
 
     @property
@@ -456,14 +195,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Equal layers share a line; after four kinds of layers the others are counted."""
-        alike: dict[str, list[int]] = {}
-        for i, layer in enumerate(self.layers):
-            alike.setdefault(repr(layer), []).append(i)
-        lines = [f"{_named(layers)}: {text}" for text, layers in [*alike.items()][:_MOST_KINDS]]
-        if others := [i for layers in [*alike.values()][_MOST_KINDS:] for i in layers]:
-            lines[-1] = f"{_named(sorted([*alike.values()][_MOST_KINDS - 1] + others))}: of other kinds or lengths"
         about = f"{counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
-        return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in lines) + ")"
+        return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in in_lines(self.layers)) + ")"
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
@@ -529,13 +262,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             self._prompted.let_go_of_prompt()
             self._prompted = None
         if self._with_states:
-            self._note_use("update", layer_idx)
+            self._step.note("update", layer_idx)
         if layer is self._with_keys[0] and self._updated is not self._with_keys[-1]:
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
-                self._refuse_unequal(appended)
+                refuse_unequal(appended)
         if self._made["grad"] and torch.is_grad_enabled():
-            pair = self._update_graded(layer, key_states, value_states)
+            pair = update_with_gradients(layer, key_states, value_states)
         else:
             pair = layer.update(key_states, value_states)
         self._updated = layer
@@ -543,23 +276,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             self._prompted = layer
         return pair
 
-    @staticmethod
-    def _update_graded(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` whose results pass gradients on to the tokens that came with one."""
-        first, graded = layer.get_seq_length(), layer.graded
-        assert graded is not None
-        with torch.no_grad():
-            pair = layer.update(key_states.detach(), value_states.detach())
-        graded.add(first, key_states, value_states)
-        keys, values = map(decoded, pair)
-        return through(graded, keys, values, layer.get_seq_length() - keys.shape[2])
-
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
         if not _is_traced():
             number = options.get("state_idx", 0)
             if self.state_call is None or self.state_call.is_first:
-                self._note_use(f"{name} {number}", layer_idx)
+                self._step.note(f"{name} {number}", layer_idx)
             if self.record_states:
                 self.layers[layer_idx].record(number, self.state_call)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
@@ -584,47 +306,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Take back what an interrupted `StateCall` did to states, if they are recorded."""
         for (layer_idx, number), tokens in call.recorded.items():
             if self.layers[layer_idx].take_back(number, tokens):
-                for use in [use for use in self._used_in_step if use[1] == layer_idx and use[0].endswith(f" {number}")]:
-                    del self._used_in_step[use]
-
-    def _refuse_unequal(self, appended: list[int]) -> None:
-        """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""
-        if max(appended) > min(appended):
-            raise PositionError(
-                f"{CACHE}: the layers hold {', '.join(map(str, appended))} tokens, as after a step that was "
-                f"interrupted between them. Call align(), which brings all layers to the length of the shortest one "
-                f"and returns it, and go on from there; or reset()."
-            )
-
-    def _note_use(self, what: str, layer_idx: int) -> None:
-        """Take note that a step uses a layer; one that goes back to an earlier layer, or repeats a use, is a new step.
-
-        Raises:
-            PositionError: the step before was interrupted. Nothing is changed.
-        """
-        used = self._used_in_step
-        if (what, layer_idx) in used or layer_idx < max(used.values(), default=0):
-            self._refuse_half_step()
-            used.clear()
-        used[what, layer_idx] = layer_idx
-
-    def _refuse_half_step(self) -> None:
-        """Raise PositionError if a step of a model whose layers keep states was interrupted between two layers.
-
-        This cannot be seen of a model that keeps its states in its own modules.
-        """
-        used = set(self._used_in_step.values())
-        counted = {*map(id, self._with_keys), *map(id, self._with_states)}
-        states = [a for layer in self._with_states for a in (layer.conv_states, layer.recurrent_states)]
-        if 0 < len(used) < len(counted) and any(
-            state is not None for of_layer in states for state in of_layer.values()
-        ):
-            way = "Call align(), or use" if self.record_states else "A state cannot go back: use"
-            raise PositionError(
-                f"{CACHE}: a step was interrupted after it had used {_named(sorted(used))} of {len(self.layers)}. "
-                f"Their states include its tokens. {way} restore() of a snapshot that was taken before that step, or "
-                f"reset()."
-            )
+                self._step.forget(number, layer_idx)
 
     def align(self) -> int:
         """After an interrupt between two layers, bring all layers to the length of the shortest one.
@@ -648,21 +330,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         recorded = self._with_states if self.record_states else []
         if not recorded:
-            self._refuse_half_step()
-        lengths = [*(layer.appended for layer in self._with_keys), *(layer.shortest() for layer in recorded)]
-        least = min(lengths)
-        for layer in recorded:
-            layer.check_align(least)
-        ahead = [(a, least - a.appended) for a in self._with_keys if a.appended > least and a not in recorded]
-        for layer, back in ahead:
-            layer._cropped_to(back)
-        for layer, back in ahead:
-            layer.crop(back)
-        for layer in recorded:
-            layer.align(least)
-        self._used_in_step.clear()
-        for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
-            layer._put_in_order()
+            self._step.refuse_half()
+        align_layers(self._with_keys, recorded)
+        self._step.clear()
         return int(self.get_seq_length())
 
     def snapshot(self) -> TikvSnapshot:
@@ -692,10 +362,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> cache.get_seq_length(), before
             (3, TikvSnapshot(3 tokens, 0 B copied))
         """
-        self._refuse_half_step()
+        self._step.refuse_half()
         appended = [layer.appended for layer in self._with_keys]
         if any(appended[1:]):
-            self._refuse_unequal(appended)
+            refuse_unequal(appended)
         self._refuse_states_outside("snapshot")
         return TikvSnapshot(self)
 
@@ -741,8 +411,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> tuple(texts.layers[0].keys.shape), prompt.get_seq_length()
             ((4, 2, 3, 8), 3)
         """
-        count = _integer(n, "n", 1, "the cache itself")
-        self._refuse_half_step()
+        count = integer(n, "n", 1, "the cache itself")
+        self._step.refuse_half()
         cache = copy.deepcopy(self)
         cache.batch_repeat_interleave(count)
         return cache
@@ -750,7 +420,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
-        self._used_in_step.clear()
+        self._step.clear()
 
     def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
@@ -789,56 +459,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if self._updated is not self._with_keys[-1]:  # a step is not over, or nothing has come yet
                 appended = [layer.appended for layer in self._with_keys]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
-                    self._refuse_unequal(appended)
-            self._refuse_another_text(queries, tokens, layer_idx)
+                    refuse_unequal(appended)
+            check_continues(queries, tokens, self.get_seq_length(layer_idx), self._with_sinks)
             if self._with_states and self._updated is self._with_keys[-1]:
-                self._refuse_before_states(tokens)
+                held = self.get_seq_length() if tokens > 1 else 0
+                check_taken_by_all(tokens, held, self._with_keys, self._with_states)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
-
-    def _refuse_before_states(self, tokens: int) -> None:
-        """Raise before a layer with a state takes tokens that others cannot take, or that its module takes wrongly.
-
-        Raises:
-            CapacityError: there would be more than ``max_cache_len`` tokens.
-            OptionError: a module would begin several tokens without the state that it keeps itself.
-        """
-        for layer in self._with_keys:
-            layer.refuse_beyond_limit(tokens)
-        held = self.get_seq_length() if tokens > 1 else 0
-        for layer in [layer for layer in self._with_states if held and not layer.is_here]:
-            layer.refuse_state_outside(
-                f"{CACHE}: after {held} tokens, {tokens} new tokens together",
-                "Pass one token at a time, or call reset() and pass the whole text.",
-            )
-
-    def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
-        """Raise if the mask or the positions show that new tokens do not continue the text in the cache.
-
-        Layers with sinks learn from the mask where each row begins.
-        """
-        held = self.get_seq_length(layer_idx)
-        if not held and not self._with_sinks:
-            return
-        padding, positions = said_of_tokens(queries)
-        if padding is not None:
-            if padding.shape[1] < held + tokens:
-                raise ShapeError(
-                    f"{CACHE}: the cache holds {held} tokens and {tokens} are new, but the attention mask "
-                    f"covers only {padding.shape[1]}. Use reset() before another text, or pass a mask that covers "
-                    "the whole text."
-                )
-            if self._with_sinks and (tokens > 1 or not held or self._with_sinks[0].may_begin_later()):
-                starts = _first_tokens(padding[:, : held + tokens])
-                for layer in self._with_sinks:
-                    layer.begin_rows(starts)
-        elif held and positions is not None and tokens > 1 and (first := int(positions.min())) < held:
-            raise PositionError(
-                f"{CACHE}: the cache holds {held} tokens, and the new ones begin at position {first}. Use "
-                "reset() before another text; if these positions are intended, pass an attention_mask that covers "
-                "the whole text."
-            )
 
     @property
     def max_cache_len(self) -> int:
@@ -880,7 +508,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         if tokens_to_remove:
             self._refuse_states_outside("crop")
-            self._refuse_half_step()
+            self._step.refuse_half()
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)
@@ -963,7 +591,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ...     TikvCache.load(f"{folder}/text.safetensors", LlamaConfig(num_hidden_layers=1)).get_seq_length()
             3
         """
-        self._refuse_half_step()
+        self._step.refuse_half()
         self._refuse_states_outside("save")
         updated = getattr(self, "is_updated", None)
         flags = None if updated is None else [bool(updated.get(i)) for i in range(len(self.layers))]
@@ -1015,81 +643,6 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         indexed = sum(layer._indexer.nbytes for layer in self.layers if isinstance(layer, IndexedLayer))
         return indexed + sum(store.nbytes for store in stores if store is not None)
-
-
-class _OfEncoderDecoder:
-    """A `TikvCache` of an encoder-decoder: what its decoder caches, and beside it what the encoder gave.
-
-    In an `EncoderDecoderCache` of transformers' it stands for one of the two.
-    """
-
-    _alone: type[TikvCache]  # the class that a user called
-    layers: list[Any]
-    _limit: int | None
-    _made: dict[str, Any]
-    _fields: dict[str, Any]
-    _why_not_compiled: str
-    _uncompared: list[TikvLayer]
-
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)  # type: ignore[call-arg]
-        like = next(layer for layer in self.layers if isinstance(layer, TikvLayer))
-        full = [TikvLayer(i, None, None, like.storage, like.config) for i in range(len(self.layers))]
-        self.self_attention_cache = self._holding(self.layers, self._limit)
-        self._cross: Any = self._holding(full, None)
-        self.is_updated = dict.fromkeys(range(len(self.layers)), False)
-
-    def _holding(self, layers: list[Any], limit: int | None) -> TikvCache:
-        """A cache of an ordinary kind with these layers."""
-        cache = object.__new__(self._alone)
-        cache_utils.Cache.__init__(cache, layers=layers)
-        cache._limit, cache._made, cache._fields = limit, self._made, self._fields
-        cache._why_not_compiled, cache._prompted = self._why_not_compiled, None
-        cache._find_layers()
-        cache._uncompared, cache._needed, cache._places = list(self._uncompared) if limit is not None else [], 0, None
-        return cache
-
-    @property
-    def cross_attention_cache(self) -> Any:
-        """The cache of the encoder's tokens."""
-        return self._cross
-
-    @cross_attention_cache.setter
-    def cross_attention_cache(self, cache: Any) -> None:
-        # T5Gemma sets one of this class anew, without its options and with layers that attend in full, as ours do.
-        if isinstance(cache, TikvCache) and not any(layer.get_seq_length() for layer in cache.layers):
-            self._cross.reset()
-        else:
-            self._cross = cache
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvCache.crop`, for the decoder's tokens."""
-        self.self_attention_cache.crop(tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence: 0, 0, 1, 1 for 2."""
-        for cache in (self.self_attention_cache, self._cross):
-            cache.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences, in this order."""
-        for cache in (self.self_attention_cache, self._cross):
-            cache.batch_select_indices(indices)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(decoder {self.self_attention_cache!r}\nencoder {self._cross!r})"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both caches."""
-        return int(self.self_attention_cache.nbytes + self._cross.nbytes)
-
-
-@functools.cache
-def _of_encoder_decoder(kind: Any) -> Any:
-    """The class of encoder-decoder caches that inherits from `kind` and from transformers' class for such models."""
-    bases = (_OfEncoderDecoder, kind, cache_utils.EncoderDecoderCache)
-    return type(kind.__name__, bases, {"_alone": kind, "__doc__": kind.__doc__})
 
 
 # Without this, `help` and editors would show the arguments of `__new__`, which takes anything.

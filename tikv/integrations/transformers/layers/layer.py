@@ -19,10 +19,10 @@ from tikv.integrations.transformers.layers import room as rooms
 from tikv.integrations.transformers.layers import traced
 from tikv.integrations.transformers.layers.room import Room
 from tikv.integrations.transformers.memory import steps
-from tikv.integrations.transformers.memory.gradients import RefuseBackward, has_gradient
+from tikv.integrations.transformers.memory.gradients import RefuseBackward, has_gradient, through
 from tikv.integrations.transformers.memory.slot_map import SlotMap
 from tikv.integrations.transformers.memory.storage import Storage, check_storage, share_memory_with, storage_of
-from tikv.integrations.transformers.memory.stored import Pair, stored_tensors
+from tikv.integrations.transformers.memory.stored import Pair, decoded, stored_tensors
 from tikv.integrations.transformers.memory.views import TorchMemory, part
 from tikv.integrations.transformers.names import ATTENTION, CACHE
 from tikv.integrations.transformers.versions.caches import tokens_after_crop
@@ -699,6 +699,17 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __repr__(self) -> str:
         kind = f"window {self.sliding_window}" if self.is_sliding else "full"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+def update_with_gradients(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    """`TikvLayer.update` whose results pass gradients on to the tokens that came with one."""
+    first, graded = layer.get_seq_length(), layer.graded
+    assert graded is not None
+    with torch.no_grad():
+        pair = layer.update(key_states.detach(), value_states.detach())
+    graded.add(first, key_states, value_states)
+    keys, values = map(decoded, pair)
+    return through(graded, keys, values, layer.get_seq_length() - keys.shape[2])
 
 
 def _unclear_crop(name: str, n: int, length: int) -> OptionError:
