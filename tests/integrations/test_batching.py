@@ -10,7 +10,6 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers.batching import attend as paged  # noqa: E402
 from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
 from tikv.integrations.transformers.versions.installed import MODELS_UPDATE_PAGES, VERSION  # noqa: E402
 
@@ -95,11 +94,11 @@ def test_texts_are_those_of_generate(arch, name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("path", ["indices", "tiles", "whole"])
-def test_each_path_gives_the_same_texts(arch, name, path, monkeypatch):
+def test_each_path_gives_the_same_texts(arch, name, path, as_on_a_device):
     """Without block tables; the code for devices, which never waits for one; and prompts that fit a batch."""
     want = texts(name)
     if path == "tiles":
-        monkeypatch.setattr(paged, "_by_request", paged._by_tiles)
+        as_on_a_device()
     options = {"max_batch_tokens": 64} if path == "whole" else {"max_blocks_per_request": 0}
     assert batched(name, **options) == want
 

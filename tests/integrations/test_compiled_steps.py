@@ -232,7 +232,7 @@ EAGER = {  # family: options, and what is said
 
 
 @pytest.mark.parametrize("family", EAGER)
-def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypatch):
+def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, with_cuda):
     options, why = EAGER[family]
     if not hasattr(transformers, f"{family}Config") or VERSION < (5, 19):
         pytest.skip("this transformers has no such cache")
@@ -242,7 +242,7 @@ def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypa
     model = getattr(transformers, family + kind)(config).to(arch).eval()
     model.set_attn_implementation("tikv")
     want = generate(model, TikvCache(config, max_cache_len=40), inputs(arch, 11), 12, disable_compile=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_cuda()
     whole._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -444,33 +444,31 @@ def test_a_step_reads_what_is_stored_and_no_slot_more(arch):
     it.check(it.step(9), 9)
 
 
-@torch.no_grad()
-def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, monkeypatch):
-    """What `update` returned is then not what attention is given."""
-    it = Stepper(arch)
+@pytest.fixture
+def halved(monkeypatch):
+    """Models use half of the keys that `update` returns."""
     update = TikvCache.update
 
-    def halved(cache, keys, values, layer, *args, **options):
+    def of_halves(cache, keys, values, layer, *args, **options):
         keys, values = update(cache, keys, values, layer)
         return keys * 0.5, values
 
-    monkeypatch.setattr(TikvCache, "update", halved)
+    monkeypatch.setattr(TikvCache, "update", of_halves)
+
+
+@torch.no_grad()
+def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, halved):
+    """What `update` returned is then not what attention is given."""
+    it = Stepper(arch)
     got, want = it.step(9, cache=it.prompted(9)), it.step(9, compiled=False, cache=it.prompted(9))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_keys_that_a_model_changes_are_masked_where_generate_makes_the_mask(arch, monkeypatch):
+def test_keys_that_a_model_changes_are_masked_where_generate_makes_the_mask(arch, halved):
     """As where layers that share keys move them to their device; all slots are more than the text has.
 
     A model with two kinds of layers makes no mask of its own where `generate` says None for one of them.
     """
-    update = TikvCache.update
-
-    def halved(cache, keys, values, layer, *args, **options):
-        keys, values = update(cache, keys, values, layer)
-        return keys * 0.5, values
-
-    monkeypatch.setattr(TikvCache, "update", halved)
     both(build(arch, "Gemma2"), arch, inputs(arch, 11), 6)
 
 
@@ -564,8 +562,8 @@ def test_a_cache_goes_with_its_last_reference(arch):
         gc.enable()
 
 
-def test_what_is_not_compiled_says_why(arch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_what_is_not_compiled_says_why(arch, with_cuda):
+    with_cuda()
     model = build(arch)
     assert not TikvCache(model.config).is_compileable  # which nobody asked for
     assert TikvCache(model.config, max_cache_len=9).is_compileable

@@ -105,11 +105,9 @@ def test_sliding_layers(arch, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["full", "ring"])
-def test_the_code_for_devices(arch, kind, monkeypatch):
-    from tikv.integrations.transformers.batching import attend as paged
-
+def test_the_code_for_devices(arch, kind, as_on_a_device):
     want = one_by_one(kind, FORMATS["int8"])
-    monkeypatch.setattr(paged, "_by_request", paged._by_tiles)
+    as_on_a_device()
     with pages(dtype="int8"):
         assert batched(kind) == want
         assert batched(kind, max_batch_tokens=64, max_blocks_per_request=0) == want
@@ -256,7 +254,6 @@ def test_a_manager_keeps_its_pages(arch):
 
 def test_an_interrupt_in_the_main_thread_leaves_nothing_behind(arch, monkeypatch):
     want = one_by_one("full", {"dtype": "int8"})
-    original = continuous_api.ContinuousBatchingManager.get_result
 
     def interrupted(self, *args, **kwargs):
         raise KeyboardInterrupt
@@ -264,10 +261,10 @@ def test_an_interrupt_in_the_main_thread_leaves_nothing_behind(arch, monkeypatch
     gc.collect()
     before = len([a for a in gc.get_objects() if type(a) is page_memory.PageMemory])
     with pages(dtype="int8"):
-        monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            batched("full")
-        monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", original)
+        with monkeypatch.context() as until:
+            until.setattr(continuous_api.ContinuousBatchingManager, "get_result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batched("full")
         assert model_of("full").config._attn_implementation == "tikv"
         assert batched("full") == want
     gc.collect()

@@ -22,7 +22,6 @@ from transformers import DynamicCache  # noqa: E402
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
-from tikv.integrations.transformers.memory import slots, stored  # noqa: E402
 from tikv.integrations.transformers.versions.caches import CROP_IS_RELATIVE, CROP_REFUSES_POSITIVE  # noqa: E402
 from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
@@ -309,21 +308,15 @@ def test_autocast_widens_the_keys_alone(arch, implementation, compiled):
 # With narrower storage a difference of rounding can move a stored value to its neighbour.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 2e-5), ("float16", 2e-3), ("int8", 2e-2)])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
+def test_attention_by_name(arch, name, dtype, tolerance, read):
     """The library's attention on what is stored gives what torch's gives on the same values, to rounding."""
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
-    read = []
-    by_slots, by_arrays = slots.CacheSlots.attend, stored.attend_contiguous
-    monkeypatch.setattr(
-        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k.dtype), by_slots(self, *a))[1]
-    )
-    monkeypatch.setattr(stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k.dtype), by_arrays(q, c, *a))[1])
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)
     assert not read
     got = generate(other, TikvCache(other.config, dtype=dtype), inputs, 20)
-    assert read == [getattr(torch, dtype or "float32")] * (19 * 4)
+    assert read == [(getattr(torch, dtype or "float32"),) * 2] * (19 * 4)
     for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     assert torch.equal(got.sequences, want.sequences)

@@ -23,7 +23,7 @@ from tikv.stores.layers.storage import PLACES
 
 
 def integer(value: Any, name: str, low: int, instead: str) -> int:
-    """The option as an integer of at least `low`; raises OptionError if it is none."""
+    """The option as an integer of at least `low`; raises OptionError if it is not one."""
     try:
         number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
