@@ -13,6 +13,7 @@ EXTRAS = {
     "cuda": "cuda",
     "matplotlib": "plot",
     "quadrants": "quadrants",
+    "resvg_py": "plot",
     "rich": "cli",
     "torch": "torch",
     "transformers": "transformers",

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import pickle
+import re
 import types
 import weakref
 
@@ -1091,6 +1092,27 @@ def test_a_repr_has_a_line_for_all_equal_layers(arch):
     lines = repr(cache).splitlines()
     assert len(lines) == 5
     assert lines[-1].endswith(": of other kinds or lengths)")
+
+
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}, {"window": 8, "sinks": 2}, {"dtype": "int8"}])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_a_cache_draws_the_positions_that_its_layers_hold(arch, form, padded, tmp_path):
+    model = build("gemma3")
+    cache = TikvCache(model.config, **form)
+    assert re.findall(r">(\d+)<", cache.draw()) == []
+    ids = torch.arange(1, 23).reshape(2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, use_cache=True, **given(cache))
+        for _ in range(9):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            model(input_ids=ids[:, :1], attention_mask=mask, use_cache=True, **given(cache))
+    svg = cache.draw(tmp_path / "cache.svg")
+    assert (tmp_path / "cache.svg").read_text(encoding="utf-8") == svg == cache._repr_html_()
+    held = {p for layer in cache.layers for p in np.atleast_2d(layer.slot_map.positions())[0].tolist() if p >= 0}
+    assert {int(word) for word in re.findall(r">(\d+)<", svg)} == held
+    assert max(held) == 19
 
 
 def test_a_repr_of_an_alternation_is_short(arch):

@@ -183,10 +183,30 @@ def test_stores_draw_themselves_in_notebooks_and_to_files(arch, tmp_path):
     for each in (cache, pool):
         assert each._repr_html_() == each.draw(tmp_path / "picture.svg")
         assert (tmp_path / "picture.svg").read_text(encoding="utf-8") == each.draw()
-        with pytest.raises(tikv.OptionError, match=r"does not end in \.svg"):
-            each.draw(tmp_path / "picture.png")
+        with pytest.raises(tikv.OptionError, match=r"does not end in \.svg or \.png"):
+            each.draw(tmp_path / "picture.gif")
         with pytest.raises(tikv.CacheFileError, match="there is no folder"):
             each.draw(tmp_path / "no" / "picture.svg")
+
+
+def test_a_picture_is_written_as_png(arch, tmp_path):
+    pytest.importorskip("resvg_py")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    cache, pictures = store(window=4), []
+    for tokens in (0, 9):
+        grow(cache, tokens)
+        svg = ElementTree.fromstring(cache.draw(tmp_path / "picture.png"))
+        pictures.append(pyplot.imread(tmp_path / "picture.png"))
+        assert pictures[-1].shape[:2] == (2 * int(svg.get("height")), 2 * int(svg.get("width")))
+    assert pictures[0][:100].min() < 0.5  # the title's letters
+    assert (pictures[0] != pictures[1]).any()
+
+
+def test_png_without_its_packages_names_the_extra(arch, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(tikv.MissingPackageError, match=r"as PNG needs resvg_py.*taichi-kv\[plot\]"):
+        store(window=4).draw(tmp_path / "picture.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_text_is_escaped():

@@ -12,7 +12,9 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
+from tikv import extras
 from tikv.errors import OptionError
 from tikv.stores.files import replacing
 
@@ -517,16 +519,45 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
 
 
 def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
-    """The path to write to, or OptionError if it does not end in .svg, or CacheFileError if it cannot be written."""
-    if pathlib.Path(path).suffix != ".svg":
+    """The path to write to.
+
+    Raises:
+        OptionError: it ends in neither .svg nor .png.
+        CacheFileError: it cannot be written.
+        MissingPackageError: it ends in .png, and the packages that make one are not installed.
+    """
+    suffix = pathlib.Path(path).suffix
+    if suffix not in (".svg", ".png"):
         raise OptionError(
-            f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Give the file that suffix."
+            f"{operation}: {os.fspath(path)!r} does not end in .svg or .png, the formats drawn. Give the file one of "
+            "these suffixes."
         )
-    return replacing.target_of(path, operation, ".svg")
+    if suffix == ".png":
+        _png_packages(operation)
+    return replacing.target_of(path, operation, suffix)
 
 
 def save(svg: str, path: str | os.PathLike[str] | None, operation: str) -> str:
-    """Return a picture's text, and write it to `path` unless that is None."""
+    """Return a picture's text, and write it to `path`, as SVG or as PNG, unless that is None."""
     if path is not None:
-        replacing.replace(target_of(path, operation), svg.encode(), operation, ".svg")
+        target = target_of(path, operation)
+        data = svg.encode() if target.suffix == ".svg" else _as_png(svg, operation)
+        replacing.replace(target, data, operation, target.suffix)
     return svg
+
+
+def _png_packages(operation: str) -> tuple[Any, Any]:
+    """What draws an SVG, and what has a font, since a machine may have none."""
+    return extras.need("resvg_py", f"{operation} as PNG"), extras.need("matplotlib", f"{operation} as PNG")
+
+
+def _as_png(svg: str, operation: str) -> bytes:
+    """The picture in its light colours, with two pixels for each unit."""
+    resvg, matplotlib = _png_packages(operation)
+    fonts = pathlib.Path(matplotlib.get_data_path(), "fonts", "ttf")
+    font = "DejaVu Sans"
+    return bytes(
+        resvg.svg_to_bytes(
+            svg_string=svg, zoom=2, font_dirs=[str(fonts)], font_family=font, sans_serif_family=font
+        )
+    )  # fmt: skip

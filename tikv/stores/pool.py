@@ -950,7 +950,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         A notebook shows a store this way. With ``per_head`` it is the table of each head in the first layer.
 
         Args:
-            path: ends in ``.svg``; None writes no file.
+            path: ends in ``.svg``, or with the extra `plot` in ``.png``; None writes no file.
 
         Returns:
             The SVG text. It follows the reader's light or dark setting; its size does not grow with the memory.

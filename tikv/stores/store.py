@@ -1147,7 +1147,7 @@ class KVCacheStore(runtime.DeepCopied):
         tokens are drawn separately, for the first sequence only.
 
         Args:
-            path: ends in ``.svg``; None writes no file.
+            path: ends in ``.svg``, or with the extra `plot` in ``.png``; None writes no file.
             mass: a dict from a layer's index to its attention mass (batch, H, held), as `attend` gives it; or the mass
                 of layer 0 alone. It colours the tokens: the greatest mass of a head is the darkest.
 

@@ -17,6 +17,7 @@ from tikv.integrations.transformers.attention.keywords import check_configured
 from tikv.integrations.transformers.cache import files as cache_files
 from tikv.integrations.transformers.cache import needs
 from tikv.integrations.transformers.cache.choice import layers_of, why_not_compiled
+from tikv.integrations.transformers.cache.drawing import drawn
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder, of_encoder_decoder
 from tikv.integrations.transformers.cache.generation import compare_lengths
 from tikv.integrations.transformers.cache.kinds import bounded, recording, served
@@ -39,6 +40,7 @@ from tikv.integrations.transformers.memory.storage import storage_of
 from tikv.integrations.transformers.names import ATTENTION, CACHE
 from tikv.integrations.transformers.versions.configurations import attention_of, decoder_of
 from tikv.integrations.transformers.versions.masks import query_length
+from tikv.stores import picture
 from tikv.stores.picture import counted, size_in_words
 
 _is_traced = torch.compiler.is_dynamo_compiling  # looked up once: each layer calls it for each token
@@ -197,6 +199,29 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Equal layers share a line; after four kinds of layers the others are counted."""
         about = f"{counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
         return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in in_lines(self.layers)) + ")"
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw which position is in which slot of each layer; a notebook shows a cache this way.
+
+        Of a left-padded batch, the first text is drawn.
+
+        Args:
+            path: ends in ``.svg``, or with the extra `plot` in ``.png``; None writes no file.
+
+        Returns:
+            The SVG text.
+
+        Raises:
+            OptionError, CacheFileError: the path has the wrong ending, or the system refuses to write.
+            MissingPackageError: the packages that make a PNG are not installed.
+
+        Cost: none on the device.
+        """
+        title = f"{type(self).__name__}({counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)})"
+        return picture.save(drawn(title, self.layers_with_keys), path, f"{CACHE}.draw")
+
+    def _repr_html_(self) -> str:
+        return self.draw()
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
