@@ -83,3 +83,19 @@ def test_a_dtype_that_a_storage_has_for_itself_is_copied_as_itself():
     own = dtypes.DType("halves", "halves", np.dtype(np.float32), (2, 32))
     assert copy.deepcopy([own])[0] is own
     assert copy.deepcopy(dtypes.int8) is dtypes.int8
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("fp8", "float8_e4m3fn"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+        ("fp16", "float16"),
+        ("bf16", "bfloat16"),
+        ("int4", "quant4_32"),
+    ],
+)
+def test_a_name_of_other_libraries_is_one_of_ours(arch, short, name):
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 4}
+    assert repr(tikv.KVCacheStore(**form, dtype=short)) == repr(tikv.KVCacheStore(**form, dtype=name))

@@ -120,6 +120,14 @@ def of_argument(name: str, operation: str) -> tuple[DType, ...]:
 
 
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
+# Names that other libraries use.
+_BY_NAME |= {
+    "fp16": float16,
+    "bf16": bfloat16,
+    "fp8": float8_e4m3fn,
+    "fp8_e4m3": float8_e4m3fn,
+    "fp8_e5m2": float8_e5m2,
+}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
 _BY_DLPACK: dict[tuple[int, int], DType] = {row.dlpack: row for row in ALL}
 

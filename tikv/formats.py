@@ -251,10 +251,13 @@ GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, G
 OF_CODE = {row.code: row for row in FORMATS.values()}
 _OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}
 
+SHORT_NAMES = {"int4": "quant4_32"}
+"""Names that other libraries use, and the formats that they stand for here."""
+
 _ROTATED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
 
 # What a message about a dtype adds if a format is accepted too.
-OR_FORMATS = ", q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
+OR_FORMATS = ", int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
 
 
 def format_of(stored: DType | GroupFormat) -> Format | None:
@@ -294,4 +297,4 @@ def parse_format(value: Any) -> GroupFormat | None:
     match = _ROTATED.fullmatch(value)
     if match and match[1] in GROUP_FORMATS and int(match[2] or 0) < MOST_SEED:
         return rotated(match[1], int(match[2] or 0))
-    return GROUP_FORMATS.get(value)
+    return GROUP_FORMATS.get(SHORT_NAMES.get(value, value))
