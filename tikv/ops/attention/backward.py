@@ -15,7 +15,7 @@ class Attended(NamedTuple):
     Attributes:
         q: (batch, Hq, T, D); its queries are the newest tokens.
         out, lse: the result (batch, Hq, T, Dv) and the log-sum-exp of its scores (batch, Hq, T).
-        scale, softcap: as in `tikv.decode_attention`.
+        scale, softcap, window: as in `tikv.decode_attention`.
     """
 
     q: Any
@@ -23,6 +23,7 @@ class Attended(NamedTuple):
     lse: Any
     scale: float | None
     softcap: float | None
+    window: int | None = None
 
 
 def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: Any, first: int) -> tuple[Any, Any, Any]:
@@ -59,6 +60,8 @@ def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: A
         weights.sub_(lse).exp_()
         if end > held - tokens + 1:
             weights.masked_fill_(torch.arange(start, end, device=q.device) > position, 0)
+        if call.window is not None:
+            weights.masked_fill_(torch.arange(start, end, device=q.device) <= position - call.window, 0)
         of_scores = (grad_out @ v.transpose(2, 3)).sub_(centre).mul_(weights).mul_(scale)
         if slope is not None:
             of_scores.mul_(slope)

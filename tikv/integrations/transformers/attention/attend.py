@@ -13,6 +13,7 @@ from tikv.integrations.transformers.attention import keywords
 from tikv.integrations.transformers.attention.chosen import attend_chosen, chosen_keys
 from tikv.integrations.transformers.attention.keywords import HEARD, KEYWORDS, MODEL
 from tikv.integrations.transformers.attention.prompts import PromptMask, attend_prompt, is_invariant
+from tikv.integrations.transformers.attention.trained import TrainedAttention
 from tikv.integrations.transformers.memory.slots import request_of
 from tikv.integrations.transformers.memory.stored import attend_in_place, decoded, reads_in_place
 from tikv.integrations.transformers.names import ATTENTION_CALL
@@ -65,7 +66,7 @@ def attend(
     """
     keywords.check_declared(type(module))
     call = _Call(module, query, key, value, attention_mask, dropout, scaling, softcap, kwargs)
-    in_place = _by_compiled_step(call) or _by_kernels(call) or _over_selected_keys(call)
+    in_place = _by_compiled_step(call) or _by_kernels(call) or _in_training(call) or _over_selected_keys(call)
     if in_place is not None:
         return in_place
     call.decode()
@@ -79,7 +80,8 @@ class _Call:
         said: the keywords that change scores or are unknown.
         causal: whether a query sees only the keys up to its own, if there is no mask.
         sinks: (heads,) the logits of learned sinks; or None.
-        served: whether this library's kernels can serve the queries.
+        served: whether this library's kernels can serve the queries, without gradients.
+        trained: whether they can, if a gradient is to flow.
         ours: whether they do, and torch does not, if there is no mask.
     """
 
@@ -94,7 +96,7 @@ class _Call:
         causal = options.get("is_causal")
         self.causal = getattr(module, "is_causal", True) if causal is None else causal
         graded = (query, key, value) if sinks is None else (query, key, value, sinks)
-        trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
+        with_gradients = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
         # kvpress masks keys of single heads, but only in the functions that were registered when it was imported.
         masked_outside = module.__dict__.get("masked_key_indices") is not None
         (batch, _, self.tokens, _), (k_batch, _, self.held, _) = query.shape, key.shape
@@ -105,7 +107,8 @@ class _Call:
             elif mask.shape[-1] > self.held:
                 mask = mask[..., : self.held]  # the slots that a step reads if it is not compiled
         self.mask = mask
-        self.served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
+        is_readable = query.dtype in _READ and batch == k_batch and not (masked_outside or dropout)
+        self.served, self.trained = is_readable and not with_gradients, is_readable and with_gradients
         self.logits = None if sinks is None else sinks.detach().float()
         self.ours = self.served and (self.tokens == 1 or sinks is not None or is_invariant()) and not self.said
 
@@ -178,6 +181,20 @@ def _by_kernels(call: _Call) -> tuple[Any, None] | None:
         return None  # cuDNN, which torch uses, is faster if queries and keys are as many
     out = attend_prompt(query, call.key, call.value, mask, request, call.ours)
     return None if out is None else (out, None)
+
+
+def _in_training(call: _Call) -> tuple[Any, None] | None:
+    """Under ``tikv.init(invariant=True)``, attention with gradients, whose bits are those of generating."""
+    mask = call.mask
+    if call.traced or not call.trained or call.said or not is_invariant():
+        return None
+    if mask is None and not call.causal and call.tokens > 1:
+        return None
+    if mask is not None and (type(mask) is not PromptMask or mask.sinks):
+        return None
+    request = request_of(call.scale, call.softcap, causal=True)._replace(window=None if mask is None else mask.window)
+    key, value = decoded(call.key), decoded(call.value)
+    return TrainedAttention.apply(call.query, key, value, call.sinks, request).transpose(1, 2), None
 
 
 def _over_selected_keys(call: _Call) -> tuple[Any, None] | None:

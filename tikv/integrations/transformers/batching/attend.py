@@ -17,6 +17,7 @@ import torch
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers.attention import keywords
 from tikv.integrations.transformers.attention.attend import attend
+from tikv.integrations.transformers.attention.prompts import is_invariant
 from tikv.integrations.transformers.batching.managers import check_attention
 from tikv.integrations.transformers.batching.page_memory import PagesOfLayer, joined, put_among
 from tikv.integrations.transformers.memory.slots import request_of
@@ -325,7 +326,7 @@ def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, reque
 def _prompt(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest) -> Any:
     """Attention of a whole prompt (1, Hq, n, D) over its own keys (n, H, D)."""
     inside = layer.window is None or q.shape[2] <= layer.window
-    if not inside or request.softcap is not None or request.sink_logits is not None:
+    if not inside or is_invariant() or request.softcap is not None or request.sink_logits is not None:
         return _over_rows(q, (k, v), layer, request)
     keys, values = (a.transpose(0, 1)[None] for a in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(
