@@ -187,6 +187,7 @@ def buffer(rng, arch, batch, heads, held):
     return (whole[..., 2 : held + 2] if hasattr(whole, "__getitem__") else None), whole
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_mass_over_each_format(arch, rng, dtype, kind):
@@ -210,6 +211,7 @@ def test_each_mass_over_each_format(arch, rng, dtype, kind):
         close(total, expected)
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "int8", "q4_0"])
 def test_each_mass_in_pools(arch, rng, dtype, kind):
