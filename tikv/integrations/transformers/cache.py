@@ -221,8 +221,8 @@ def _streaming_layer(
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
 
 
-def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
-    """Why steps of a cache whose memory is allocated once cannot be compiled; empty if they can."""
+def _why_not_captured(layers: list[Any], text: Any, crossed: bool) -> str:
+    """Why steps of a cache whose memory is allocated once cannot be captured; empty if they can."""
     if crossed:
         return "the model may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
@@ -230,8 +230,10 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     if any(isinstance(layer, GroupsLayer) for layer in layers):
         return "keys have groups along tokens, and the host counts which of them are quantised"
     for layer in layers:
-        if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
-            return "a layer keeps more than keys and values"
+        if isinstance(layer, IndexedLayer):
+            return "a layer keeps keys of an indexer"
+        if hasattr(layer, "why_no_steps") and (why := layer.why_no_steps()):
+            return str(why)
     return ""
 
 
@@ -406,14 +408,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._uncompared:
             needs.require_for_one(self._uncompared, storage, text, places is not None)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
-        self._why_not_compiled = "its memory grows: pass max_cache_len"
+        self._why_not_captured = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = "layers are in host memory" if places else _why_not_compiled(layers, text, crossed)
+            self._why_not_captured = "layers are in host memory" if places else _why_not_captured(layers, text, crossed)
         if grad is not False:
-            self._why_not_compiled = "gradients flow through it"
+            self._why_not_captured = "gradients flow through it"
             _let_gradients_flow(grad, layers, crossed)
-        for layer in [] if self._why_not_compiled else layers:
-            layer.for_steps = True
+        for layer in [] if self._why_not_captured else layers:
+            layer.for_steps = True  # which says nothing to a layer that has only a state
         self._find_layers()
 
     def _find_layers(self) -> None:
@@ -424,7 +426,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
-        self._used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
+        self.used_in_step: dict[tuple[str, int], int] = {}  # what a step has used so far, if layers keep states
         self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
 
     @property
@@ -468,16 +470,26 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return not why
 
     def why_not_compiled(self) -> str:
-        """Why steps cannot be compiled or captured; empty if they can."""
+        """Why steps cannot be compiled; empty if they can."""
+        why = self.why_not_captured()
+        return "a layer keeps a state" if not why and self._with_states else why
+
+    def why_not_captured(self) -> str:
+        """Why steps cannot be captured; empty if they can."""
         config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
-        if not self._why_not_compiled and (config is None or shim.attention_of(config) != ATTENTION):
+        if not self._why_not_captured and (config is None or shim.attention_of(config) != ATTENTION):
             return f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
-        return self._why_not_compiled
+        return self._why_not_captured
 
     @property
     def layers_with_keys(self) -> list[TikvLayer]:
         """The layers that hold keys and values."""
         return self._with_keys
+
+    @property
+    def layers_with_states(self) -> list[Any]:
+        """The layers that keep a state, alone or beside keys and values."""
+        return self._with_states
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens to a layer; returns all keys and values that these tokens may see.
@@ -504,6 +516,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
         if _is_traced() or self.on_device:
+            if self._with_states and not _is_traced():
+                self._note_use("update", layer_idx)
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
         if self._uncompared:
             self._require_memory(layer, key_states, value_states)
@@ -566,8 +580,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Take back what an interrupted `StateCall` did to states, if they are recorded."""
         for (layer_idx, number), tokens in call.recorded.items():
             if self.layers[layer_idx].take_back(number, tokens):
-                for use in [use for use in self._used_in_step if use[1] == layer_idx and use[0].endswith(f" {number}")]:
-                    del self._used_in_step[use]
+                for use in [use for use in self.used_in_step if use[1] == layer_idx and use[0].endswith(f" {number}")]:
+                    del self.used_in_step[use]
 
     def _refuse_unequal(self, appended: list[int]) -> None:
         """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""
@@ -584,7 +598,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         Raises:
             PositionError: the step before was interrupted. Nothing is changed.
         """
-        used = self._used_in_step
+        used = self.used_in_step
         if (what, layer_idx) in used or layer_idx < max(used.values(), default=0):
             self._refuse_half_step()
             used.clear()
@@ -595,7 +609,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         This cannot be seen of a model that keeps its states in its own modules.
         """
-        used = set(self._used_in_step.values())
+        used = set(self.used_in_step.values())
         counted = {*map(id, self._with_keys), *map(id, self._with_states)}
         states = [a for layer in self._with_states for a in (layer.conv_states, layer.recurrent_states)]
         if 0 < len(used) < len(counted) and any(
@@ -642,7 +656,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             layer.crop(back)
         for layer in recorded:
             layer.align(least)
-        self._used_in_step.clear()
+        self.used_in_step.clear()
         for layer in self._with_keys if ahead else ():  # a mask is for all layers of a kind, so their slots agree
             layer._put_in_order()
         return int(self.get_seq_length())
@@ -732,7 +746,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
-        self._used_in_step.clear()
+        self.used_in_step.clear()
 
     def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
@@ -1010,7 +1024,7 @@ class _OfEncoderDecoder:
     _limit: int | None
     _made: dict[str, Any]
     _fields: dict[str, Any]
-    _why_not_compiled: str
+    _why_not_captured: str
     _uncompared: list[TikvLayer]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -1026,7 +1040,7 @@ class _OfEncoderDecoder:
         cache = object.__new__(self._alone)
         cache_utils.Cache.__init__(cache, layers=layers)
         cache._limit, cache._made, cache._fields = limit, self._made, self._fields
-        cache._why_not_compiled, cache._prompted = self._why_not_compiled, None
+        cache._why_not_captured, cache._prompted = self._why_not_captured, None
         cache._find_layers()
         cache._uncompared, cache._needed, cache._places = list(self._uncompared) if limit is not None else [], 0, None
         return cache
