@@ -204,7 +204,7 @@ def test_after_an_interrupt_within_a_step_the_next_use_is_refused(arch):
     with pytest.raises(KeyboardInterrupt):
         write(model, held, ids, 30, custom_generate=captured)
     hook.remove()
-    with pytest.raises(tikv.PositionError, match="A state cannot go back: use restore|the layers hold"):
+    with pytest.raises(tikv.PositionError, match=r"A state cannot go back: use restore|the layers hold"):
         model(ids["input_ids"][:, :1], **given(held))
     held.reset()
     want = write(model, TikvCache(model.config, **ROOM), ids, disable_compile=True).sequences
