@@ -29,8 +29,8 @@ In each family of this page whose layers keep a state, the same command tries wh
 `crop` and drafted tokens (prompt lookup) need `record_states=`, see
 [Models with a state](tutorials/transformers.md#models-with-a-state). "yes" means the same bits as before, or logits
 within {NEAR} standard deviations of a run without a cache; "refused", that an error says so before anything changes.
-[Captured steps](tutorials/transformers.md#a-step-as-one-cuda-graph) end early there; "refused" means that `generate` goes
-on with its own loop, and a warning says why. Steps are not compiled in any of these families.
+[Captured steps](tutorials/transformers.md#a-step-as-one-cuda-graph) end early there; "refused" means that `generate`
+goes on with its own loop, and a warning says why. Steps are not compiled in any of these families.
 
 """
 
