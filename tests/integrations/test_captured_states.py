@@ -11,13 +11,15 @@ import tiny_models  # noqa: E402
 from model_cache import generate, given  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, captured, custom_generate, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, captured  # noqa: E402
+from tikv.integrations.transformers.loop import custom_generate  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(shim.VERSION < (5, 19), reason="layers with a state came with transformers 5.19"),
+    pytest.mark.skipif(VERSION < (5, 19), reason="layers with a state came with transformers 5.19"),
 ]
 
 OFTEN = ("falcon_h1", "lfm2_moe", "qwen3_next", "zamba2")
