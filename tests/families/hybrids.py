@@ -12,7 +12,7 @@ import torch
 from model_cache import given
 
 import tikv
-from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers import TikvCache, captured
 
 FAMILIES = (
     "bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "inkling", "inkling2", "inkling2_loop",
@@ -29,6 +29,8 @@ In each family of this page whose layers keep a state, the same command tries wh
 `crop` and drafted tokens (prompt lookup) need `record_states=`, see
 [Models with a state](tutorials/transformers.md#models-with-a-state). "yes" means the same bits as before, or logits
 within {NEAR} standard deviations of a run without a cache; "refused", that an error says so before anything changes.
+[Captured steps](tutorials/transformers.md#a-step-as-one-cuda-graph) end early there; "refused" means that `generate`
+goes on with its own loop, and a warning says why. Steps are not compiled in any of these families.
 
 """
 
@@ -44,12 +46,13 @@ class Row(NamedTuple):
     file: str
     fork: str
     sequences: str
+    captured: str
 
 
 def row(family: str) -> Row:
     """What a family does."""
     model = tiny_models.tiny_model(tiny_models.generators(family)[0])
-    tries = (_crop, _drafts, _pieces, _snapshot, _file, _fork, _sequences)
+    tries = (_crop, _drafts, _pieces, _snapshot, _file, _fork, _sequences, _captured)
     return Row(family, *(_word(attempt, model) for attempt in tries))
 
 
@@ -64,6 +67,7 @@ def table(rows: list[Row]) -> str:
         "file",
         "`fork`",
         "reorder, select",
+        "captured steps",
     )
     lines = [titles, ("---",) * len(titles), *rows]
     return HEADING + INTRODUCTION + "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -175,3 +179,20 @@ def _sequences(model: Any) -> bool:
     cache.batch_select_indices(torch.tensor([2, 1]))
     order = [0, 2]
     return _is_near(steps(model, cache, ids[order, 9:]), whole(model, ids[order])[:, 9:])
+
+
+def _captured(model: Any) -> bool:
+    ids, attention = tokens(1, 9), model.config._attn_implementation
+    model.set_attn_implementation("tikv")
+    try:
+        caches = [TikvCache(model.config, max_cache_len=40) for _ in range(3)]
+        if why := caches[0].why_not_captured():
+            raise tikv.OptionError(f"captured: {why}")
+        whole = model.generate(ids, **given(caches[2]), **GREEDY)
+        options = GREEDY | {"eos_token_id": int(whole[0, -4])}
+        want = model.generate(ids, **given(caches[0]), **options)
+        text = model.generate(ids, **given(caches[1]), **options, custom_generate=captured)
+        later = tokens(1, 3, seed=2)
+        return torch.equal(text, want) and _is_near(*(steps(model, cache, later) for cache in caches[:2]))
+    finally:
+        model.set_attn_implementation(attention)

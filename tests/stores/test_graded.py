@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_definition(arch, dtype, layout, options):
 
 
 def test_keys_are_read_some_at_a_time(arch):
-    """With so many queries, backward looks at 174 keys together; the first of them are frozen."""
+    """With so many queries, backward takes one head of them at a time, and 32 keys; the first of them are frozen."""
     store, old, new = store_of(batch=1, capacity=1800), rows(200, batch=1, seed=2, graded=False), rows(1500, batch=1)
     store.append(0, *old[1:])
     got = torch.autograd.grad(store.extend(0, *new, grad=True).square().sum(), new)
@@ -100,6 +100,29 @@ def test_keys_are_read_some_at_a_time(arch):
     want = torch.autograd.grad(defined(q, k, v)[0].square().sum(), new)
     for a, b in zip(got, want, strict=True):
         near(a, b, "float32")
+
+
+def test_memory_of_backward_is_bounded_by_the_gradients(arch):
+    """No matrix of scores exists, nor what grows with the number of tokens that are held."""
+    held, tokens, form = 4096, 256, {"head_dim": 64, "head_dim_v": 64}
+    store = store_of(batch=1, capacity=held + tokens, **form)
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v, *old = (
+        torch.randn(1, count, heads, 64, generator=numbers)
+        for heads, count in ((QUERY_HEADS, tokens), *((HEADS, tokens),) * 2, *((HEADS, held),) * 2)
+    )
+    store.append(0, *old)
+    new = [a.requires_grad_() for a in (q, k, v)]
+    out = store.extend(0, *new, grad=True)
+    ahead = torch.ones_like(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        torch.autograd.grad(out, new, ahead)
+    memory = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    peak = total = 0
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    assert peak <= out.nbytes + 2 * sum(a.nbytes for a in new)
 
 
 def test_tokens_of_earlier_calls_get_gradients_too(arch):

@@ -7,6 +7,8 @@ import sys
 from typing import Any, NamedTuple
 
 MOST_SCORES = 1 << 20  # that exist at once: 4 MB, and as much for each of a few others of their shape
+MOST_STEPS = 256  # over the keys, where there is less room than for these
+FEW_QUERIES = 256  # of all heads and sequences, which need no steps of their own
 
 
 class Attended(NamedTuple):
@@ -37,38 +39,75 @@ def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: A
     """
     torch: Any = sys.modules["torch"]
     batch, heads, held, width = keys.shape
-    tokens = call.q.shape[2]
-    rows = (batch, heads, -1)  # the queries of all heads that share a head of keys, one after the other
-    q, out, grad_out = (a.float().reshape(*rows, a.shape[3]) for a in (call.q, call.out, grad_out))
-    lse = call.lse.float().reshape(*rows, 1)
-    centre = (grad_out * out).sum(-1, keepdim=True) - grad_lse.float().reshape(*rows, 1)
-    scale = 1 / math.sqrt(width) if call.scale is None else call.scale
-    position = torch.arange(held - tokens, held, device=q.device).repeat(q.shape[2] // tokens)[:, None]
-    of_q = torch.zeros_like(q)
-    of_k = torch.zeros((batch, heads, held - first, width), dtype=torch.float32, device=q.device)
-    of_v = torch.zeros((batch, heads, held - first, values.shape[3]), dtype=torch.float32, device=q.device)
-    step = max(64, MOST_SCORES // (batch * heads * q.shape[2]))
-    for start in range(0, held, step):
-        end = min(held, start + step)
+    group, tokens = call.q.shape[1] // heads, call.q.shape[2]
+    of_q = torch.zeros((batch, heads, group, tokens, width), dtype=torch.float32, device=call.q.device)
+    of_k = torch.zeros((batch, heads, held - first, width), dtype=torch.float32, device=call.q.device)
+    of_v = torch.zeros((batch, heads, held - first, values.shape[3]), dtype=torch.float32, device=call.q.device)
+    # On a CPU, no more memory at once than half of the queries'. A launch of a GPU costs more than these megabytes.
+    queries, on_cpu = batch * heads * group * tokens, call.q.device.type == "cpu"
+    together = not on_cpu or queries <= FEW_QUERIES
+    rows = queries if together else batch * tokens
+    most = min(MOST_SCORES, max(of_q.numel() // 4, rows * held // MOST_STEPS)) if on_cpu else MOST_SCORES
+    step = max(32, most // rows)
+    arrays = [a.unflatten(1, (heads, group)) for a in (call.q, call.out, grad_out, call.lse, grad_lse)]
+    every = slice(None)
+    parts = [(every, every)]
+    if not together:
+        parts = [(slice(h, h + 1), slice(i, i + 1)) for h in range(heads) for i in range(group)]
+    for of_heads, of_group in parts:
+        q, out, of_out, lse, of_lse = (a[:, of_heads, of_group].flatten(2, 3).float() for a in arrays)
+        centre = (of_out * out).sum(-1, keepdim=True) - of_lse[..., None]
+        part = _Part(q, of_out, lse[..., None], centre, call.scale, call.softcap, call.window, tokens)
+        to = of_q[:, of_heads, of_group].flatten(2, 3), of_k[:, of_heads], of_v[:, of_heads]
+        for start in range(0, held, step):
+            part.add(keys[:, of_heads], values[:, of_heads], start, min(held, start + step), first, to)
+    return of_q.flatten(1, 2), of_k, of_v
+
+
+class _Part(NamedTuple):
+    """The queries of some heads, those that share a head of keys one after the other, as `Attended`; in float32.
+
+    Attributes:
+        grad_out: the gradient of the result.
+        centre: (batch, heads, n, 1), what each query's weights have in common in their gradient.
+        tokens: how many tokens the queries are of.
+    """
+
+    q: Any
+    grad_out: Any
+    lse: Any
+    centre: Any
+    scale: float | None
+    softcap: float | None
+    window: int | None
+    tokens: int
+
+    def add(self, keys: Any, values: Any, start: int, end: int, first: int, to: tuple[Any, Any, Any]) -> None:
+        """Add what some keys contribute to the gradients of queries, and of keys and values from `first` on."""
+        torch: Any = sys.modules["torch"]
+        held, (q, of_q, of_k, of_v) = keys.shape[2], (self.q, *to)
+        scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         k, v = keys[:, :, start:end].float(), values[:, :, start:end].float()
         weights = (q @ k.transpose(2, 3)).mul_(scale)
         slope = None
-        if call.softcap is not None:
-            weights.div_(call.softcap).tanh_()
+        if self.softcap is not None:
+            weights.div_(self.softcap).tanh_()
             slope = 1 - weights.square()
-            weights.mul_(call.softcap)
-        weights.sub_(lse).exp_()
-        if end > held - tokens + 1:
-            weights.masked_fill_(torch.arange(start, end, device=q.device) > position, 0)
-        if call.window is not None:
-            weights.masked_fill_(torch.arange(start, end, device=q.device) <= position - call.window, 0)
-        of_scores = (grad_out @ v.transpose(2, 3)).sub_(centre).mul_(weights).mul_(scale)
+            weights.mul_(self.softcap)
+        weights.sub_(self.lse).exp_()
+        if end > held - self.tokens + 1 or self.window is not None:
+            position = torch.arange(held - self.tokens, held, device=q.device).repeat(q.shape[2] // self.tokens)[
+                :, None
+            ]
+            of_key = torch.arange(start, end, device=q.device)
+            weights.masked_fill_(of_key > position, 0)
+            if self.window is not None:
+                weights.masked_fill_(of_key <= position - self.window, 0)
+        of_scores = (self.grad_out @ v.transpose(2, 3)).sub_(self.centre).mul_(weights).mul_(scale)
         if slope is not None:
             of_scores.mul_(slope)
-        of_q += of_scores @ k
+        of_q.flatten(0, 1).baddbmm_(of_scores.flatten(0, 1), k.flatten(0, 1))
         if end > first:
-            trained = slice(max(first - start, 0), None)
-            to = slice(max(start, first) - first, end - first)
-            of_k[:, :, to] = of_scores[..., trained].transpose(2, 3) @ q
-            of_v[:, :, to] = weights[..., trained].transpose(2, 3) @ grad_out
-    return of_q.reshape(call.q.shape), of_k, of_v
+            trained, rows = slice(max(first - start, 0), None), slice(max(start, first) - first, end - first)
+            of_k[:, :, rows] += of_scores[..., trained].transpose(2, 3) @ q
+            of_v[:, :, rows] += weights[..., trained].transpose(2, 3) @ self.grad_out

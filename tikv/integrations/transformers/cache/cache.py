@@ -16,7 +16,7 @@ from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers.attention.keywords import check_configured
 from tikv.integrations.transformers.cache import files as cache_files
 from tikv.integrations.transformers.cache import needs
-from tikv.integrations.transformers.cache.choice import layers_of, why_not_compiled
+from tikv.integrations.transformers.cache.choice import layers_of, why_not_captured
 from tikv.integrations.transformers.cache.drawing import drawn
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder, of_encoder_decoder
 from tikv.integrations.transformers.cache.generation import compare_lengths
@@ -165,14 +165,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._uncompared:
             needs.require_for_one(self._uncompared, storage, text, places is not None)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
-        self._why_not_compiled = "its memory grows: pass max_cache_len"
+        self._why_not_captured = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = "layers are in host memory" if places else why_not_compiled(layers, text, crossed)
+            self._why_not_captured = "layers are in host memory" if places else why_not_captured(layers, text, crossed)
         if grad is not False:
-            self._why_not_compiled = "gradients flow through it"
+            self._why_not_captured = "gradients flow through it"
             let_gradients_flow(grad, layers, crossed)
-        for layer in [] if self._why_not_compiled else layers:
-            layer.for_steps = True
+        for layer in [] if self._why_not_captured else layers:
+            layer.for_steps = True  # which says nothing to a layer that has only a state
         self._find_layers()
 
     def _find_layers(self) -> None:
@@ -183,7 +183,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
-        self._step = StepUse(self._with_keys, self._with_states, len(layers), self._made["record_states"])
+        self.step_use = StepUse(self._with_keys, self._with_states, len(layers), self._made["record_states"])
         self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
 
     @property
@@ -244,16 +244,26 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return not why
 
     def why_not_compiled(self) -> str:
-        """Why steps cannot be compiled or captured; empty if they can."""
+        """Why steps cannot be compiled; empty if they can."""
+        why = self.why_not_captured()
+        return "a layer keeps a state" if not why and self._with_states else why
+
+    def why_not_captured(self) -> str:
+        """Why steps cannot be captured; empty if they can."""
         config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
-        if not self._why_not_compiled and (config is None or attention_of(config) != ATTENTION):
+        if not self._why_not_captured and (config is None or attention_of(config) != ATTENTION):
             return f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
-        return self._why_not_compiled
+        return self._why_not_captured
 
     @property
     def layers_with_keys(self) -> list[TikvLayer]:
         """The layers that hold keys and values."""
         return self._with_keys
+
+    @property
+    def layers_with_states(self) -> list[Any]:
+        """The layers that keep a state, alone or beside keys and values."""
+        return self._with_states
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens to a layer; returns all keys and values that these tokens may see.
@@ -280,6 +290,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
         if _is_traced() or self.on_device:
+            if self._with_states and not _is_traced():
+                self.step_use.note("update", layer_idx)
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
         if self._uncompared:
             self._require_memory(layer, key_states, value_states)
@@ -287,7 +299,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             self._prompted.let_go_of_prompt()
             self._prompted = None
         if self._with_states:
-            self._step.note("update", layer_idx)
+            self.step_use.note("update", layer_idx)
         if layer is self._with_keys[0] and self._updated is not self._with_keys[-1]:
             appended = [each.appended for each in self._with_keys]
             if any(appended[1:]):  # otherwise it may be used alone
@@ -306,7 +318,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not _is_traced():
             number = options.get("state_idx", 0)
             if self.state_call is None or self.state_call.is_first:
-                self._step.note(f"{name} {number}", layer_idx)
+                self.step_use.note(f"{name} {number}", layer_idx)
             if self.record_states:
                 self.layers[layer_idx].record(number, self.state_call)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
@@ -331,7 +343,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Take back what an interrupted `StateCall` did to states, if they are recorded."""
         for (layer_idx, number), tokens in call.recorded.items():
             if self.layers[layer_idx].take_back(number, tokens):
-                self._step.forget(number, layer_idx)
+                self.step_use.forget(number, layer_idx)
 
     def align(self) -> int:
         """After an interrupt between two layers, bring all layers to the length of the shortest one.
@@ -355,9 +367,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         recorded = self._with_states if self.record_states else []
         if not recorded:
-            self._step.refuse_half()
+            self.step_use.refuse_half()
         align_layers(self._with_keys, recorded)
-        self._step.clear()
+        self.step_use.clear()
         return int(self.get_seq_length())
 
     def snapshot(self) -> TikvSnapshot:
@@ -387,7 +399,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             >>> cache.get_seq_length(), before
             (3, TikvSnapshot(3 tokens, 0 B copied))
         """
-        self._step.refuse_half()
+        self.step_use.refuse_half()
         appended = [layer.appended for layer in self._with_keys]
         if any(appended[1:]):
             refuse_unequal(appended)
@@ -437,7 +449,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ((4, 2, 3, 8), 3)
         """
         count = integer(n, "n", 1, "the cache itself")
-        self._step.refuse_half()
+        self.step_use.refuse_half()
         cache = copy.deepcopy(self)
         cache.batch_repeat_interleave(count)
         return cache
@@ -445,7 +457,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
-        self._step.clear()
+        self.step_use.clear()
 
     def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
@@ -533,7 +545,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         if tokens_to_remove:
             self._refuse_states_outside("crop")
-            self._step.refuse_half()
+            self.step_use.refuse_half()
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)
@@ -616,7 +628,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ...     TikvCache.load(f"{folder}/text.safetensors", LlamaConfig(num_hidden_layers=1)).get_seq_length()
             3
         """
-        self._step.refuse_half()
+        self.step_use.refuse_half()
         self._refuse_states_outside("save")
         updated = getattr(self, "is_updated", None)
         flags = None if updated is None else [bool(updated.get(i)) for i in range(len(self.layers))]

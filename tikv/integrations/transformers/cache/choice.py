@@ -74,8 +74,8 @@ def streaming_layer_of(
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
 
 
-def why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
-    """Why steps of a cache whose memory is allocated once cannot be compiled; empty if they can."""
+def why_not_captured(layers: list[Any], text: Any, crossed: bool) -> str:
+    """Why steps of a cache whose memory is allocated once cannot be captured; empty if they can."""
     if crossed:
         return "the model may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
@@ -83,6 +83,8 @@ def why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     if any(isinstance(layer, GroupsLayer) for layer in layers):
         return "keys have groups along tokens, and the host counts which of them are quantised"
     for layer in layers:
-        if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
-            return "a layer keeps more than keys and values"
+        if isinstance(layer, IndexedLayer):
+            return "a layer keeps keys of an indexer"
+        if hasattr(layer, "why_no_steps") and (why := layer.why_no_steps()):
+            return str(why)
     return ""

@@ -62,6 +62,14 @@ class StepUse:
         """The next use begins a step."""
         self._used.clear()
 
+    def uses(self) -> dict[tuple[str, int], int]:
+        """A copy of what the step has used, for `go_back_to`."""
+        return self._used.copy()
+
+    def go_back_to(self, uses: dict[tuple[str, int], int]) -> None:
+        """Forget what was used since `uses` were copied."""
+        self._used = uses
+
 
 def refuse_unequal(appended: Sequence[int]) -> None:
     """Raise PositionError if layers have got different numbers of tokens. Nothing is changed."""

@@ -118,7 +118,7 @@ def _in_pieces(forward: Callable[..., Any], begins_without_state: bool) -> Calla
         if _is_traced():
             return forward(module, *args, **options)
         cache = next((a for a in (*options.values(), *args) if hasattr(a, "state_call")), None)
-        if cache is None or cache.state_call is not None:
+        if cache is None or cache.state_call is not None or cache.on_device:  # a step has one token
             return forward(module, *args, **options)
         alone = begins_without_state and any(cache.layers[module.layer_idx].has_previous_state.values())
         if not (cache.record_states or alone) or any(options.get(name) is not None for name in _PACKED):

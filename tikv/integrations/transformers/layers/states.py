@@ -270,6 +270,19 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             if seen > length:
                 self.take_back(i, seen - length)
 
+    def why_no_steps(self) -> str:
+        """Why a step with this layer cannot be captured; empty if it can."""
+        if not self.is_here:
+            return f"the state of layer {self.index} is in the model's own modules"
+        if self.record_states:
+            return f"states are recorded (record_states={self.record_states})"
+        return ""
+
+    def states(self) -> list[Any]:
+        """The tensors of the state; from the first token until `reset`, or other sequences, they stay the same."""
+        both = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in both if state is not None]
+
     def state(self) -> dict[str, Any]:
         """The state, and what is known of it, by the names of attributes; nothing is copied."""
         return {name: getattr(self, name) for name in vars(StateLayer(self.index, **self._options))}
@@ -356,8 +369,14 @@ class _KeysBeside(StateLayer):
 
     _keys: type[TikvLayer]
     is_croppable: Any = StateLayer.is_croppable
-    is_compileable = False
+    is_compileable: Any = TikvLayer.is_compileable
     supports_early_init = True
+
+    def why_no_steps(self) -> str:
+        """As `StateLayer.why_no_steps`."""
+        if self.is_sliding:
+            return f"layer {self.index} has a sliding window and a state"
+        return StateLayer.why_no_steps(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise keys and values, passed by position, or a state, passed by keyword."""

@@ -25,7 +25,7 @@ class CapturedLoop:
     processors, stopping criteria and streamer. So is the cache afterwards: what was computed after the end of a text is
     taken back. Processors that are not known to work on the device alone run between the graphs.
 
-    It serves a `TikvCache` whose steps may be compiled (with ``max_cache_len=`` or ``window=``, attention "tikv").
+    It serves a `TikvCache` with ``max_cache_len=`` or ``window=`` and attention "tikv", also of layers with a state.
     Other caches, beams, assisted decoding and what returns attentions or hidden states go on by `generate`'s own loop;
     a warning says why, once.
 
@@ -79,7 +79,8 @@ class CapturedLoop:
             streamer.put(input_ids.cpu())  # which `generate` does for one that it knows
         cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         mode = generation_config.get_generation_mode(call.get("assistant_model"))
-        why = _why_not(model, input_ids, cache, mode, stopping_criteria, generation_config, model_kwargs)
+        compiles = self._options.compile
+        why = _why_not(model, input_ids, cache, mode, stopping_criteria, generation_config, compiles, model_kwargs)
         if synced_gpus:
             why = "synced_gpus=True has all processes wait for each other at each token"
         if why:
@@ -106,21 +107,21 @@ def _warn_once(message: str) -> None:
 
 
 def _why_not(
-    model: Any, ids: Any, cache: Any, mode: Any, criteria: Any, config: Any, kwargs: dict[str, Any]
+    model: Any, ids: Any, cache: Any, mode: Any, criteria: Any, config: Any, compiles: bool, kwargs: dict[str, Any]
 ) -> str:  # fmt: skip
     """Why the loop cannot serve a text; empty if it can."""
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"this is {mode.value.replace('_', ' ')}"
     if not isinstance(cache, TikvCache):
         return f"the cache is {'none' if cache is None else 'a ' + type(cache).__name__}, and not a TikvCache"
-    if why := cache.why_not_compiled():
+    if why := cache.why_not_compiled() if compiles else cache.why_not_captured():
         return why
     if not kwargs.get("use_cache", True):
         return "use_cache is False"
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states are returned"
-    if any(layer.record_past for layer in cache.layers_with_keys):
-        return "sliding layers record the past"
+    if any(layer.record_past for layer in (*cache.layers_with_keys, *cache.layers_with_states)):
+        return "layers record the past"
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         return "the model is on several devices"
     if ids.device != model.device:

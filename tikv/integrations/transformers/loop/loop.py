@@ -64,6 +64,7 @@ class Loop:
         self._processors, self._kwargs = processors, kwargs
         self._layers = cache.layers_with_keys
         self._rings = [layer for layer in self._layers if isinstance(layer, RingLayer)]
+        self._with_states = cache.layers_with_states
         self._prompt = ids
         self._length = self._begin = ids.shape[1]  # the number of tokens, and that of the prompt's
         self._max_length = min(each.max_length for each in criteria if hasattr(each, "max_length"))
@@ -73,7 +74,9 @@ class Loop:
         self._numbers = Numbers(ids.device)
         self._places: list[Any] = []  # where the random numbers of the steps since the last look begin
         self._replay: Any = None
-        self._saved: Any = None  # saves the rows that the next steps overwrite
+        self._rows: list[steps.RowsAhead | steps.StatesAhead] = []  # what the next steps overwrite
+        self._states: list[steps.StatesAhead] = []
+        self._saved: Any = None  # saves these rows
         self._inside = all(type(each) in _IN_A_STEP for each in processors)  # whether a step chooses the token too
         self._over = torch.zeros(len(ids), dtype=torch.bool)  # rows that other criteria than an end token have ended
 
@@ -88,7 +91,7 @@ class Loop:
             decode: Any = getattr(self._model, "_optimize_model_for_decode", contextlib.nullcontext)
             with decode():
                 # A step is captured while the device computes the prompt, if that changes nothing should the text end.
-                ahead = not (self._ends or self._judged) or not self._rings
+                ahead = not (self._ends or self._judged) or not (self._rings or self._with_states)
                 if ahead and self._length < self._max_length:
                     self._make_ready(kwargs)
                 ended = self._look(1, 0)
@@ -129,10 +132,15 @@ class Loop:
         self._held = cache.get_seq_length()
         for layer in layers:
             layer.make_ready()
+        for layer in self._with_states:
+            layer.refuse_state_outside(f"{CACHE}: captured", "Leave custom_generate out.")
         self._changes = [(layer._counted, layer._counted.changes) for layer in layers]
         self._most = min([self._options.check_every, *(layer.ring for layer in self._rings)])
         ends_early = self._most > 1 and bool(self._ends or self._judged)
-        self._rows = [steps.RowsAhead(layer, self._most) for layer in self._rings if ends_early]
+        if ends_early:
+            self._states = [steps.StatesAhead(layer, self._most) for layer in self._with_states]
+            self._rows = [*(steps.RowsAhead(layer, self._most) for layer in self._rings), *self._states]
+        self._addresses = [layer.states() for layer in self._with_states]
         more = self._max_length - self._length
         self._more = generate.kwargs_of_steps(self._model, kwargs, self._held, more)
         self._moving = [self._more[name] for name in ("position_ids", "cache_position") if name in self._more]
@@ -159,6 +167,8 @@ class Loop:
 
     def _step(self) -> None:
         """One step: the newest token goes to the cache, and the logits of the next one are computed."""
+        for each in self._states:
+            each.keep_before_step()
         with steps.on_device(self._cache):
             inputs = generate.inputs_of_step(self._model, self._token, self._more)
             logits = self._call(**inputs, return_dict=True).logits
@@ -200,7 +210,7 @@ class Loop:
 
     def _capture(self, inside: bool) -> None:
         """Capture a step for replays, with the choice of the token if `inside`; if it fails, steps are calls."""
-        device = self._token.device
+        device, used = self._token.device, self._cache.step_use.uses()
         try:
             self._replay = Replay(self._whole_step if inside else self._step, device)
             self._saved = Replay(self._save_rows, device) if self._rows else None
@@ -211,6 +221,7 @@ class Loop:
         else:
             self._inside = inside
             _capturable[self._model][self._form] = inside
+        self._cache.step_use.go_back_to(used)  # nothing was computed, whether it failed or not
         for each, _ in self._changes:
             each.ran(0)
 
@@ -331,6 +342,12 @@ class Loop:
                 raise PositionError(
                     f"{CACHE}: between two steps of captured, layer {layer.index} of the cache was changed, or the "
                     f"model's attention: it holds {layer.get_seq_length()} tokens, and {self._held} were cached. Let "
+                    f"streamers and stopping criteria only read the cache, or leave custom_generate out."
+                )
+        for layer, states in zip(self._with_states, self._addresses, strict=True):
+            if [*map(id, layer.states())] != [*map(id, states)]:
+                raise PositionError(
+                    f"{CACHE}: between two steps of captured, the state of layer {layer.index} was replaced. Let "
                     f"streamers and stopping criteria only read the cache, or leave custom_generate out."
                 )
 

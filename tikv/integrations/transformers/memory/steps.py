@@ -238,6 +238,35 @@ class RowsAhead:
             words[self._rows, :, slots] = copy[:, first:]
 
 
+class StatesAhead:
+    """The states of a layer before each of its next tokens, so that these tokens can be taken back.
+
+    Args:
+        layer: the layer, whose states exist.
+        tokens: how many tokens.
+    """
+
+    def __init__(self, layer: Any, tokens: int) -> None:
+        self._states = layer.states()
+        self._copies = [a.new_empty((tokens, *a.shape)) for a in self._states]
+        self._token = torch.zeros(1, dtype=torch.int64, device=self._states[0].device)
+
+    def keep(self) -> None:
+        """Begin with the first of the next tokens."""
+        self._token.zero_()
+
+    def keep_before_step(self) -> None:
+        """Copy the states, which a step is about to change."""
+        for state, copy in zip(self._states, self._copies, strict=True):
+            copy.index_copy_(0, self._token, state[None])
+        self._token.add_(1)
+
+    def put_back(self, first: int) -> None:
+        """Undo all but the `first` of these tokens."""
+        for state, copy in zip(self._states, self._copies, strict=True):
+            state.copy_(copy[first])
+
+
 @contextlib.contextmanager
 def on_device(cache: Any) -> Iterator[None]:
     """While a step runs that reads no numbers, and so can be captured: each layer answers as to traced code.
