@@ -356,7 +356,7 @@ class _KeysBeside(StateLayer):
 
     _keys: type[TikvLayer]
     is_croppable: Any = StateLayer.is_croppable
-    is_compileable = False
+    is_compileable = is_replayable = False
     supports_early_init = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
