@@ -114,7 +114,7 @@ def test_kvzip(rng):
     """The greatest weight over the repeated text's queries and a group's heads; the text's own keys take their part."""
     store, rows = made(rng, 20, layers=2)
     replayed = [(queries(rng, 20), *rng.standard_normal((2, 20, HEADS, WIDTH)).astype(np.float32)) for _ in range(2)]
-    scores = methods.kvzip(store, replayed, 0.5, least=3)
+    scores = methods.kvzip(store, dict(enumerate(replayed)), 0.5, least=3)
     keys = [np.concatenate([rows[i, 0], k]) for i, (_, k, _) in enumerate(replayed)]
     want = np.stack([weights(replayed[i][0], keys[i], 40)[..., :20].max(axis=(1, 2)) for i in range(2)])
     np.testing.assert_allclose(np.stack(scores)[:, 0], want, atol=1e-6)

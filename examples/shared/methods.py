@@ -5,7 +5,7 @@ layers, and `BlockCache` on one after the other. `tests/test_methods.py` compare
 float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -80,26 +80,27 @@ def pyramidkv(layers: int, count: int, recent: int, beta: float = 20) -> list[in
 
 
 def kvzip(
-    store: tikv.KVCacheStore, replayed: Sequence[tuple[Any, Any, Any]], share: float, least: int = 0
+    store: tikv.KVCacheStore, replayed: Mapping[int, tuple[Any, Any, Any]], share: float, least: int = 0
 ) -> list[np.ndarray]:
     """KVzip (arXiv:2505.23416): the greatest attention that each token gets when the context is repeated.
 
     Args:
         store: what holds the context.
-        replayed: for each layer q, k and v of the text that repeats it; it is not kept.
-        share: the share of all tokens, over layers and heads, that is kept.
+        replayed: for each layer that sees all tokens q, k and v of the text that repeats it; it is not kept.
+        share: the share of all tokens, over these layers and their heads, that is kept.
         least: how many tokens each head keeps at least.
 
     Returns:
-        The scores of each layer, (1, H, n).
+        The scores of each of these layers, (1, H, n).
     """
     scores = []
-    for layer, (q, k, v) in enumerate(replayed):
+    for layer, (q, k, v) in replayed.items():
         _, mass = store.extend(layer, q, k, v, keep=False, return_mass="max")
         scores.append(mass)
     stacked = np.stack(scores)
     keep = tikv.budget(stacked, int(share * stacked.size), over="layers", least=least)
-    store.compact_all(list(keep))
+    for layer, mask in zip(replayed, keep, strict=True):
+        store.compact(layer, mask)
     return scores
 
 
@@ -173,7 +174,7 @@ def streaming_heads(scores: np.ndarray, share: float) -> np.ndarray:
 class BlockCache:
     """Fast-dLLM's block cache (arXiv:2505.22618): a block of positions is rewritten until all its tokens are decided.
 
-    The first step of a block computes all positions, so that the rows before it are made anew, too; its other steps
+    The first step of a block computes all positions, so that the rows before it are rewritten too; its other steps
     compute the block alone, over the rows that are held. Queries of a step see each other both ways.
 
     Args:
