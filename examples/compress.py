@@ -201,7 +201,7 @@ def measure_named(model: Model, excerpts: list[list[int]], prompt: int, shares: 
 
 
 def table(rows: list[tuple], command: str) -> dict:
-    """A file of one table, as benches/tables.py writes it into a page: a row for each method, its shares side by side."""
+    """A file of one table, as benches/tables.py writes it into a page: a row for each method, with all shares."""
     texts = []
     for name in dict.fromkeys(name for name, *_ in rows):
         numbers = [row[1:] for row in rows if row[0] == name]
