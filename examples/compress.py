@@ -1,6 +1,8 @@
 """Decide which tokens a KV cache keeps: six methods from the literature, each in a few lines, on a small model.
 
     python examples/compress.py
+    python examples/compress.py --table --excerpts 4    # nine methods by their names, from shared/named.py
+    python examples/compress.py --table --json FILE     # the same as a file for benches/tables.py
     python examples/compress.py --keep 0.5 0.25 --excerpts 4
     python examples/compress.py --plot compress.png     # needs matplotlib
     python examples/compress.py --text my_module.py     # Python source: the model was trained on it
@@ -14,6 +16,8 @@ does the rest: it moves rows together in place, and queries still see tokens at 
 """
 
 import argparse
+import datetime
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 import numpy as np
 from shared import loss
 from shared.model import Model
+from shared.named import NAMED, Prompt
 
 import tikv
 
@@ -176,11 +181,44 @@ def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[f
     return [(name, share, *np.mean(rows, axis=0).tolist()) for (name, share), rows in found.items()]
 
 
+def measure_named(model: Model, excerpts: list[list[int]], prompt: int, shares: list[float]) -> list[tuple]:
+    """The rows of `measure` for the methods of `NAMED`."""
+    memory = Prompt(model, max(map(len, excerpts)))
+    sums: dict[tuple[str, float], list[tuple[int, float, float]]] = {}
+    for ids in excerpts:
+        logits = memory.read(ids[:prompt])
+        after_prompt, best_possible = memory.store.snapshot(), 0.0
+        for name, share in [("everything", 1.0), *((name, share) for name in NAMED for share in shares)]:
+            memory.store.restore(after_prompt)
+            memory.heads.clear()
+            if name != "everything":
+                NAMED[name](memory, max(1, int(prompt * share)))
+            kept = memory.kept_bytes
+            nats, seconds = loss.log_likelihood(model, memory, logits, ids[prompt:], prompt)
+            best_possible = nats if name == "everything" else best_possible
+            sums.setdefault((name, share), []).append((kept, best_possible - nats, seconds * 1e3))
+    return [(name, share, *np.mean(rows, axis=0).tolist()) for (name, share), rows in sums.items()]
+
+
+def table(rows: list[tuple], command: str) -> dict:
+    """A file of one table, as benches/tables.py writes it into a page: a row for each method, with all shares."""
+    texts = []
+    for name in dict.fromkeys(name for name, *_ in rows):
+        numbers = [row[1:] for row in rows if row[0] == name]
+        columns = zip(*[(f"{a:g}", f"{b / 1024:.1f}", f"{c:.3f}", f"{d:.1f}") for a, b, c, d in numbers], strict=True)
+        texts.append([name, *(" / ".join(column) for column in columns)])
+    about = {"devices": {"cpu": "a CPU"}, "versions": {}, "date": datetime.date.today().isoformat()}
+    columns = ["method", "share of the tokens", "KiB kept", "nats lost", "ms a token"]
+    title = "Methods by name, and the loss of a small model"
+    made = {"title": title, "command": command, "columns": columns, "rows": texts}
+    return {"form": 1, "small": False, "environment": about, "tables": [made], "left_out": {}}
+
+
 def lines(rows: list[tuple]) -> list[loss.Line]:
     """Bytes kept against the loss, for each way."""
     return [
         (way, sorted((kept / 1024, nats) for name, _, kept, nats, _ in rows if name in (way, "everything")))
-        for way in WAYS
+        for way in dict.fromkeys(name for name, *_ in rows if name != "everything")
     ]
 
 
@@ -192,6 +230,8 @@ def main() -> None:
     )
     parser.add_argument("--prompt", type=int, default=192, help="tokens in the prompt")
     parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is measured")
+    parser.add_argument("--table", action="store_true", help="measure the methods of shared/named.py instead")
+    parser.add_argument("--json", type=Path, help="with --table, write the table to this file")
     loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
@@ -204,10 +244,13 @@ def main() -> None:
         )
     texts = loss.excerpts(parser, given, model, length)
 
-    rows = measure(model, texts, given.prompt, given.keep)
-    print(f"{'method':<20} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms/token':>11}")
+    rows = (measure_named if given.table else measure)(model, texts, given.prompt, given.keep)
+    if given.json:
+        command = f"python examples/compress.py --table --excerpts {given.excerpts}"
+        given.json.write_text(json.dumps(table(rows, command), indent=1) + "\n", encoding="utf-8")
+    print(f"{'method':<22} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms/token':>11}")
     for name, share, kept, nats, milliseconds in rows:
-        print(f"{name:<20} {share:>6.3f} {kept / 1024:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
+        print(f"{name:<22} {share:>6.3f} {kept / 1024:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
     if given.plot:
         loss.plot(given.plot, lines(rows), "KiB of keys and values kept", "What a cache keeps")
 

@@ -493,6 +493,26 @@ def test_each_way_of_compressing_keeps_its_share(model, arch):
 
 
 @pytest.mark.archs("cpu")
+def test_each_method_by_name_keeps_its_share(model, arch):
+    """Also in a second excerpt, after the heads streamed; the table is a file that pages are written from."""
+    from compress import NAMED, measure_named, table
+
+    ids = encode(model, PROMPTS[-1])[:72]
+    rows = measure_named(model, [ids, ids], 64, [0.5])
+    by_name = {name: rest for name, share, *rest in rows}
+    assert list(by_name) == ["everything", *NAMED]
+    token = 4 * 2 * 2 * model.head_dim  # bytes of a token in two heads of two layers
+    everything = by_name["everything"][0]
+    for name in NAMED:
+        kept, loss, milliseconds = by_name[name]
+        assert everything - kept == 32 * token, name
+        assert abs(loss) < 5
+        assert milliseconds > 0
+    (made,) = table(rows, "python")["tables"]
+    assert [row[0] for row in made["rows"]] == list(by_name)
+
+
+@pytest.mark.archs("cpu")
 def test_each_way_of_choosing_reads_its_tokens(model, arch):
     """All tokens chosen lose nothing; fewer are read for fewer bytes, those of a window as many as it has."""
     from choose import WAYS, measure

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from tikv.stores.pools.blocks import BlockPool as BlockPool
     from tikv.stores.step import compile_step as compile_step
     from tikv.stores.store import KVCacheStore as KVCacheStore
+    from tikv.stores.streaming_heads import StreamingHeadsStore as StreamingHeadsStore
     from tikv.tools.doctor import info as info
     from tikv.tools.warmup import warmup as warmup
 
@@ -119,6 +120,7 @@ _NAMES = {
     "tikv.stores.pools.blocks": ("BlockPool",),
     "tikv.stores.step": ("compile_step",),
     "tikv.stores.store": ("KVCacheStore",),
+    "tikv.stores.streaming_heads": ("StreamingHeadsStore",),
     "tikv.tools.doctor": ("info",),
     "tikv.tools.warmup": ("warmup",),
 }

@@ -89,8 +89,13 @@ def test_rows_that_are_merged(arch, rng, form, even):
 
 
 @pytest.mark.parametrize(
-    "form", [{"dtype": "float32"}, {"dtype": "int8", "layout": "HND"}, {"dtype": "q4_0", "per_head": True}], ids=str
-)
+    "form",
+    [
+        {"dtype": "float32"}, {"dtype": "int8", "layout": "HND"}, {"dtype": "q4_0", "per_head": True},
+        {"dtype": "float16", "per_head": True}, {"dtype": "bfloat16"}, {"dtype": "float8_e4m3fn", "v_dtype": "float16"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_rows_of_pages_that_are_merged(arch, rng, form):
     """Of a sequence whose blocks a fork shares: the fork keeps its rows."""
     place = lambda a: oracle.place(a, arch)  # noqa: E731
@@ -124,6 +129,52 @@ def test_rows_of_pages_that_are_merged(arch, rng, form):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize("only_values", [True, False], ids=["values", "both"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("form", [{"dtype": "float16"}, {"dtype": "q4_0"}, {"dtype": "int8"}], ids=str)
+def test_a_row_that_is_added_to_several(arch, rng, form, paged, only_values):
+    """With one more axis; keys stay bit for bit if only values are merged."""
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, **form}
+    if paged:
+        store = tikv.PagedKVCacheStore(num_blocks=24, block_size=4, per_head=True, **form)
+        where = (store.add(),)
+        sizes = ([*where], [0, 20])
+    else:
+        store, where, sizes = tikv.KVCacheStore(capacity=24, **form), (), ()
+    rows = rng.standard_normal((2, 20, HEADS, WIDTH)).astype(np.float32)
+    store.append(0, *map(place, rows), *sizes)
+    held = [oracle.to_numpy(a).copy() for a in store.tokens(0, *where)]
+    if paged:
+        held = [a.swapaxes(0, 1)[None] for a in held]
+    keep = np.zeros((1, HEADS, 20), bool)
+    for h in range(HEADS):
+        keep[0, h, rng.choice(20, 8, replace=False)] = True
+    pairs = [random_merge(rng, keep, np.full((1, HEADS), 20)) for _ in range(3)]
+    to, weights = (np.stack(a, axis=-1) for a in zip(*pairs, strict=True))
+    if not paged:
+        plain = copy.deepcopy(store)
+        plain.compact(0, keep)
+    merge = tuple(place(a if not paged else np.ascontiguousarray(a[0])) for a in (to, weights))
+    store.compact(0, *where, keep[0] if paged else keep, merge=merge + (("values",) if only_values else ()))
+    for i, (a, rows) in enumerate(zip(store.tokens(0, *where), held, strict=True)):
+        now = oracle.to_numpy(a)
+        now = now.swapaxes(0, 1)[None] if paged else now
+        kept = np.stack([rows[0, h, keep[0, h]] for h in range(HEADS)])[None]
+        if only_values and i == 0:
+            np.testing.assert_array_equal(now, kept)
+            continue
+        sums = rows.astype(np.float64)
+        for h, j, m in np.ndindex(HEADS, 20, 3):
+            if to[0, h, j, m] >= 0:
+                sums[0, h, to[0, h, j, m]] += weights[0, h, j, m] * rows[0, h, j].astype(np.float64)
+        want = np.stack([sums[0, h, keep[0, h]] for h in range(HEADS)])[None]
+        step = {"float16": 2e-3, "int8": 1 / 127, "q4_0": 1 / 7}[form["dtype"]]
+        np.testing.assert_allclose(now, want, atol=step * abs(want).max())
+    if only_values and not paged:
+        oracle.assert_same_bits(oracle.to_numpy(store.keys(0)), oracle.to_numpy(plain.keys(0)))
+
+
 @pytest.mark.parametrize(
     ("merge", "error", "says"),
     [

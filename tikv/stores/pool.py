@@ -710,7 +710,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     @changing
     def compact(
         self, layer: int, seq: int, keep: Array, *, rope: Rope | None = None,
-        merge: tuple[Array, Array] | None = None,
+        merge: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
         """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
@@ -726,7 +726,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 number for each.
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
-            merge: as in `KVCacheStore.compact`, two arrays (H, held).
+            merge: as in `KVCacheStore.compact`, two arrays (H, held), or with one more axis.
 
         Raises:
             OptionError: the layout is VLLM, or ``rope`` or ``merge`` is given with groups along tokens, or both are.

@@ -684,7 +684,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact(
-        self, layer: int, keep: Array, *, rope: Rope | None = None, merge: tuple[Array, Array] | None = None
+        self, layer: int, keep: Array, *, rope: Rope | None = None, merge: tuple[Any, ...] | None = None
     ) -> None:
         """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
@@ -706,7 +706,8 @@ class KVCacheStore(runtime.DeepCopied):
             rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
                 returns 0, 1 and so on, and `next_position` is the number of tokens in the head that keeps the most.
             merge: ``(to, weights)``, integers and float32 (batch, H, held) in the order of `tokens`: each dropped token
-                is added to the kept one that ``to`` names, times its weight; -1 adds nothing. Not with ``rope``.
+                is added to the kept one that ``to`` names, times its weight; -1 adds nothing. With one more axis, to
+                several of them; with ``(to, weights, "values")``, keys stay as they are. Not with ``rope``.
 
         Raises:
             PositionError: the indices are not strictly ascending, or one is not held; ``to`` names a token that is

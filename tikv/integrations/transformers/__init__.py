@@ -22,8 +22,9 @@ except ImportError as error:
 from tikv.integrations.transformers import registration as registration
 from tikv.integrations.transformers.batching.page_formats import pages
 from tikv.integrations.transformers.cache.cache import TikvCache
+from tikv.integrations.transformers.cache.replay import TikvReplay
 from tikv.integrations.transformers.cache.snapshots import TikvSnapshot
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.loop.custom_generate import captured
 
-__all__ = ["TikvCache", "TikvLayer", "TikvSnapshot", "captured", "pages"]
+__all__ = ["TikvCache", "TikvLayer", "TikvReplay", "TikvSnapshot", "captured", "pages"]

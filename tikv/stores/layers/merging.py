@@ -32,6 +32,7 @@ class Merge(NamedTuple):
         sources: (pairs,) for each row that is added, its sequence, head and number, in that order.
         into: (pairs,) which target of its head it is added to.
         weights: (pairs,) float32.
+        only_values: whether keys stay as they are.
     """
 
     targets: Host
@@ -39,6 +40,11 @@ class Merge(NamedTuple):
     sources: tuple[Host, Host, Host]
     into: Host
     weights: Host
+    only_values: bool
+
+    def changes(self, name: str) -> bool:
+        """Whether rows or scales of this name, such as "k_scale", get something."""
+        return not (self.only_values and name.startswith("k"))
 
     def sums(
         self, live: runtime.Runtime, rows: ArrayView, steps: tuple[int, int, int], token_major: bool = False
@@ -90,30 +96,35 @@ def checked_merge(
         per_sequence: whether the arrays have no axis of sequences.
 
     Raises:
-        OptionError, ShapeError, DTypeError: it is not two arrays of that shape.
+        OptionError, ShapeError, DTypeError: it is not two arrays of that shape, or of one more axis.
         PositionError: a row is kept and added, or is added to one that is not kept or not held.
     """
-    if not isinstance(merge, list | tuple) or len(merge) != 2:
-        raise OptionError(f"{operation}: merge must be (to, weights), two arrays with a number for each held token.")
+    if not isinstance(merge, list | tuple) or len(merge) not in (2, 3) or not is_values(merge[2:]):
+        raise OptionError(
+            f"{operation}: merge must be (to, weights), two arrays with a number for each held token, or (to, weights, "
+            "'values') to leave keys as they are."
+        )
     batch, heads = counts.shape
     held = int(counts.max(initial=0))
     shape = (heads, held) if per_sequence else (batch, heads, held)
-    to = _on_host(index_array(merge[0], "to", operation), "to", dtypes.INDICES, shape, operation, live)
-    weights = _on_host(merge[1], "weights", (dtypes.float32,), shape, operation, live)
-    to, weights = (a.reshape(batch, heads, held) for a in (to, weights))
+    to = index_array(merge[0], "to", operation)
+    several = view(to, "to", operation).shape[len(shape) :][:1]  # how many tokens each may be added to, if not one
+    to = _on_host(to, "to", dtypes.INDICES, (*shape, *several), operation, live)
+    weights = _on_host(merge[1], "weights", (dtypes.float32,), (*shape, *several), operation, live)
+    to, weights = (a.reshape(batch, heads, held, *(several or (1,))) for a in (to, weights))
     rank = np.full((batch, heads, held + 1), -1, np.int64)  # the last entry is that of index -1
     np.put_along_axis(rank, keep.astype(np.int64), np.broadcast_to(np.arange(keep.shape[-1]), keep.shape), axis=-1)
     rank[..., -1] = -1
-    ends = np.where(np.arange(held) < counts[..., None], counts[..., None], 0)
+    ends = np.where(np.arange(held) < counts[..., None], counts[..., None], 0)[..., None]
     _refuse(operation, (to < -1) | (to >= ends), to, "is not a token that its head holds. Use -1 for none")
     adds = to >= 0
-    _refuse(operation, adds & (rank[..., :-1] >= 0), to, "is of a token that is kept. Use -1 there")
-    into = np.take_along_axis(rank, np.where(adds, to, -1), axis=-1)
+    _refuse(operation, adds & (rank[..., :-1, None] >= 0), to, "is of a token that is kept. Use -1 there")
+    into = np.take_along_axis(rank, np.where(adds, to, -1).reshape(batch, heads, -1), axis=-1).reshape(to.shape)
     _refuse(operation, adds & (into < 0), to, "is a token that is dropped. Add to a token that keep keeps")
     if not adds.any():
         return None
-    of_b, of_h, number = np.nonzero(adds)
-    target = to[of_b, of_h, number]
+    of_b, of_h, number, _ = np.nonzero(adds)
+    target = to[adds]
     gets = np.zeros((batch, heads, held), bool)
     gets[of_b, of_h, target] = True
     n = int(gets.sum(axis=-1).max())
@@ -123,14 +134,20 @@ def checked_merge(
     targets[where[0], where[1], numbers[where]] = where[2]
     places[where[0], where[1], numbers[where]] = rank[where]
     into = numbers[of_b, of_h, target]
-    return Merge(targets, places, (of_b, of_h, number), into, weights[of_b, of_h, number])
+    return Merge(targets, places, (of_b, of_h, number), into, weights[adds], bool(merge[2:]))
+
+
+def is_values(rest: Any) -> bool:
+    """Whether what follows (to, weights) is nothing, or "values"."""
+    return not rest or (isinstance(rest[0], str) and rest[0] == "values")
 
 
 def _refuse(operation: str, wrong: Host, to: Host, why: str) -> None:
     """Raise PositionError if an entry of `to` is wrong."""
     if wrong.any():
-        b, h, j = (int(i) for i in np.argwhere(wrong)[0])
-        raise PositionError(f"{operation}: to of sequence {b}, head {h}, token {j} is {int(to[b, h, j])}, which {why}.")
+        b, h, j, i = (int(number) for number in np.argwhere(wrong)[0])
+        entry = int(to[b, h, j, i])
+        raise PositionError(f"{operation}: to of sequence {b}, head {h}, token {j} is {entry}, which {why}.")
 
 
 def _on_host(
@@ -177,7 +194,8 @@ class MergedRows(NamedTuple):
         b, h, n = np.nonzero(self.merge.places >= 0)
         place, heads = self.merge.places[b, h, n], self.merge.places.shape[1]
         row = b * heads + h
-        for src, dst in zip(self.layer.arrays, layer.arrays, strict=True):
+        for name in filter(self.merge.changes, layer.named):
+            src, dst = self.layer.named[name], layer.named[name]
             pairs = np.stack([row * src.shape[2] + n, row * dst.shape[2] + place], axis=1).astype(np.int32)
             blocks.swap_blocks(_as_rows(src), _as_rows(dst), pairs)
 

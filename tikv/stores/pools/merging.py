@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, new_array, to_device
 from tikv.ops import blocks
+from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.merging import Merge, checked_merge
 from tikv.stores.pools.append import HeadWrite, RowWrite
 from tikv.stores.pools.blocks import slots_of
@@ -74,8 +75,8 @@ class PagedMerge(NamedTuple):
             src, head = (n * heads + h, 0) if config.per_head else (n, h)
             written.append(dst)
             arrays = zip(self.pools.layers[0], self.pages.pools.layers[self.layer], strict=True)
-            for stream, (a, to) in enumerate(arrays):
-                if n.size:
+            for stream, (name, (a, to)) in enumerate(zip(("k", "v", *config.scale_names), arrays, strict=True)):
+                if n.size and self.merge.changes(name):
                     pairs = pairs_of(rows_of_head(config, stream, src, head), rows_of_head(config, stream, dst, head))
                     blocks.swap_blocks(as_rows(a, config), as_rows(to, config), pairs)
         summaries = self.pages.pools.pages[self.layer]
@@ -87,10 +88,22 @@ def _decoded(pages: Pages[LayerPools], layer: int, state: SequenceState, most: i
     """K and V of a sequence as float32 (tokens, heads, width)."""
     heads, held, rows = pages.config.num_kv_heads, pages.sequences.blocks_held(layer, state), []
     for stream, row in enumerate(pages.config.rows.both):
-        out = new_array((most, heads, row.width), dtypes.float32, pages.runtime, zeroed=True)
+        out = new_array((most, heads, row.width), row.read_dtype, pages.runtime, zeroed=True)
         for h, (table, n) in enumerate(held):
             to = out if len(held) == 1 else out.part(1, h, h + 1).part(0, 0, n)
             if n:
                 pages.pools.gather(layer, stream, np.array(table, np.int32), n, to)
-        rows.append(out)
+        rows.append(_widened(pages.runtime, out))
     return rows
+
+
+def _widened(live: runtime.Runtime, rows: ArrayView) -> ArrayView:
+    """Contiguous rows (tokens, heads, width) as float32."""
+    if rows.dtype is dtypes.float32:
+        return rows
+    tokens, heads, width = rows.shape
+    wide = new_array(rows.shape, dtypes.float32, live)
+    shape, strides = (1, 1, tokens * heads, width), (0, 0, width, 1)
+    src, dst = (rows_of(a.restrided(shape, strides)) for a in (rows, wide))
+    copy_rows(live, "PagedKVCacheStore.compact", [src], [dst], [width], (1, 1, tokens * heads))
+    return wide

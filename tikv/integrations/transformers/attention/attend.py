@@ -14,6 +14,7 @@ from tikv.integrations.transformers.attention.chosen import attend_chosen, chose
 from tikv.integrations.transformers.attention.keywords import HEARD, KEYWORDS, MODEL
 from tikv.integrations.transformers.attention.prompts import PromptMask, attend_prompt, is_invariant
 from tikv.integrations.transformers.attention.trained import TrainedAttention
+from tikv.integrations.transformers.attention.weighing import attend_weighed
 from tikv.integrations.transformers.memory.slots import request_of
 from tikv.integrations.transformers.memory.stored import attend_in_place, decoded, reads_in_place
 from tikv.integrations.transformers.names import ATTENTION_CALL
@@ -66,6 +67,9 @@ def attend(
     """
     keywords.check_declared(type(module))
     call = _Call(module, query, key, value, attention_mask, dropout, scaling, softcap, kwargs)
+    weighing = getattr(key, "tikv_weighing", None)
+    if weighing is not None:
+        return attend_weighed(call, weighing, call.mask if type(call.mask) is PromptMask else None), None
     in_place = _by_compiled_step(call) or _by_kernels(call) or _in_training(call) or _over_selected_keys(call)
     if in_place is not None:
         return in_place

@@ -19,7 +19,7 @@ from tikv.integrations.transformers.cache import needs
 from tikv.integrations.transformers.cache.choice import layers_of, why_not_captured
 from tikv.integrations.transformers.cache.drawing import drawn
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder, of_encoder_decoder
-from tikv.integrations.transformers.cache.generation import compare_lengths
+from tikv.integrations.transformers.cache.generation import watch_generate
 from tikv.integrations.transformers.cache.kinds import bounded, recording, served
 from tikv.integrations.transformers.cache.new_tokens import check_continues, check_taken_by_all
 from tikv.integrations.transformers.cache.options import (
@@ -30,6 +30,7 @@ from tikv.integrations.transformers.cache.options import (
     places_of,
     window_and_sinks,
 )
+from tikv.integrations.transformers.cache.replay import TikvReplay
 from tikv.integrations.transformers.cache.snapshots import TikvSnapshot
 from tikv.integrations.transformers.cache.step_use import StepUse, align_layers, in_lines, refuse_unequal
 from tikv.integrations.transformers.layers.indexed import IndexedLayer
@@ -100,6 +101,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     """
 
     on_device = False  # whether a step runs that reads no numbers, see `steps.on_device`
+    running_replay: TikvReplay | None = None  # the context in which the cache is
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
         """Choose the class: transformers recognises an encoder-decoder's cache by its class."""
@@ -138,7 +140,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if named._attn_implementation == ATTENTION:
             check_configured(named)
         if max_cache_len is not None:
-            compare_lengths()
+            watch_generate()
         limit = None if max_cache_len is None else integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
@@ -256,6 +258,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return self._why_not_captured
 
     @property
+    def passes_gradients(self) -> bool:
+        """Whether gradients flow to keys and values."""
+        return bool(self._made["grad"])
+
+    @property
     def layers_with_keys(self) -> list[TikvLayer]:
         """The layers that hold keys and values."""
         return self._with_keys
@@ -289,6 +296,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{CACHE}: the cache has {len(self.layers)} layers, as many as its configuration says; the model "
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
+        if self.running_replay is not None:
+            return self.running_replay.update(layer, key_states, value_states, layer_idx)
         if _is_traced() or self.on_device:
             if self._with_states and not _is_traced():
                 self.step_use.note("update", layer_idx)
@@ -371,6 +380,42 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         align_layers(self._with_keys, recorded)
         self.step_use.clear()
         return int(self.get_seq_length())
+
+    def replay(self, return_mass: bool | str = False) -> TikvReplay:
+        """A context in which the model reads texts over what the cache holds, and nothing of them is kept.
+
+        The queries of a text see the held tokens and its own; each call of the model continues what the cache holds.
+
+        Args:
+            return_mass: "sum" (True), "max" or "last" to accumulate the weight that each held token gets, as
+                `KVCacheStore.attend` defines it, in the layers that see all tokens; attention must then be "tikv".
+
+        Returns:
+            A `TikvReplay`, whose `mass` has an array for each layer.
+
+        Raises:
+            OptionError: a layer has a window of this cache's own, a state, or keys of an indexer; the model has an
+                encoder; gradients flow; or attention gives no mass. `generate` is refused inside.
+
+        Exactness: the cache is not written to. New rows are read unchanged, whatever the format; rows that are held are
+            decoded to the model's dtype.
+        Cost: each call copies what a layer holds, decoded, for one layer at a time.
+
+        Examples:
+            >>> import torch
+            >>> from tikv.integrations.transformers import TikvCache
+            >>> from transformers import LlamaConfig
+            >>> cache, states = TikvCache(LlamaConfig(num_hidden_layers=1)), torch.ones(1, 2, 3, 8)
+            >>> _ = cache.update(states, states, 0)
+            >>> with cache.replay():
+            ...     tuple(cache.update(states, states, 0)[0].shape), cache.get_seq_length()
+            ((1, 2, 6, 8), 3)
+        """
+        self._step.refuse_half()
+        appended = [layer.appended for layer in self._with_keys]
+        if any(appended[1:]):
+            refuse_unequal(appended)
+        return TikvReplay(self, return_mass)
 
     def snapshot(self) -> TikvSnapshot:
         """Remember what the cache holds, so that `restore` can go back to it, any number of times.
@@ -501,6 +546,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if self._with_states and self._updated is self._with_keys[-1]:
                 held = self.get_seq_length() if tokens > 1 else 0
                 check_taken_by_all(tokens, held, self._with_keys, self._with_states)
+            if self.running_replay is not None:
+                return self.running_replay.sizes(layer_idx, tokens)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]

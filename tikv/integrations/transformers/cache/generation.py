@@ -14,13 +14,13 @@ from typing import Any
 
 import transformers
 
-from tikv.errors import CapacityError
+from tikv.errors import CapacityError, OptionError
 
 _METHOD = "_prepare_cache_for_generation"  # private, so it may change or go: then nothing is compared beforehand
 
 
-def compare_lengths() -> None:
-    """From now on, `generate` asks each cache that has a `token_limit` whether the text fits."""
+def watch_generate() -> None:
+    """From now on, `generate` asks each cache that has a `token_limit` whether the text fits, and none in a replay."""
     prepare = getattr(transformers.GenerationMixin, _METHOD, None)
     if prepare is not None and not hasattr(prepare, "tikv_wrapped"):
         setattr(transformers.GenerationMixin, _METHOD, _comparing(prepare))
@@ -35,6 +35,11 @@ def _comparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         asked = signature.bind(*args, **kwargs).arguments
         options = asked.get("model_kwargs") or {}
         cache = options.get("cache", options.get("past_key_values"))
+        if getattr(cache, "running_replay", None) is not None:
+            raise OptionError(
+                "TikvCache.replay: generate() needs the cache to keep its tokens. Call the model itself, or leave the "
+                "context of replay() first."
+            )
         limit = getattr(getattr(cache, "self_attention_cache", cache), "token_limit", None)
         if limit is not None:
             _check(limit, asked, options)

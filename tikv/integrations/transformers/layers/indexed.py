@@ -83,6 +83,8 @@ class IndexedLayer(TikvLayer):
         indexer_position_ids: positions that some models keep for their indexer, (axes, batch, tokens), or None.
     """
 
+    is_replayable = False
+
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
         self._indexer = IndexerKeys()
         super().__init__(index, window, max_cache_len, dtype, config)

@@ -63,6 +63,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_croppable = supports_early_init = True
+    is_replayable = True  # whether the layer can do without keeping new tokens, see `TikvCache.replay`
     _way_out_of_crop = "Call activate_past_recording() before the tokens that may be dropped, or reset()."
     _options: Mapping[str, Any] = MappingProxyType({})  # further arguments
 
@@ -416,9 +417,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
         """Take on the form of another model or batch if the layer is empty; else raise."""
         store: Any = self.store
-        form = tuple((self.batch_size, self.num_heads, "n", width) for width in (self.head_dim, self._v_width))
-        new = tuple((*a.shape[:2], "n", a.shape[-1]) for a in (key_states, value_states))
-        same = (form, self.dtype, self.device) == (new, key_states.dtype, key_states.device)
+        form, same = self._form, self.is_form_of(key_states, value_states)
         if store.end == 0 and not same:
             self.lazy_initialization(key_states, value_states)
             return
@@ -429,6 +428,17 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"{self.device}; the new ones are keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}, "
             f"{key_states.dtype} on {key_states.device}. Use a TikvCache for each model and batch, or reset()."
         ) from error
+
+    @property
+    def _form(self) -> tuple[Any, Any]:
+        """The shapes of keys and values, of any number of tokens."""
+        form = tuple((self.batch_size, self.num_heads, "n", width) for width in (self.head_dim, self._v_width))
+        return form  # type: ignore[return-value]
+
+    def is_form_of(self, key_states: Any, value_states: Any) -> bool:
+        """Whether new tokens have the shapes, the dtype and the device of those that are held."""
+        new = tuple((*a.shape[:2], "n", a.shape[-1]) for a in (key_states, value_states))
+        return (self._form, self.dtype, self.device) == (new, key_states.dtype, key_states.device)
 
     def _visible(self) -> tuple[Any, Any]:
         """What the next token will see besides itself; in a step on the device: all slots."""

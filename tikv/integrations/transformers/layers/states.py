@@ -370,6 +370,7 @@ class _KeysBeside(StateLayer):
     _keys: type[TikvLayer]
     is_croppable: Any = StateLayer.is_croppable
     is_compileable: Any = TikvLayer.is_compileable
+    is_replayable = False
     supports_early_init = True
 
     def why_no_steps(self) -> str:

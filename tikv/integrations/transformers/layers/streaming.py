@@ -39,6 +39,7 @@ class StreamingLayer(RingLayer):
         sinks: how many first tokens of a row every query sees.
     """
 
+    is_replayable = False  # a text moves the window
     _way_out_of_crop = "Drop fewer, or reset()."
 
     def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
