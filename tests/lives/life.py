@@ -36,6 +36,10 @@ class Wrong(AssertionError):
     """The cache did something that it must not do."""
 
 
+class Interrupt(KeyboardInterrupt):
+    """Ctrl-C of a life; one of the user's ends the test."""
+
+
 @dataclasses.dataclass
 class Text:
     """What a cache should hold.
@@ -317,7 +321,7 @@ class Life:
         self.fails = layer, after
         try:
             self._feed(count, seed)
-        except KeyboardInterrupt:
+        except Interrupt:
             pass
         else:
             raise Wrong("the interrupt was not seen")
@@ -467,7 +471,7 @@ class Life:
     def reached(self, layer: int, after: bool) -> None:
         """The model has come to a layer, or is behind its attention."""
         if self.fails == (layer, after):
-            raise KeyboardInterrupt
+            raise Interrupt
 
 
 @contextlib.contextmanager
