@@ -131,7 +131,7 @@ def plant(what, monkeypatch):
     elif what == "a copy that shares its memory":
         monkeypatch.setattr(TikvLayer, "__deepcopy__", lambda layer, memo: layer)
     elif what == "another format":
-        monkeypatch.setattr(life.expected, "as_stored", lambda rows, name: rows)
+        monkeypatch.setattr(life.expected, "as_stored", lambda rows, *_: rows)
     elif what == "a mask that is left out":
         attend = by_name.attend
         unmasked = lambda module, q, k, v, mask, *a, **o: attend(module, q, k, v, None, *a, **o)  # noqa: E731
@@ -196,7 +196,7 @@ def test_what_a_format_stores(arch, name, scale):
         assert coded == 96
         keys, values = (expected.as_groups(rows, quant, coded, keys=keys) for keys in (True, False))
     else:
-        keys = values = expected.as_stored(rows, name, scale)
+        keys, values = (expected.as_stored(rows, name, scale, keys=keys) for keys in (True, False))
     torch.testing.assert_close(cache.layers[0].keys, keys, rtol=0, atol=0)
     torch.testing.assert_close(cache.layers[0].values, values, rtol=0, atol=0)
 

@@ -66,10 +66,19 @@ def format_of(name: str | None) -> Any:
     return tikv.Quant(int(bits), int(group), rotate="hadamard" if rotated else None)
 
 
-def as_stored(rows: Any, name: str | None, scale: float | None = None) -> Any:
-    """The numbers that a cache of this format, and with this ``k_scale`` or ``v_scale``, gives back of float32 rows."""
+def as_stored(rows: Any, name: str | None, scale: float | None = None, keys: bool = False) -> Any:
+    """The numbers that a cache of this format, and with this ``k_scale`` or ``v_scale``, gives back of float32 rows.
+
+    A rotation is for keys only.
+    """
     if name is None:
         return rows
+    if name.endswith("_hadamard"):
+        plain = name.removesuffix("_hadamard")
+        if not keys:
+            return as_stored(rows, plain)
+        rotated = as_stored(torch.from_numpy(oracle.reference.hadamard(rows.numpy())), plain)
+        return torch.from_numpy(oracle.reference.hadamard(rotated.numpy(), back=True))
     numbers = rows.numpy()
     if scale is not None and name == "nvfp4":
         quantised = oracle.reference.quantize_groups(numbers, 4, 16, name, np.float16, scale)

@@ -551,10 +551,8 @@ class Life:
         """Keys and values as their formats give them back; `coded` of the first tokens are codes along tokens."""
         if self.along is not None and coded is not None:
             return (expected.as_groups(rows, self.along, coded, keys=i == 0) for i, rows in enumerate(pair))
-        return (
-            expected.as_stored(rows.float(), name, scale)
-            for rows, name, scale in zip(pair, self.formats, self.scales, strict=True)
-        )
+        forms = zip(pair, self.formats, self.scales, (True, False), strict=True)
+        return (expected.as_stored(rows.float(), name, scale, keys) for rows, name, scale, keys in forms)
 
     def position_bias(self, module: Any, tokens: int, held: int) -> Any:
         """What T5 adds to the scores of its decoder's own tokens; None for others."""
