@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -29,6 +30,44 @@ def test_it_runs():
     assert header.split()[:4] == ["part", "done", "goal", "failures"]
     part, done, goal, failures, *_ = row.split()
     assert (part, int(done) > 0, goal, failures) == ("operations", True, "200", "0")
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_signal_ends_it_with_its_table(tmp_path, processes):
+    """Which a file has held until then."""
+    file = tmp_path / "table"
+    arguments = "--processes", processes, "--seconds", "200", "--table", str(file), "operations"
+    with subprocess.Popen([sys.executable, str(RUN), *arguments], stdout=subprocess.PIPE, text=True) as running:
+        end = time.perf_counter() + 100
+        while not (file.exists() and done_in(file.read_text())):
+            assert time.perf_counter() < end
+            time.sleep(0.1)
+        before = file.read_text()
+        running.terminate()
+        out, _ = running.communicate(timeout=100)
+    assert running.returncode == 0
+    table = out[out.index("cpu, seed") :]
+    assert done_in(table) >= done_in(before) > 0
+    assert file.read_text() == table
+
+
+def test_a_fault_of_the_campaign_itself_does_not_cost_the_table(monkeypatch, capsys):
+    from campaign import operations, run
+
+    def fail(settings, progress):
+        progress.count(3)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(operations, "run", fail)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    with pytest.raises(ZeroDivisionError):
+        run.main(["operations"])
+    assert done_in(capsys.readouterr().out) == 3
+
+
+def done_in(table):
+    """How much a table says of its only part."""
+    return int(table.splitlines()[2].split()[1])
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["--only", "3"], ["--seconds", "0"]], ids=" ".join)

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.unfinished import goes_on, refuses
+from campaign.unfinished import goes_on, path_of, refuses, tree_of
 from tikv import reference
 
 LAYERS, HEADS, WIDTH, CAPACITY = 2, 2, 4, 24
@@ -37,6 +37,8 @@ class Compacted:
         self.forget()
         self.calls = [self.append] * 5 + [self.extend] * 2 + [self.compact] * 4 + [self.trim] * 2
         self.calls += [self.reorder, self.copies, self.restore, self.reset]
+        if self.windows == [None] * LAYERS:  # `Contiguous` has drafts in rings
+            self.calls.append(self.tree)
         self.saved = self.store.snapshot(), copy.deepcopy(self.state())
 
     # --- the model
@@ -72,6 +74,7 @@ class Compacted:
     # --- operations
 
     def step(self):
+        self.doing = ""
         self.chance.choice(self.calls)()
         self.check()
 
@@ -120,6 +123,35 @@ class Compacted:
         for b, h in np.ndindex(self.batch, HEADS):
             held = self.held[layer][b][h]
             held[:] = [row for row, kept in zip(held, mask[b, h], strict=False) if kept]
+
+    def tree(self):
+        """Draft a tree in every layer, and keep a path of it; refused where a layer's heads hold unequal numbers."""
+        if len({*self.length}) > 1:
+            self.align()
+        tokens = self.chance.choice((2, 4))
+        if not all(self.fits(layer, tokens) for layer in range(LAYERS)):
+            return
+        trees = [tree_of(self.chance, tokens) for _ in range(self.batch)]
+        paths = [path_of(self.chance, tree) for tree in trees]
+        paths = [path[: min(map(len, paths))] for path in paths]
+        self.doing += f", a draft of {trees}, commit({paths})"
+        for layer in range(LAYERS):
+            given, stored = self.rows(tokens)
+            q = self.rng.standard_normal((self.batch, tokens, 2 * HEADS, WIDTH), np.float32)
+            parents = oracle.place(np.array(trees, np.int32), self.arch)
+            self.store.extend(layer, oracle.place(q, self.arch), *given, parents=parents)
+            for t in range(tokens):
+                self.take(layer, stored, t)
+        if any(len({len(held) for heads in layer for held in heads}) > 1 for layer in self.held):
+            refuses(tikv.PositionError, lambda: self.store.commit(paths))
+            return
+        self.store.commit(paths)
+        for layer, sequences in enumerate(self.held):
+            for path, heads in zip(paths, sequences, strict=True):
+                for held in heads:
+                    stand, rows = [row[0] for row in held[-tokens:]], [held[i - tokens] for i in path]
+                    held[-tokens:] = [(at, *row[1:]) for at, row in zip(stand, rows, strict=False)]
+            self.length[layer] -= tokens - len(paths[0])
 
     def trim(self):
         """Back to a length that all heads of all layers have whole, or nothing changes."""

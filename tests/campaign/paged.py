@@ -9,7 +9,7 @@ import oracle
 
 import tikv
 from campaign.contiguous import COMPARED_ON_GPU, TOLERANCE, contents
-from campaign.unfinished import common, is_left_out, refuses
+from campaign.unfinished import common, is_left_out, is_path, path_of, refuses, tree_of
 from tikv import arrays, reference
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 16, 10, 4
@@ -60,8 +60,9 @@ class Paged:
                 arrays.write_host(oracle.random_bits(rng, a.shape, a.dtype.numpy), a)
         self.pools = self.memory(copied=True)
         names = {self.add: 8, self.append: 45, self.fork: 7, self.truncate: 7, self.free: 5, self.swap_out: 4,
-                 self.align: 4, self.swap_in: 8, self.save: 0.4, self.refused: 10}  # fmt: skip
-        if not self.any_bits and self.dtype == "float32":
+                 self.draft: 4, self.align: 4, self.swap_in: 8, self.save: 0.4, self.refused: 10}  # fmt: skip
+        self.attends = not self.any_bits and self.dtype == "float32"
+        if self.attends:
             names[self.extend] = 1.5
         self.calls, self.weights = list(names), list(names.values())
 
@@ -204,8 +205,44 @@ class Paged:
             q = self.rng.standard_normal((sum(counts), 2 * HEADS, WIDTH), np.float32)
             self.put(self.chance.randrange(LAYERS), seqs, counts, q)
 
-    def put(self, layer: int, seqs: list[int], counts: list[int], q: np.ndarray | None) -> None:
-        """Append new rows of several sequences to a layer; with queries, by `extend`."""
+    def draft(self) -> None:
+        """Append a draft to every layer of a sequence, where it can be by `extend` as a tree, and keep a path of it."""
+        if (seq := self.some()) is None:
+            return
+        found = self.model[seq]
+        if len({*map(len, found.held)}) > 1 or found.most < len(found.ids):  # tokens that were announced are no draft
+            self.align([seq])
+            return
+        start, tokens = found.most, self.chance.choice((2, 4))
+        tree = tree_of(self.chance, tokens) if self.attends else None
+        for layer in range(LAYERS):
+            q = self.rng.standard_normal((tokens, 2 * HEADS, WIDTH), np.float32) if tree else None
+            self.put(layer, [seq], [tokens], q, tree)
+            if len(found.held[layer]) == start:  # no room
+                return
+        path = path_of(self.chance, tree) if tree else [i for i in range(tokens) if self.chance.random() < 0.6]
+        wrong, before = [i for i in range(tokens) if self.chance.random() < 0.5], self.table(seq)
+        self.doing += f", of a draft {tree} commit({wrong}), commit({path})"
+        if self.layout == "VLLM":
+            refuses(tikv.OptionError, lambda: self.store.commit([seq], path))
+            return
+        if tree and not is_path(tree, wrong):
+            refuses(tikv.PositionError, lambda: self.store.commit([seq], wrong))
+        self.store.commit([seq], path)
+        assert self.table(seq) == before[: -(-(start + len(path)) // SIZE)]
+        for layer, pools in enumerate(self.pools):
+            for to, at in enumerate(path):
+                (block, slot), (new, there) = (divmod(start + n, SIZE) for n in (at, to))
+                for i, a in enumerate(pools):
+                    of_heads = np.s_[:,] if self.layout == "HND" and i < 2 else ()
+                    a[(before[new], *of_heads, there)] = a[(before[block], *of_heads, slot)]
+            found.held[layer][start:] = [found.held[layer][start + i] for i in path]
+        refuses(tikv.PositionError, lambda: self.store.commit([seq], [0]))
+
+    def put(
+        self, layer: int, seqs: list[int], counts: list[int], q: np.ndarray | None, tree: list[int] | None = None
+    ) -> None:
+        """Append new rows of several sequences to a layer; with queries, by `extend`, or those of one as a tree."""
         new = []
         for seq, count in zip(seqs, counts, strict=True):
             start = len(self.model[seq].held[layer])
@@ -225,7 +262,9 @@ class Paged:
             if q is None:
                 self.store.append(layer, *given, seqs, bounds)
             else:
-                out = oracle.to_numpy(self.store.extend(layer, oracle.place(q, self.arch), *given, seqs, bounds))
+                parents = None if tree is None else oracle.place(np.array([tree], np.int32), self.arch)
+                call = layer, oracle.place(q, self.arch), *given, seqs, bounds
+                out = oracle.to_numpy(self.store.extend(*call, parents=parents))
         except tikv.CapacityError:
             most = sum(
                 -(-(len(self.model[seq].held[layer]) + count) // SIZE) - len(self.model[seq].held[layer]) // SIZE
@@ -246,7 +285,7 @@ class Paged:
             slots += [table[p // SIZE] * SIZE + p % SIZE for p in range(len(held), len(held) + len(found))]
             held += found
         self.written(layer, slots, k, v)
-        if q is not None:
+        if q is not None and tree is None:
             self.check_attention(layer, seqs, counts, q, out)
 
     def check_attention(self, layer: int, seqs: list[int], counts: list[int], q: np.ndarray, out: np.ndarray) -> None:

@@ -10,27 +10,26 @@ import tempfile
 import time
 from collections import Counter
 
-from campaign.progress import Progress, Settings
+from campaign.progress import Progress, Settings, Table
 
 SCRIPT = pathlib.Path(__file__).with_name("run.py")
 SEEDS = 1000  # process i of seed n has seed n * SEEDS + i
 
 
-def run(given: argparse.Namespace, parts: dict[str, tuple[int, str]]) -> list[Progress]:
+def run(given: argparse.Namespace, parts: dict[str, tuple[int, str]], table: Table) -> None:
     """Run `parts`, name to goal and unit, one after the other, each in `given.processes` processes at once."""
-    done: list[Progress] = []
-    with contextlib.suppress(KeyboardInterrupt):
-        for part, (goal, unit) in parts.items():
-            settings = Settings(given.arch, given.seed, given.seconds, given.count, None, pathlib.Path(), given.quiet)
-            progress = Progress(settings, part, goal, unit)
-            if unit == "seconds":  # time is not divided: every process works as long
-                progress.goal *= given.processes
-            done.append(progress)
-            try:
-                run_part(given, progress)
-            finally:
-                progress.end()
-    return done
+    for part, (goal, unit) in parts.items():
+        settings = Settings(
+            given.arch, given.seed, given.seconds, given.count, None, pathlib.Path(), given.quiet, table=table
+        )
+        progress = Progress(settings, part, goal, unit)
+        if unit == "seconds":  # time is not divided: every process works as long
+            progress.goal *= given.processes
+        table.parts.append(progress)
+        try:
+            run_part(given, progress)
+        finally:
+            progress.end()
 
 
 def run_part(given: argparse.Namespace, progress: Progress) -> None:
@@ -46,10 +45,13 @@ def run_part(given: argparse.Namespace, progress: Progress) -> None:
             child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
             ending.callback(end, child)
             children.append(child)
-        while any(child.poll() is None for child in children):
-            time.sleep(0.2)
+        try:
+            while any(child.poll() is None for child in children):
+                time.sleep(0.2)
+                add_up(progress, facts)
+        finally:
+            ending.close()
             add_up(progress, facts)
-        add_up(progress, facts)
         for i, (child, path) in enumerate(zip(children, facts, strict=True)):
             if child.returncode not in (0, 1) or not path.exists():
                 progress.failures += 1

@@ -24,6 +24,7 @@ class Settings:
         folder: where files may be made.
         quiet: print no progress.
         facts: file in which a process of several says how far it is; None for none.
+        table: of all parts, told whenever a part says how far it is.
     """
 
     arch: str
@@ -34,6 +35,7 @@ class Settings:
     folder: pathlib.Path
     quiet: bool = False
     facts: pathlib.Path | None = None
+    table: "Table | None" = None
 
 
 class Progress:
@@ -69,7 +71,7 @@ class Progress:
         if now - self.told < 1:
             return
         self.told = now
-        self.write_facts()
+        self.write()
         if not self.settings.quiet:
             rate = self.done / self.seconds
             left = min(self.settings.seconds - self.seconds, (self.goal - self.done) / rate if rate else 0)
@@ -94,13 +96,52 @@ class Progress:
     def end(self) -> "Progress":
         """Stop the clock."""
         self.ended = time.perf_counter()
-        self.write_facts()
+        self.write()
         return self
 
-    def write_facts(self) -> None:
-        """Say in the file of the settings how far this is; the file is whole at any moment."""
+    def write(self) -> None:
+        """Say in the files of the settings how far this is."""
         if self.settings.facts is not None:
             facts = {"done": self.done, "failures": self.failures, "remarks": self.remarks, "kinds": self.kinds}
-            unfinished = self.settings.facts.with_suffix(".new")
-            unfinished.write_text(json.dumps(facts), encoding="utf-8")
-            os.replace(unfinished, self.settings.facts)
+            write_whole(self.settings.facts, json.dumps(facts))
+        if self.settings.table is not None:
+            self.settings.table.write()
+
+
+class Table:
+    """What all parts have done until now.
+
+    Args:
+        title: its first line.
+        path: the file that holds it, from the first second on; None for none.
+    """
+
+    def __init__(self, title: str, path: pathlib.Path | None) -> None:
+        self.title, self.path = title, path
+        self.parts: list[Progress] = []
+
+    def __str__(self) -> str:
+        rows = [("part", "done", "goal", "failures", "seconds", "per second", "remarks")]
+        for part in self.parts:
+            rate = part.done / part.seconds if part.seconds else 0
+            facts = [part.done, part.goal, part.failures, f"{part.seconds:.1f}", f"{rate:.4g}"]
+            rows.append((part.part, *map(str, facts), part.remarks or part.unit))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            f"{part.part}: {', '.join(f'{name} {count}' for name, count in part.kinds.most_common())}"
+            for part in self.parts
+            if part.kinds
+        ]
+        return "\n".join([self.title, *lines])
+
+    def write(self) -> None:
+        if self.path is not None:
+            write_whole(self.path, f"{self}\n")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a file that is whole at any moment."""
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 
@@ -14,7 +15,7 @@ sys.path[0] = str(TESTS)  # modules of this folder are `campaign.NAME`, and hide
 sys.path.insert(1, str(TESTS.parent))
 
 from campaign import processes  # noqa: E402
-from campaign.progress import Progress, Settings  # noqa: E402
+from campaign.progress import Progress, Settings, Table  # noqa: E402
 
 PARTS = {
     "operations": "1,000,000 random calls of stores and functions; all memory compared (on a GPU after a 4th)",
@@ -30,7 +31,8 @@ PARTS = {
 
 EPILOG = """
 Each part ends at its goal or when its time is over, whichever comes first; the table at the end says how far it came.
-Ctrl-C ends the part that runs and prints the table of what was done. Exit status: 0, or 1 after a failure.
+Ctrl-C and SIGTERM end the part that runs; the table of what was done is printed whatever ends it, and --table keeps it
+in a file as it grows. Exit status: 0, or 1 after a failure.
 
 A failure names the seed and a number. The same work, alone and in words:
     python tests/campaign/run.py --arch cpu --seed 1 --only 12345 operations
@@ -61,6 +63,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, metavar="N", help="goal of each part instead of its own")
     parser.add_argument("--only", type=int, metavar="N", help="repeat the one that a failure names; for a single part")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="that share each part (1)")
+    parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="that holds the table, new each second")
     parser.add_argument("--facts", type=pathlib.Path, help=argparse.SUPPRESS)  # of one process among several
     parser.add_argument("--quiet", action="store_true", help="no lines of progress, only failures and the table")
     found = parser.parse_args(arguments)
@@ -75,64 +78,44 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return found
 
 
-def table(done: list[Progress], given: argparse.Namespace) -> str:
-    rows = [("part", "done", "goal", "failures", "seconds", "per second", "remarks")]
-    for part in done:
-        rate = part.done / part.seconds if part.seconds else 0
-        facts = [part.done, part.goal, part.failures, f"{part.seconds:.1f}", f"{rate:.4g}", part.remarks or part.unit]
-        rows.append((part.part, *map(str, facts)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [
-        f"{part.part}: {', '.join(f'{name} {count}' for name, count in part.kinds.most_common())}"
-        for part in done
-        if part.kinds
-    ]
-    return "\n".join([f"{given.arch}, seed {given.seed}, {os.cpu_count()} CPU cores", *lines])
-
-
 def main(arguments: list[str] | None = None) -> int:
     given = parsed(arguments)
     names = given.parts or list(PARTS)
-    if given.processes > 1:
-        parts = {name: importlib.import_module(f"campaign.{name}") for name in names}
-        done = processes.run(given, {name: (part.GOAL, part.UNIT) for name, part in parts.items()})
-    else:
-        done = run_here(given, names)
-    if done:
-        print(table(done, given))
-    return 1 if any(part.failures for part in done) else 0
+    table = Table(f"{given.arch}, seed {given.seed}, {os.cpu_count()} CPU cores", given.table)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        if given.processes > 1:
+            parts = {name: importlib.import_module(f"campaign.{name}") for name in names}
+            processes.run(given, {name: (part.GOAL, part.UNIT) for name, part in parts.items()}, table)
+        else:
+            run_here(given, names, table)
+    except KeyboardInterrupt:
+        if given.facts is None:
+            print("stopped: what was done until then", file=sys.stderr)
+    finally:  # whatever ends it
+        if table.parts:
+            print(table, flush=True)
+    return 1 if any(part.failures for part in table.parts) else 0
 
 
-def run_here(given: argparse.Namespace, names: list[str]) -> list[Progress]:
+def run_here(given: argparse.Namespace, names: list[str], table: Table) -> None:
     """Run parts in this process."""
     import tikv
 
-    done: list[Progress] = []
     with tempfile.TemporaryDirectory(prefix="tikv-campaign-") as folder:
         settings = Settings(
             given.arch, given.seed, given.seconds, given.count, given.only, pathlib.Path(folder), given.quiet,
-            given.facts,
+            given.facts, table,
         )  # fmt: skip
         tikv.init(arch=given.arch)
         for part in names:
-            if stopped_in(importlib.import_module(f"campaign.{part}"), settings, done):
-                print("stopped: what was done until then", file=sys.stderr)
-                break
-    return done
-
-
-def stopped_in(module, settings: Settings, done: list[Progress]) -> bool:
-    """Run a part; whether Ctrl-C ended it."""
-    progress = Progress(settings, module.__name__.rpartition(".")[2], module.GOAL, module.UNIT)
-    done.append(progress)
-    try:
-        module.run(settings, progress)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        progress.end()
-    return False
+            module = importlib.import_module(f"campaign.{part}")
+            progress = Progress(settings, part, module.GOAL, module.UNIT)
+            table.parts.append(progress)
+            try:
+                module.run(settings, progress)
+            finally:
+                progress.end()
 
 
 if __name__ == "__main__":

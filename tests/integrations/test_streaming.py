@@ -296,6 +296,23 @@ def test_windows_that_are_none_are_refused(arch, options, why):
         TikvCache(build().config, **options)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("T5", {}),
+        ("Bloom", {}),
+        ("Mpt", {}),
+        ("Falcon", {"alibi": True}),
+    ],
+)
+def test_a_bias_by_position_excludes_a_window(arch, family, options):
+    """Which such models compute for as many keys as they are given: without a word, other text."""
+    config = getattr(transformers, f"{family}Config")(**options)
+    with pytest.raises(tikv.OptionError, match="adds to each score a bias that depends on the key's position"):
+        TikvCache(config, window=8, sinks=2)
+    TikvCache(config, max_cache_len=8)
+
+
 def test_models_and_attention_that_cannot_are_refused(arch):
     sliding = transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)
     with pytest.raises(tikv.OptionError, match="no layer of this model has full attention"):

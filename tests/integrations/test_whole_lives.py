@@ -21,6 +21,7 @@ from lives import chosen, expected, families, life, traced  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
+from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
@@ -105,12 +106,12 @@ def test_a_life_that_was_wrong(arch, family, options, operations, tmp_path):
     assert not fails(chosen.Chosen(family, options, operations), tmp_path)
 
 
-def rolled(crop):
-    """A `crop` after which the slots of all layers have moved on by one."""
+def rolled(crop, layers):
+    """A `crop` after which the slots of layers have moved on by one."""
 
     def planted(cache, tokens_to_remove):
         crop(cache, tokens_to_remove)
-        for layer in cache.layers:
+        for layer in cache.layers[layers]:
             for a in (layer.store.keys.torch(), layer.store.values.torch()):
                 a.copy_(a.roll(1, 2))
 
@@ -119,13 +120,18 @@ def rolled(crop):
 
 def plant(what, monkeypatch):
     if what == "slots that move on at a crop":
-        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop))
+        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop, slice(None)))
     elif what == "no reorder":
         monkeypatch.setattr(TikvCache, "reorder_cache", lambda *_: None)
+    elif what == "slots that move on where other layers read the keys":
+        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop, slice(1)))
+    elif what == "what the encoder gave stays in its order":
+        alone = lambda cache, index: cache.self_attention_cache.batch_select_indices(index)  # noqa: E731
+        monkeypatch.setattr(OfEncoderDecoder, "batch_select_indices", alone)
     elif what == "a copy that shares its memory":
         monkeypatch.setattr(TikvLayer, "__deepcopy__", lambda layer, memo: layer)
     elif what == "another format":
-        monkeypatch.setattr(life.expected, "as_stored", lambda rows, name: rows)
+        monkeypatch.setattr(life.expected, "as_stored", lambda rows, *_: rows)
     elif what == "a mask that is left out":
         attend = by_name.attend
         unmasked = lambda module, q, k, v, mask, *a, **o: attend(module, q, k, v, None, *a, **o)  # noqa: E731
@@ -133,22 +139,43 @@ def plant(what, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "what",
+    ("what", "family"),
     [
-        "slots that move on at a crop",
-        "no reorder",
-        "a copy that shares its memory",
-        "another format",
-        "a mask that is left out",
+        ("slots that move on at a crop", "qwen3"),
+        ("no reorder", "qwen3"),
+        ("a copy that shares its memory", "qwen3"),
+        ("another format", "qwen3"),
+        ("a mask that is left out", "qwen3"),
+        ("slots that move on where other layers read the keys", "gemma3n"),
+        ("what the encoder gave stays in its order", "bart"),
     ],
 )
-def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what):
+def test_what_is_planted_is_found(arch, tmp_path, monkeypatch, what, family):
     """By one of a few lives, which is right without it."""
     with monkeypatch.context() as planted:
         plant(what, planted)
-        finder = next((it for it in lives("qwen3", 3 * LIVES) if fails(it, tmp_path)), None)
+        finder = next((it for it in lives(family, 3 * LIVES) if fails(it, tmp_path)), None)
     assert finder is not None
     assert not fails(finder, tmp_path)
+
+
+@pytest.mark.parametrize("numbers", chosen.NARROW)
+@pytest.mark.parametrize("attention", life.ATTENTIONS)
+def test_one_wrong_token_is_found_in_half_precision(arch, tmp_path, monkeypatch, numbers, attention):
+    """Of fifty: by what attention gives, and by the logits alone."""
+    it = chosen.Chosen("llama", {"model": numbers}, [("begin", 50, [0], 1), ("attention", attention), ("steps", 1, 1)])
+    assert not fails(it, tmp_path)
+    update = TikvCache.update
+
+    def wrong(cache, key, value, *args, **options):
+        if key.shape[2] == 50:
+            key, value = (torch.cat((rows[:, :, :20], rows[:, :, 19:20], rows[:, :, 21:]), 2) for rows in (key, value))
+        return update(cache, key, value, *args, **options)
+
+    monkeypatch.setattr(TikvCache, "update", wrong)
+    assert "attention" in fails(it, tmp_path)
+    monkeypatch.setattr(life, "OFF", dict.fromkeys(life.OFF, torch.inf))
+    assert "logits" in fails(it, tmp_path)
 
 
 SCALED = ("float8_e4m3fn", "float8_e5m2", "nvfp4")
@@ -159,34 +186,44 @@ SCALED = ("float8_e4m3fn", "float8_e5m2", "nvfp4")
 )
 def test_what_a_format_stores(arch, name, scale):
     """As the library's own functions encode and decode it, or its stores."""
-    rows = torch.randn(1, 2, 40, families.WIDTH, generator=torch.Generator().manual_seed(3))
+    rows = torch.randn(1, 2, 130, families.WIDTH, generator=torch.Generator().manual_seed(3))
     config = families.models("llama").cached.config
     cache = TikvCache(config, dtype=expected.format_of(name), k_scale=scale, v_scale=scale)
     cache.layers[0].update(rows, rows)
-    want = expected.as_stored(rows, name, scale)
-    torch.testing.assert_close(cache.layers[0].keys, want, rtol=0, atol=0)
+    if str(name).startswith("tokens"):
+        quant = expected.format_of(name)
+        coded = expected.newly_coded(quant, 0, 0, rows.shape[2])
+        assert coded == 96
+        keys, values = (expected.as_groups(rows, quant, coded, keys=keys) for keys in (True, False))
+    else:
+        keys, values = (expected.as_stored(rows, name, scale, keys=keys) for keys in (True, False))
+    torch.testing.assert_close(cache.layers[0].keys, keys, rtol=0, atol=0)
+    torch.testing.assert_close(cache.layers[0].values, values, rtol=0, atol=0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_masks_and_attention_here_are_those_of_the_model(arch, family, monkeypatch):
+def test_masks_and_attention_here_are_those_of_the_model(arch, family, monkeypatch, tmp_path):
     """What attention is compared with is what the model's own attention gives, with padding, without a cache."""
     if family not in families.offered():
         pytest.skip(f"this transformers has no {family}")
-    model, starts = families.models(family).plain, torch.tensor([5, 0])
+    it = life.Life(family, {}, tmp_path)
+    it.model.set_attn_implementation("eager")
+    it.start([5, 0], 1)
+    starts, count = it.text.starts, 30
     seen, attend = [], transformers.AttentionInterface.get_interface
 
     def interface(self, name, default):
         def attention(module, query, key, value, mask, **options):
             out = attend(self, name, default)(module, query, key, value, mask, **options)[0]
-            kind = expected.Sight(families.FAMILIES[family].layers[module.layer_idx])
-            queries = torch.arange(query.shape[2])
+            sees = it.sights[module.layer_idx].mask(starts, torch.arange(count), count)
+            if module in it.cross:
+                sees = it.text.source[1].bool()[:, None].expand(-1, count, -1)
             scale, sinks = options.get("scaling"), options.get("s_aux")
             sinks = getattr(module, "sinks", None) if sinks is None else sinks
-            want = expected.attention(
-                query, key, value, kind.mask(starts, queries, len(queries)), scale, options.get("softcap"), sinks
-            )
-            real = queries[None] >= starts[:, None]
+            bias = it.position_bias(module, count, count)
+            want = expected.attention(query, key, value, sees, scale, options.get("softcap"), sinks, bias)
+            real = torch.arange(count)[None] >= starts[:, None]
             torch.testing.assert_close(out.double()[real], want[real], rtol=0, atol=1e-4)
             seen.append(module.layer_idx)
             return out, None
@@ -194,7 +231,10 @@ def test_masks_and_attention_here_are_those_of_the_model(arch, family, monkeypat
         return attention
 
     monkeypatch.setattr(transformers.AttentionInterface, "get_interface", interface)
-    ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(1))
-    mask = (torch.arange(30)[None] >= starts[:, None]).long()
-    model(ids * mask, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
-    assert seen == [i for i, kind in enumerate(families.FAMILIES[family].layers) if kind != families.STATE]
+    ids = torch.randint(2, 97, (2, count), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(count)[None] >= starts[:, None]).long()
+    ids, positions = ids * mask, (mask.cumsum(1) - 1).clamp(min=0)
+    text = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    it.model(**(it.of_both(ids, mask, positions, it.text) if it.cross else text), use_cache=False)
+    layers = [i for i, kind in enumerate(it.family.layers) if kind != families.STATE]
+    assert seen == (sorted(layers * 2) if it.cross else layers)

@@ -13,14 +13,16 @@ from lives.families import FAMILIES, FULL, STATE
 FORMATS = (
     "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
     "quant2_32", "quant3_32", "quant4_32", "quant8_32",
+    "quant4_32_hadamard", "tokens2_32", "tokens4_32",
 )  # fmt: skip
 WINDOWS = ((8, 2), (8, 0), (5, 3), (12, 4), (1, 0), (40, 4))
 KINDS = {  # how often each kind of operation comes, of about 60
     "tokens": 8, "steps": 10, "compiled": 8, "crop": 8, "attention": 5, "reorder": 2, "repeat": 2, "select": 2,
     "copy": 2, "swap": 2, "save": 2, "begin": 2, "reset": 1, "empty": 1, "record": 1, "interrupt": 3, "beyond": 1,
-    "snapshot": 3, "restore": 4,
+    "snapshot": 3, "restore": 4, "fork": 1,
 }  # fmt: skip
 OPERATIONS = 24
+NARROW = ("float16", "bfloat16")  # of models
 SCALES = ("k_scale", "v_scale")
 FIXED_SCALES = (0.5, 0.11, 2.0)
 
@@ -58,15 +60,24 @@ def choose(
 
 def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    if rng.random() < 0.25:
+        found["model"] = str(rng.choice(NARROW))
+        formats = tuple(name for name in formats if name not in NARROW)
+    both = FAMILIES[family].encoder
+    if both:  # groups along tokens are refused beside an encoder
+        formats = tuple(name for name in formats if not _along(name))
     memory = rng.random()
     if memory < 0.35:
         found["max_cache_len"] = int(rng.choice([24, 40, 64, 150, 300]))
-    elif memory < 0.65 and FULL in FAMILIES[family].layers:
+    elif memory < 0.65 and FULL in FAMILIES[family].layers and family != "t5":  # its position bias excludes a window
         found["window"], found["sinks"] = WINDOWS[rng.integers(len(WINDOWS))]
-    if rng.random() < 0.5:
+    if "window" in found:
+        formats = tuple(name for name in formats if not _along(name))
+    if formats and rng.random() < 0.5:
         found["dtype"] = str(rng.choice(formats))
-        if rng.random() < 0.3:
-            found["v_dtype"] = str(rng.choice(formats))
+        plain = [name for name in formats if not _along(name)]
+        if rng.random() < 0.3 and not _along(found["dtype"]):
+            found["v_dtype"] = str(rng.choice(plain))
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
                 del found["v_dtype"]
         stored = found["dtype"], found.get("v_dtype", found["dtype"])
@@ -74,9 +85,15 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
             found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
     if STATE in FAMILIES[family].layers and life.RECORDS and rng.random() < 0.6:
         found["record_states"] = int(rng.choice([1, 3, 8, 40]))
-    if not {"window", "dtype"} & found.keys() and set(FAMILIES[family].layers) == {FULL} and rng.random() < 0.2:
+    full = set(FAMILIES[family].layers) == {FULL} and not both
+    if full and not {"window", "dtype"} & found.keys() and rng.random() < 0.2:
         found["place"] = "host"
     return found
+
+
+def _along(name: str) -> bool:
+    """Whether groups of this format lie along tokens."""
+    return name.startswith("tokens")
 
 
 def _scales(name: str) -> str:
@@ -114,7 +131,7 @@ def _operation(rng: np.random.Generator, kind: str, padded: bool) -> tuple[Any, 
         return kind, int(rng.integers(1, 5)), seed
     if kind == "empty":
         return kind, _count(rng), seed
-    if kind == "repeat":
+    if kind in ("repeat", "fork"):
         return kind, int(rng.integers(2, 4))
     if kind in ("reorder", "select"):
         return kind, seed

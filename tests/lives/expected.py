@@ -33,13 +33,17 @@ class Sight(NamedTuple):
         return seen
 
 
-def attention(query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: Any, sinks: Any) -> Any:
+def attention(
+    query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: Any, sinks: Any, bias: Any = None
+) -> Any:
     """(batch, queries, heads, width) float64: softmax attention by its definition. Hidden queries get zeros."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (a.repeat_interleave(query.shape[1] // a.shape[1], 1) for a in (key, value))
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask[:, None], -torch.inf)
     if sinks is not None:
         sinks = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -49,17 +53,32 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float, softcap
 
 
 def format_of(name: str | None) -> Any:
-    """What a cache takes as its format for a name here: "quant4_32" and "quant4_32_hadamard" are a `tikv.Quant`."""
+    """What a cache takes as its format for a name here.
+
+    "quant4_32", "quant4_32_hadamard" and "tokens4_32" are a `tikv.Quant`, the last one along tokens.
+    """
+    if name is not None and name.startswith("tokens"):
+        bits, group = map(int, name.removeprefix("tokens").split("_"))
+        return tikv.Quant(bits, group, "tokens", group)
     if name is None or not name.startswith("quant"):
         return name
     bits, group, *rotated = name.removeprefix("quant").split("_")
     return tikv.Quant(int(bits), int(group), rotate="hadamard" if rotated else None)
 
 
-def as_stored(rows: Any, name: str | None, scale: float | None = None) -> Any:
-    """The numbers that a cache of this format, and with this ``k_scale`` or ``v_scale``, gives back of float32 rows."""
+def as_stored(rows: Any, name: str | None, scale: float | None = None, keys: bool = False) -> Any:
+    """The numbers that a cache of this format, and with this ``k_scale`` or ``v_scale``, gives back of float32 rows.
+
+    A rotation is for keys only.
+    """
     if name is None:
         return rows
+    if name.endswith("_hadamard"):
+        plain = name.removesuffix("_hadamard")
+        if not keys:
+            return as_stored(rows, plain)
+        rotated = as_stored(torch.from_numpy(oracle.reference.hadamard(rows.numpy())), plain)
+        return torch.from_numpy(oracle.reference.hadamard(rotated.numpy(), back=True))
     numbers = rows.numpy()
     if scale is not None and name == "nvfp4":
         quantised = oracle.reference.quantize_groups(numbers, 4, 16, name, np.float16, scale)
@@ -76,3 +95,28 @@ def _int8(rows: Any) -> Any:
     scale = np.maximum(np.abs(rows).max(-1, keepdims=True) / np.float32(127), np.finfo(np.float16).tiny)
     scale = scale.astype(np.float16).astype(np.float32)
     return np.round(np.clip(rows * (np.float32(1) / scale), -127, 127)) * scale
+
+
+def newly_coded(quant: Any, coded: int, before: int, after: int) -> int:
+    """How many of a layer's first tokens are codes along tokens when it had `before` tokens and now has `after`."""
+    for length in range(before, after):
+        if length - coded == quant.residual + quant.group:
+            coded += quant.group
+    return coded
+
+
+def as_groups(rows: Any, quant: Any, coded: int, keys: bool) -> Any:
+    """The numbers of rows whose first `coded` tokens are codes: keys by channel, a group of tokens each; values by row.
+
+    All others are as they came.
+    """
+    if not coded:
+        return rows.float()
+    codes = rows[:, :, :coded].float().numpy()
+    if keys:
+        codes = np.ascontiguousarray(codes.swapaxes(2, 3))
+    quantised = oracle.reference.quantize_groups(codes, quant.bits, quant.group, "affine", np.float16)
+    numbers = oracle.reference.dequantize_groups(*quantised, quant.bits, "affine")
+    if keys:
+        numbers = numbers.swapaxes(2, 3)
+    return torch.cat((torch.from_numpy(np.ascontiguousarray(numbers)), rows[:, :, coded:].float()), 2)

@@ -1,5 +1,6 @@
 """Tiny random models of a dozen families, and which tokens each of their layers sees."""
 
+import copy
 import functools
 import sys
 from typing import Any, NamedTuple
@@ -22,17 +23,40 @@ COMMON = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.3,  # so large that attention shows in the logits
 }
+OF_BOTH = {key: COMMON[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 FULL, SLIDING, CHUNKED, STATE = "full", "sliding", "chunked", "state"
 HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 class Family(NamedTuple):
-    """A model: the beginning of its classes' names, what each layer sees, its options, its configuration's name."""
+    """A model.
+
+    Attributes:
+        name: the beginning of its classes' names.
+        layers: what each layer sees, or each of the decoder's.
+        options: of its configuration.
+        config: the configuration's name, if it does not begin with `name` alone.
+        shared: how many of the last layers read the keys of an earlier layer of their kind.
+        encoder: whether the layers also read what an encoder gave.
+    """
 
     name: str
     layers: tuple[str, ...]
     options: dict[str, Any]
     config: str = ""
+    shared: int = 0
+    encoder: bool = False
+
+    @property
+    def with_memory(self) -> int:
+        """How many layers, the first ones, have keys or a state of their own."""
+        return len(self.layers) - self.shared
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys a layer reads."""
+        if layer < self.with_memory:
+            return layer
+        return max(i for i in range(self.with_memory) if self.layers[i] == self.layers[layer])
 
 
 FAMILIES = {
@@ -71,6 +95,51 @@ FAMILIES = {
             "v_head_dim": 16,
         },
     ),
+    "gemma3n": Family(
+        "Gemma3n",
+        (SLIDING, FULL, SLIDING, FULL),
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [48] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+        },
+        "Gemma3nTextConfig",
+        shared=2,
+    ),
+    "t5": Family(
+        "T5",
+        (FULL, FULL),
+        {**OF_BOTH, "d_model": 64, "d_kv": WIDTH, "d_ff": 48, "num_layers": 2, "num_heads": 2},
+        encoder=True,
+    ),
+    "bart": Family(
+        "Bart",
+        (FULL, FULL),
+        {
+            **OF_BOTH,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "init_std": 0.3,
+        },
+        encoder=True,
+    ),
+    "t5gemma": Family(
+        "T5Gemma",
+        (SLIDING, FULL),
+        {**OF_BOTH, **{part: {**COMMON, **HYBRID, "query_pre_attn_scalar": 16} for part in ("encoder", "decoder")}},
+        encoder=True,
+    ),
     "lfm2": Family("Lfm2", (STATE, FULL), {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
     "qwen3_next": Family(
         "Qwen3Next",
@@ -97,34 +166,60 @@ class Models(NamedTuple):
 
 def offered() -> list[str]:
     """The families that the installed transformers has and gives its common cache, and no class of their own."""
-    return [name for name, family in FAMILIES.items() if _takes_a_cache(family.name)]
+    return [name for name, family in FAMILIES.items() if _takes_a_cache(family)]
 
 
-def _takes_a_cache(name: str) -> bool:
-    kind = getattr(transformers, f"{name}ForCausalLM", None)
+def _class_of(family: Family) -> Any:
+    what = "ConditionalGeneration" if family.encoder else "CausalLM"
+    return getattr(transformers, f"{family.name}For{what}", None)
+
+
+def _takes_a_cache(family: Family) -> bool:
+    kind = _class_of(family)
     module = vars(sys.modules[kind.__module__]) if kind is not None else {}
-    return kind is not None and not any(key.startswith(name) and key.endswith("Cache") for key in module)
+    return kind is not None and not any(key.startswith(family.name) and key.endswith("Cache") for key in module)
 
 
 @functools.cache
-def models(name: str) -> Models:
-    """The models of a family; made once."""
+def models(name: str, dtype: str = "float32") -> Models:
+    """The models of a family; made once. The plain one has the same weights as float32.
+
+    In float64, eager attention of transformers makes NaN of queries that see no key.
+    """
     family = FAMILIES[name]
-    kind = getattr(transformers, f"{family.name}ForCausalLM")
-    made = []
-    for attention in ("tikv", "eager"):
-        config = getattr(transformers, family.config or f"{family.name}Config")(**{**COMMON, **family.options})
+    options = family.options if family.encoder else {**COMMON, **family.options}
+    made: list[Any] = []
+    for attention, numbers in (("tikv", dtype), ("eager", "float32")):
+        config = getattr(transformers, family.config or f"{family.name}Config")(**copy.deepcopy(options))
         torch.manual_seed(0)
-        model = kind(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1 and parameter.numel() > 1 and bool((parameter == 0).all()):
-                    parameter.normal_(std=0.3)
+        model = _class_of(family)._from_config(config, dtype=getattr(torch, numbers)).eval()
+        if made:
+            model.load_state_dict(made[0].state_dict())
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1 and parameter.numel() > 1 and bool((parameter == 0).all()):
+                        parameter.normal_(std=0.3)
         model.set_attn_implementation(attention)
         made.append(model)
     return Models(*made)
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The modules of a model's layers."""
-    return list(model.model.layers)
+    """The modules of a model's layers, or of its decoder's."""
+    if not model.config.is_encoder_decoder:
+        return list(model.model.layers)
+    decoder = model.get_decoder()
+    return list(decoder.block if hasattr(decoder, "block") else decoder.layers)
+
+
+def cross_attention(layer: Any) -> Any:
+    """The module of a decoder's layer that reads what the encoder gave."""
+    if hasattr(layer, "encoder_attn"):
+        return layer.encoder_attn
+    return layer.cross_attn if hasattr(layer, "cross_attn") else layer.layer[1].EncDecAttention
+
+
+def self_attention(layer: Any) -> Any:
+    """The module of a layer that reads the layer's own keys."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.layer[0].SelfAttention

@@ -10,11 +10,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import pathlib
 from typing import Any
 
 import torch
 from model_cache import NAME
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import AttentionInterface
 
 import tikv
@@ -26,14 +28,20 @@ from tikv.integrations.transformers.versions.installed import VERSION
 MOST_TOKENS = 420
 MOST_ROWS = 4
 ROLLBACK = 64  # what a layer with a window can always be cropped by, as its manual says
-OFF = 2e-4  # of standard deviations: sums of float32 in another order
-OFF_LOGITS = 1e-3
+# Of standard deviations: sums in another order, and the roundings of a model in half precision.
+OFF = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
+OFF_LOGITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}
+SOURCE = 11  # tokens of an encoder's text
 RECORDS = VERSION >= (5, 24)  # whether states can be recorded; then states take several tokens after a prompt too
 ATTENTIONS = ("tikv", "sdpa", "eager")
 
 
 class Wrong(AssertionError):
     """The cache did something that it must not do."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """Ctrl-C of a life; one of the user's ends the test."""
 
 
 @dataclasses.dataclass
@@ -45,6 +53,9 @@ class Text:
         tokens: (batch, n).
         starts: (batch,), the number of padding tokens of each row.
         rows: for each layer, the keys and values that `update` was given.
+        crossed: the same of what the encoder gave.
+        source: what the encoder gave, and its mask; None without one.
+        coded: how many of each layer's first tokens are codes along tokens.
         longest: the greatest length since the cache was empty.
         recorded: from which length on the past is recorded; None if it is not.
         compiled: whether compiled steps have run since the cache was empty.
@@ -55,6 +66,9 @@ class Text:
     tokens: Any
     starts: Any
     rows: dict[int, tuple[Any, Any]]
+    crossed: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    source: tuple[Any, Any] | None = None
+    coded: dict[int, int] = dataclasses.field(default_factory=dict)
     longest: int = 0
     recorded: int | None = None
     compiled: bool = False
@@ -65,15 +79,20 @@ class Text:
         return int(self.tokens.shape[1])
 
     def copied(self) -> "Text":
-        return dataclasses.replace(self, rows=dict(self.rows))
+        return dataclasses.replace(self, rows=dict(self.rows), crossed=dict(self.crossed), coded=dict(self.coded))
 
     def take_rows(self, index: Any) -> None:
         self.tokens, self.starts = self.tokens[index], self.starts[index]
-        self.rows = {i: (k[index], v[index]) for i, (k, v) in self.rows.items()}
+        self.rows, self.crossed = (
+            {i: (k[index], v[index]) for i, (k, v) in rows.items()} for rows in (self.rows, self.crossed)
+        )
+        if self.source is not None:
+            self.source = self.source[0][index], self.source[1][index]
 
     def cut(self, length: int) -> None:
         self.tokens = self.tokens[:, :length]
         self.rows = {i: (k[:, :, :length], v[:, :, :length]) for i, (k, v) in self.rows.items()}
+        self.coded = {i: min(coded, length) for i, coded in self.coded.items()}
 
 
 def _numbers(seed: int) -> Any:
@@ -85,18 +104,25 @@ class Life:
 
     Args:
         family: name in `families.FAMILIES`.
-        options: those of `TikvCache`; a format is a name.
+        options: those of `TikvCache`, where a format is a name, and ``model``, the model's dtype if it is narrow.
         folder: where the cache is saved.
     """
 
     def __init__(self, family: str, options: dict[str, Any], folder: pathlib.Path) -> None:
         self.family, self.folder = families.FAMILIES[family], folder
-        self.model, self.plain = families.models(family)
+        self.numbers = options.get("model", "float32")
+        self.model, self.plain = families.models(family, self.numbers)
         self.model.set_attn_implementation("tikv")
-        self.options = options
+        self.options = options = {k: v for k, v in options.items() if k != "model"}
+        layers = families.decoder_layers(self.plain)
+        self.cross: dict[Any, int] = {}  # modules that read what the encoder gave, and their layers
+        if self.family.encoder:
+            self.cross = {families.cross_attention(a): i for i, a in enumerate(families.decoder_layers(self.model))}
+        self.exact = [getattr(layer, "self_attn", None) for layer in layers]
         self.limit, self.window = options.get("max_cache_len"), options.get("window")
         self.formats = options.get("dtype"), options.get("v_dtype", options.get("dtype"))
         self.scales = options.get("k_scale"), options.get("v_scale")
+        self.along = expected.format_of(self.formats[0]) if str(self.formats[0]).startswith("tokens") else None
         sight = expected.Sight
         self.sights = [sight(k, self.window, options.get("sinks", 0)) for k in self.family.layers]
         if all(kind in (SLIDING, CHUNKED) for kind in self.family.layers):
@@ -108,6 +134,7 @@ class Life:
         self.watched: Text | None = None
         self.fails: tuple[int, bool] | None = None  # the layer that is interrupted, and whether after its attention
         self.counts: dict[str, int] = {}
+        self.off = self.off_logits = 0.0  # the greatest difference of attention and of logits
 
     @staticmethod
     def _empty(cache: Any) -> Text:
@@ -146,11 +173,22 @@ class Life:
         padding = [min(n, tokens - 1) for n in padding]
         padding[seed % len(padding)] = 0 if seed % 4 else padding[seed % len(padding)]
         text = self.text
-        text.tokens = torch.zeros((len(padding), 0), dtype=torch.long)
-        text.starts = torch.tensor(padding)
+        self.start(padding, seed)
         if any(padding) and STATE in self.family.layers and min(padding):
             text.starts = text.starts - text.starts.min()
         self._feed(tokens, seed)
+
+    def start(self, padding: list[int], seed: int) -> None:
+        """The rows of a text without tokens, and what an encoder gives for them."""
+        text, batch = self.text, len(padding)
+        text.tokens, text.starts = torch.zeros((batch, 0), dtype=torch.long), torch.tensor(padding)
+        if not self.family.encoder:
+            return
+        ids = torch.randint(2, families.COMMON["vocab_size"], (batch, SOURCE), generator=_numbers(seed))
+        mask = (torch.arange(SOURCE)[None] < SOURCE - torch.arange(batch)[:, None] * 3).long()
+        with torch.no_grad():
+            encoded = self.plain.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        text.source = encoded.to(getattr(torch, self.numbers)), mask
 
     def tokens(self, count: int, seed: int) -> Any:
         """New tokens at once."""
@@ -166,7 +204,7 @@ class Life:
 
     def compiled(self, count: int, by_hand: bool, seed: int) -> Any:
         """Single tokens in compiled steps, of `generate` or by hand."""
-        if STATE in self.family.layers:
+        if STATE in self.family.layers or self.family.encoder or self.along is not None:
             return False
         for i in range(count):
             if self._fits(1):
@@ -220,6 +258,8 @@ class Life:
         """Whether the manual promises that the cache can be cropped to this length."""
         text, kinds = self.text, self.family.layers
         recorded = text.recorded is not None and target >= text.recorded
+        if self.along is not None and target and target < max(text.coded.values(), default=0):
+            return False  # codes can be dropped in whole groups only, if a layer's groups end there
         if STATE in kinds and (not self.options.get("record_states") or target < text.reach):
             return False
         if self.window is not None and text.longest > self.window and target < text.longest - 1:
@@ -249,6 +289,14 @@ class Life:
         index = torch.randperm(batch, generator=numbers)[: 1 + seed % batch]
         self.text.cache.batch_select_indices(index)
         self.text.take_rows(index)
+
+    def fork(self, n: int) -> None:
+        """Go on with several texts from each row; the original waits."""
+        n = n if len(self.text.tokens) * n <= MOST_ROWS else 1
+        forked = self.text.copied()
+        forked.cache = self.text.cache.fork(n)
+        forked.take_rows(torch.arange(len(forked.tokens)).repeat_interleave(n))
+        self.other, self.text = self.text, forked
 
     def copy(self) -> None:
         """Go on with a copy; the original waits."""
@@ -305,26 +353,25 @@ class Life:
 
     def interrupt(self, layer: int, after: bool, count: int, seed: int) -> Any:
         """Ctrl-C in the middle of a step, which is then repaired."""
-        layers = len(self.family.layers)
-        layer %= layers
+        layers, layer = self.family.with_memory, layer % len(self.family.layers)
         if STATE in self.family.layers and not RECORDS:
             count = 1
         if not self._fits(count):
             return False
         if not self.text.length:
-            self.text.tokens, self.text.starts = torch.zeros((1, 0), dtype=torch.long), torch.zeros(1, dtype=torch.long)
+            self.start([0], seed)
         text, before = self.text, self.text.copied()
         self.fails = layer, after
         try:
             self._feed(count, seed)
-        except KeyboardInterrupt:
+        except Interrupt:
             pass
         else:
             raise Wrong("the interrupt was not seen")
         finally:
             self.fails = None
         done = layer + after
-        if done == layers:  # the whole step
+        if done >= layers:  # the whole step
             text.longest = max(text.longest, text.length)
             self.text = text
         elif done:
@@ -355,7 +402,7 @@ class Life:
         try:
             length = text.cache.align()
         except tikv.TikvError:
-            if self._must_go_back(text.length):
+            if self._must_go_back(text.length) and self.along is None:  # codes of an interrupted step stay
                 raise
             self.reset()
             return
@@ -400,6 +447,10 @@ class Life:
 
     def _call(self, text: Text, count: int, mask: Any, positions: Any, how: str) -> Any:
         given = {NAME: text.cache, "use_cache": True}
+        if text.source is not None:
+            given.update(self.of_both(text.tokens[:, -count:], mask, positions, text))
+            with torch.no_grad(), watching(self):
+                return self.model(**given).logits
         if how == "generate" and text.cache.is_compileable:
             if mask is None:
                 mask = torch.ones_like(text.tokens)
@@ -413,18 +464,34 @@ class Life:
         with torch.no_grad(), watching(self), traced.traced() if how != "eager" else contextlib.nullcontext():
             return self.model(**inputs).logits
 
+    def of_both(self, ids: Any, mask: Any, positions: Any, text: Text) -> dict[str, Any]:
+        """What a model with an encoder is given for a decoder's tokens."""
+        encoded, of_source = text.source or (None, None)
+        given = {"encoder_outputs": BaseModelOutput(encoded), "attention_mask": of_source, "decoder_input_ids": ids}
+        if mask is not None:
+            given["decoder_attention_mask"] = mask
+            if "decoder_position_ids" in inspect.signature(self.model.forward).parameters:
+                given["decoder_position_ids"] = positions[:, -ids.shape[1] :]
+        return given
+
     def _compare_logits(self, logits: Any, mask: Any, positions: Any, count: int) -> None:
         text = self.text
+        given = {"input_ids": text.tokens, "attention_mask": mask, "position_ids": positions}
+        if text.source is not None:
+            given = self.of_both(text.tokens, mask, positions, text)
+            given["encoder_outputs"] = BaseModelOutput(text.source[0].to(self.plain.dtype))
         with torch.no_grad():
-            want = self.plain(text.tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            want = self.plain(**given, use_cache=False).logits
         want, real = want[:, -count:], mask[:, -count:].bool()
         off = float((logits - want).abs().amax(-1)[real].max() / want[real].std())
-        if not off <= OFF_LOGITS:
+        self.off_logits = max(self.off_logits, off)
+        if not off <= OFF_LOGITS[self.numbers]:
             raise Wrong(f"logits are off by {off:.2g} standard deviations")
 
     def _check_lengths(self) -> None:
         text = self.text
-        lengths = [text.cache.get_seq_length(i) for i, kind in enumerate(self.family.layers) if kind != STATE]
+        kinds = self.family.layers[: self.family.with_memory]
+        lengths = [text.cache.get_seq_length(i) for i, kind in enumerate(kinds) if kind != STATE]
         if any(int(length) != text.length for length in lengths):
             raise Wrong(f"layers have {[int(n) for n in lengths]} tokens instead of {text.length}")
 
@@ -433,41 +500,71 @@ class Life:
     def saw_update(self, cache: Any, key: Any, value: Any, layer: int) -> None:
         """Rows that a layer is about to get."""
         text = self.watched
-        if text is None or cache is not text.cache:
+        if text is None:
             return
         new = key.detach().clone(), value.detach().clone()
+        if cache is getattr(text.cache, "cross_attention_cache", None):
+            if layer in text.crossed:
+                raise Wrong(f"layer {layer} takes what the encoder gave a second time")
+            text.crossed[layer] = new
+        if cache is not getattr(text.cache, "self_attention_cache", text.cache):
+            return
         if layer in text.rows:
             new = tuple(torch.cat(pair, 2) for pair in zip(text.rows[layer], new, strict=True))  # type: ignore[assignment]
         text.rows[layer] = new  # type: ignore[assignment]
+        if self.along is not None:
+            before = new[0].shape[2] - key.shape[2]
+            text.coded[layer] = expected.newly_coded(self.along, text.coded.get(layer, 0), before, new[0].shape[2])
 
     def saw_attention(self, module: Any, query: Any, out: Any, options: dict[str, Any]) -> None:
         """What a layer's attention gave, of which queries."""
         text = self.watched
         if text is None:
             return
-        layer = module.layer_idx
-        key, value = (
-            expected.as_stored(rows.float(), name, scale)
-            for rows, name, scale in zip(text.rows[layer], self.formats, self.scales, strict=True)
-        )
+        layer = self.cross.get(module, module.layer_idx)
+        if module in self.cross:
+            what, key, value = "the encoder", *self._as_stored(text.crossed[layer], None)
+        else:
+            source = self.family.source(layer)
+            what, key, value = self.sights[layer].kind, *self._as_stored(text.rows[source], text.coded.get(source))
         if hasattr(module, "kv_b_proj"):
-            expand = type(module).expand_kv
-            key, value = getattr(expand, "__wrapped__", expand)(module, key, value)
+            exact = self.exact[layer]
+            expand, dtype = type(exact).expand_kv, exact.kv_b_proj.weight.dtype
+            key, value = getattr(expand, "__wrapped__", expand)(exact, key.to(dtype), value.to(dtype))
         held, tokens = key.shape[2], query.shape[2]
-        queries = torch.arange(held - tokens, held)
-        mask = self.sights[layer].mask(text.starts, queries, held)
+        queries = torch.arange(text.length - tokens, text.length)
+        if module in self.cross:
+            mask = text.source[1].bool()[:, None].expand(-1, tokens, -1)  # type: ignore[index]
+        else:
+            mask = self.sights[layer].mask(text.starts, queries, held)
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        want = expected.attention(query, key, value, mask, scale, options.get("softcap"), options.get("s_aux"))
+        bias = self.position_bias(module, tokens, held)
+        want = expected.attention(query, key, value, mask, scale, options.get("softcap"), options.get("s_aux"), bias)
         real = queries[None] >= text.starts[:, None]
         off = float((out.double() - want).abs().amax((-1, -2))[real].max() / want[real].std())
-        if not off <= OFF:
-            raise Wrong(f"attention of layer {layer} ({self.sights[layer].kind}) is off by {off:.2g} deviations")
+        self.off = max(self.off, off)
+        if not off <= OFF[self.numbers]:
+            raise Wrong(f"attention of layer {layer} ({what}) is off by {off:.2g} deviations")
+
+    def _as_stored(self, pair: tuple[Any, Any], coded: int | None) -> Any:
+        """Keys and values as their formats give them back; `coded` of the first tokens are codes along tokens."""
+        if self.along is not None and coded is not None:
+            return (expected.as_groups(rows, self.along, coded, keys=i == 0) for i, rows in enumerate(pair))
+        forms = zip(pair, self.formats, self.scales, (True, False), strict=True)
+        return (expected.as_stored(rows.float(), name, scale, keys) for rows, name, scale, keys in forms)
+
+    def position_bias(self, module: Any, tokens: int, held: int) -> Any:
+        """What T5 adds to the scores of its decoder's own tokens; None for others."""
+        if module in self.cross or not hasattr(module, "relative_attention_num_buckets"):
+            return None
+        first = families.self_attention(families.decoder_layers(self.plain)[0])
+        return first.compute_bias(tokens, held, past_seen_tokens=held - tokens)
 
     def reached(self, layer: int, after: bool) -> None:
         """The model has come to a layer, or is behind its attention."""
         if self.fails == (layer, after):
-            raise KeyboardInterrupt
+            raise Interrupt
 
 
 @contextlib.contextmanager

@@ -80,7 +80,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     Raises:
         OptionError: a layer holds something other than keys, values and a state; no layer has attention; the model has
-            its own kind of cache; or a window is given with max_cache_len or for a model without full attention.
+            its own kind of cache; or a window is given with max_cache_len, for a model without full attention or for
+            one that adds a position bias to its scores.
         DTypeError: nothing can be stored in that dtype. Whether it fits the model's dtype is checked with the first
             tokens.
 
@@ -154,7 +155,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._made = in_words(storage, v_dtype, {"k_scale": k_scale, "v_scale": v_scale}, others)
         self._fields = cache_files.fields_of(text)
         kinds, limit = bounded(recording(served(config, text), text, record_states), limit)
-        streamed, sinks = window_and_sinks(window, sinks, max_cache_len, kinds)
+        streamed, sinks = window_and_sinks(window, sinks, max_cache_len, kinds, text)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
         if storage.quant is not None:

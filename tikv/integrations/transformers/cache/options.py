@@ -17,7 +17,7 @@ from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.layers.streaming import StreamingLayer
 from tikv.integrations.transformers.memory.storage import Storage
 from tikv.integrations.transformers.names import CACHE
-from tikv.integrations.transformers.versions.configurations import LayerKind
+from tikv.integrations.transformers.versions.configurations import LayerKind, adds_position_bias
 from tikv.stores.layers.hosted import Places
 from tikv.stores.layers.storage import PLACES
 
@@ -35,11 +35,14 @@ def integer(value: Any, name: str, low: int, instead: str) -> int:
     return number
 
 
-def window_and_sinks(window: Any, sinks: Any, max_cache_len: Any, kinds: list[LayerKind]) -> tuple[int | None, int]:
-    """The window, or None without one, and the sinks of full-attention layers.
+def window_and_sinks(
+    window: Any, sinks: Any, max_cache_len: Any, kinds: list[LayerKind], text: Any
+) -> tuple[int | None, int]:
+    """The window, or None without one, and the sinks of full-attention layers; `text` is the decoder's configuration.
 
     Raises:
-        OptionError: they are not valid numbers, max_cache_len is given too, or no layer has full attention.
+        OptionError: they are not valid numbers, max_cache_len is given too, no layer has full attention, or the model
+            adds a bias to its scores that depends on positions.
     """
     sinks = integer(sinks, "sinks", 0, "leave it out")
     if window is None:
@@ -57,6 +60,12 @@ def window_and_sinks(window: Any, sinks: Any, max_cache_len: Any, kinds: list[La
         raise OptionError(
             f"{CACHE}: window={window} does not work here: layer {indexed[0]} chooses its keys with an "
             "indexer, which needs all of them. Leave window out."
+        )
+    if adds_position_bias(text):
+        raise OptionError(
+            f"{CACHE}: window={window} does not work here: the model adds to each score a bias that depends on the "
+            "key's position, and takes the first key that the cache returns for that of the first token. Leave window "
+            "out."
         )
     if all(layer.kind != "full" for layer in kinds):
         raise OptionError(

@@ -105,6 +105,16 @@ def field(config: Any, name: str) -> Any:
         return [getattr(layer, name, None) for layer in config.per_layer_config]
 
 
+def adds_position_bias(config: Any) -> bool:
+    """Whether a model adds a bias to each score that follows from the number of its key among those that it is given.
+
+    These are ALiBi and T5's relative positions: what is right only as long as the first key is that of the first token.
+    """
+    alibi = field(config, "alibi") or getattr(field(config, "attn_config"), "alibi", False)
+    relative = field(config, "relative_attention_num_buckets") is not None
+    return bool(alibi) or relative or getattr(config, "model_type", "") == "bloom"
+
+
 def attention_of(config: Any) -> str | None:
     """The name of a configuration's attention, which each layer needs for each token.
 
