@@ -110,3 +110,10 @@ def build(arch, family="Llama", **more):
 
 def inputs(arch, *lengths):
     return {name: a.to(arch) for name, a in prompts(*lengths).items()}
+
+
+def compiling(arch, **options):
+    """What has `generate` compile its steps."""
+    config = transformers.CompileConfig(fullgraph=True, **({"backend": "eager", "mode": None} if arch == "cpu" else {}))
+    config._compile_all_devices = True
+    return {"compile_config": config, **options}

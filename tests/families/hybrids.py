@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tiny_models
 import torch
-from model_cache import given
+from model_cache import compiling, given
 
 import tikv
 from tikv.integrations.transformers import TikvCache, captured
@@ -30,7 +31,8 @@ In each family of this page whose layers keep a state, the same command tries wh
 [Models with a state](tutorials/transformers.md#models-with-a-state). "yes" means the same bits as before, or logits
 within {NEAR} standard deviations of a run without a cache; "refused", that an error says so before anything changes.
 [Captured steps](tutorials/transformers.md#a-step-as-one-cuda-graph) end early there; "refused" means that `generate`
-goes on with its own loop, and a warning says why. Steps are not compiled in any of these families.
+goes on with its own loop, and a warning says why. Compiled steps, those of `generate` with `max_cache_len=`, are one
+program there for all of them, and they have the same texts as eager ones; "refused" means that they are eager.
 
 """
 
@@ -47,12 +49,13 @@ class Row(NamedTuple):
     fork: str
     sequences: str
     captured: str
+    compiled: str
 
 
 def row(family: str) -> Row:
     """What a family does."""
     model = tiny_models.tiny_model(tiny_models.generators(family)[0])
-    tries = (_crop, _drafts, _pieces, _snapshot, _file, _fork, _sequences, _captured)
+    tries = (_crop, _drafts, _pieces, _snapshot, _file, _fork, _sequences, _captured, _compiled)
     return Row(family, *(_word(attempt, model) for attempt in tries))
 
 
@@ -68,6 +71,7 @@ def table(rows: list[Row]) -> str:
         "`fork`",
         "reorder, select",
         "captured steps",
+        "compiled steps",
     )
     lines = [titles, ("---",) * len(titles), *rows]
     return HEADING + INTRODUCTION + "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -182,17 +186,41 @@ def _sequences(model: Any) -> bool:
 
 
 def _captured(model: Any) -> bool:
-    ids, attention = tokens(1, 9), model.config._attn_implementation
-    model.set_attn_implementation("tikv")
-    try:
-        caches = [TikvCache(model.config, max_cache_len=40) for _ in range(3)]
-        if why := caches[0].why_not_captured():
-            raise tikv.OptionError(f"captured: {why}")
+    ids = tokens(1, 9)
+    with _attention_of_tikv(model):
+        caches = _with_room(model, 3)
         whole = model.generate(ids, **given(caches[2]), **GREEDY)
         options = GREEDY | {"eos_token_id": int(whole[0, -4])}
         want = model.generate(ids, **given(caches[0]), **options)
         text = model.generate(ids, **given(caches[1]), **options, custom_generate=captured)
         later = tokens(1, 3, seed=2)
         return torch.equal(text, want) and _is_near(*(steps(model, cache, later) for cache in caches[:2]))
+
+
+def _compiled(model: Any) -> bool:
+    ids = tokens(1, 9)
+    with _attention_of_tikv(model):
+        caches = _with_room(model, 2)
+        want = model.generate(ids, **given(caches[0]), **GREEDY, disable_compile=True)
+        text = model.generate(ids, **given(caches[1]), **GREEDY, **compiling("cpu"))
+        torch.compiler.reset()
+        later = tokens(1, 3, seed=2)
+        return torch.equal(text, want) and _is_near(*(steps(model, cache, later) for cache in caches))
+
+
+@contextlib.contextmanager
+def _attention_of_tikv(model: Any) -> Iterator[None]:
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("tikv")
+    try:
+        yield
     finally:
         model.set_attn_implementation(attention)
+
+
+def _with_room(model: Any, count: int) -> list[TikvCache]:
+    """Caches for steps on the device."""
+    caches = [TikvCache(model.config, max_cache_len=40) for _ in range(count)]
+    if why := caches[0].why_not_compiled():
+        raise tikv.OptionError(f"steps: {why}")
+    return caches

@@ -23,6 +23,7 @@ from model_cache import (  # noqa: E402
     OFTEN,
     TWO,
     build,
+    compiling,
     generate,
     given,
     inputs,
@@ -48,13 +49,6 @@ pytestmark = [
 def fresh():
     torch.compiler.reset()
     counters.clear()
-
-
-def compiling(arch, **options):
-    """What has `generate` compile its steps."""
-    config = transformers.CompileConfig(fullgraph=True, **({"backend": "eager", "mode": None} if arch == "cpu" else {}))
-    config._compile_all_devices = True
-    return {"compile_config": config, **options}
 
 
 def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **options):
@@ -223,31 +217,33 @@ def test_text_is_streamed_while_it_is_sampled(arch):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-EAGER = {  # family: options, and what is said
+EAGER = {  # family: options of its configuration and of the cache, and what is said
     "Bart": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
               "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "forced_eos_token_id": None,
-              "decoder_start_token_id": 2}, "the model may have an encoder"),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "a layer keeps more than"),
+              "decoder_start_token_id": 2}, {}, "the model may have an encoder"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, {"record_states": 2},
+             "states are recorded"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", EAGER)
 def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, with_cuda):
-    options, why = EAGER[family]
-    if not hasattr(transformers, f"{family}Config") or VERSION < (5, 19):
+    options, of_cache, why = EAGER[family]
+    oldest = (5, 24) if of_cache else (5, 19)
+    if not hasattr(transformers, f"{family}Config") or oldest > VERSION:
         pytest.skip("this transformers has no such cache")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**BASE, **TWO, **options})
     kind = "ForConditionalGeneration" if family == "Bart" else "ForCausalLM"
     model = getattr(transformers, family + kind)(config).to(arch).eval()
     model.set_attn_implementation("tikv")
-    want = generate(model, TikvCache(config, max_cache_len=40), inputs(arch, 11), 12, disable_compile=True)
+    want = generate(model, TikvCache(config, max_cache_len=40, **of_cache), inputs(arch, 11), 12, disable_compile=True)
     with_cuda()
     whole._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            cache = TikvCache(config, max_cache_len=40)
+            cache = TikvCache(config, max_cache_len=40, **of_cache)
             got = generate(model, cache, inputs(arch, 11), 12, **compiling(arch))
     assert torch.equal(got.sequences, want.sequences)
     assert counters["stats"]["unique_graphs"] == 0

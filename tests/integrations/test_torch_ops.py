@@ -390,6 +390,7 @@ def operator_calls(rng, arch):
     starts = integers(1, 0)
     yield "attend_stored", (numbers(2, 4, 1, 8), *plain, None, None, lens, None, None, None, 8, "", "", starts)
     yield "decode_stored", (plain[0], None, 8, "")
+    yield "note_use_of_state", (numbers(2, 3, 4), integers(5))
 
 
 def test_the_operators_say_what_they_do(arch, rng):
@@ -413,7 +414,7 @@ def test_old_versions_of_torch_can_read_the_signatures(arch):
     """Torch 2.4 takes no annotation that is text, as all are behind `from __future__ import annotations`."""
     operators = [*vars(torch_ops).values(), *vars(stored_ops).values()]
     made = [each for each in operators if isinstance(each, torch.library.CustomOpDef)]
-    assert len(made) == 8
+    assert len(made) == 9
     annotations = [a for each in made for a in each._init_fn.__annotations__.values()]
     assert annotations
     assert not any(isinstance(a, str) for a in annotations)

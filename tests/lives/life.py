@@ -204,7 +204,9 @@ class Life:
 
     def compiled(self, count: int, by_hand: bool, seed: int) -> Any:
         """Single tokens in compiled steps, of `generate` or by hand."""
-        if STATE in self.family.layers or self.family.encoder or self.along is not None:
+        if self.family.encoder or self.along is not None:
+            return False
+        if STATE in self.family.layers and not self.text.cache.is_compileable:
             return False
         for i in range(count):
             if self._fits(1):

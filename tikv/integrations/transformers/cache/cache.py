@@ -16,7 +16,7 @@ from tikv.errors import OptionError, ShapeError
 from tikv.integrations.transformers.attention.keywords import check_configured
 from tikv.integrations.transformers.cache import files as cache_files
 from tikv.integrations.transformers.cache import needs
-from tikv.integrations.transformers.cache.choice import layers_of, why_not_captured
+from tikv.integrations.transformers.cache.choice import layers_of, why_not_compiled
 from tikv.integrations.transformers.cache.drawing import drawn
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder, of_encoder_decoder
 from tikv.integrations.transformers.cache.generation import watch_generate
@@ -168,13 +168,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if self._uncompared:
             needs.require_for_one(self._uncompared, storage, text, places is not None)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
-        self._why_not_captured = "its memory grows: pass max_cache_len"
+        self._why_not_compiled = "its memory grows: pass max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_captured = "layers are in host memory" if places else why_not_captured(layers, text, crossed)
+            self._why_not_compiled = "layers are in host memory" if places else why_not_compiled(layers, text, crossed)
         if grad is not False:
-            self._why_not_captured = "gradients flow through it"
+            self._why_not_compiled = "gradients flow through it"
             let_gradients_flow(grad, layers, crossed)
-        for layer in [] if self._why_not_captured else layers:
+        for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True  # which says nothing to a layer that has only a state
         self._find_layers()
 
@@ -186,6 +186,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._with_keys = [layer for layer in layers if isinstance(layer, TikvLayer)]
         self._updated: TikvLayer | None = None  # the layer that has got tokens last
         self._with_states = [layer for layer in layers if hasattr(layer, "conv_states")]
+        for layer in self._with_keys[:1]:
+            layer.counts_uses = layer.for_steps and bool(self._with_states)
         self.step_use = StepUse(self._with_keys, self._with_states, len(layers), self._made["record_states"])
         self.state_call: Any = None  # the running call of a module with a state, if it runs in pieces
 
@@ -247,16 +249,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return not why
 
     def why_not_compiled(self) -> str:
-        """Why steps cannot be compiled; empty if they can."""
-        why = self.why_not_captured()
-        return "a layer keeps a state" if not why and self._with_states else why
-
-    def why_not_captured(self) -> str:
-        """Why steps cannot be captured; empty if they can."""
+        """Why steps cannot be compiled or captured; empty if they can."""
         config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # all share one
-        if not self._why_not_captured and (config is None or attention_of(config) != ATTENTION):
+        if not self._why_not_compiled and (config is None or attention_of(config) != ATTENTION):
             return f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
-        return self._why_not_captured
+        if not self._why_not_compiled and any(layer.record_past for layer in self._with_states):
+            return "layers record the past"  # so states grow
+        return self._why_not_compiled
 
     @property
     def passes_gradients(self) -> bool:
@@ -325,13 +324,25 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _use_state(self, name: str, layer_idx: int, args: Any, options: Any) -> Any:
         """A method of transformers' cache for the state of a layer."""
-        if not _is_traced():
-            number = options.get("state_idx", 0)
+        number = options.get("state_idx", 0)
+        if _is_traced():
+            self._note_traced_use(name, layer_idx, number)
+        else:
+            if self._with_keys[0].counts_uses:
+                self.layers[layer_idx].keep_address(number)
             if self.state_call is None or self.state_call.is_first:
                 self.step_use.note(f"{name} {number}", layer_idx)
             if self.record_states:
                 self.layers[layer_idx].record(number, self.state_call)
         return getattr(super(), name)(*args, layer_idx=layer_idx, **options)
+
+    def _note_traced_use(self, name: str, layer_idx: int, number: int) -> None:
+        """Count the first use of a layer's state in a compiled step, so that one that is interrupted can be told."""
+        layer, counted = self.layers[layer_idx], self._with_keys[0]._counted
+        conv, recurrent = layer.conv_states[number], layer.recurrent_states[number]
+        first, is_first = (recurrent, "recurrent" in name) if conv is None else (conv, "conv" in name)
+        if is_first and first is not None and counted is not None and counted.uses is not None:
+            counted.note_use(first)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, **options: Any) -> Any:
         """As transformers' caches."""
@@ -465,6 +476,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if isinstance(cache, TikvCache):
                 cache._prompted = None
                 cache._find_layers()
+                cache.step_use.clear()
                 cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
     def fork(self, n: int) -> TikvCache:
@@ -638,6 +650,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Raise before anything changes if a state that belongs to the tokens held cannot follow."""
         layers = [layer for layer in self.layers if hasattr(layer, "refuse_state_outside")]
         if layers and self.get_seq_length():
+            self.step_use.refuse_half_compiled()
             for layer in layers:
                 layer.refuse_state_outside(f"{CACHE}.{operation}")
 

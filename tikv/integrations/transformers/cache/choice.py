@@ -74,8 +74,8 @@ def streaming_layer_of(
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
 
 
-def why_not_captured(layers: list[Any], text: Any, crossed: bool) -> str:
-    """Why steps of a cache whose memory is allocated once cannot be captured; empty if they can."""
+def why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
+    """Why steps of a cache whose memory is allocated once cannot be compiled or captured; empty if they can."""
     if crossed:
         return "the model may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):

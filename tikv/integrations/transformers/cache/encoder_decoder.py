@@ -22,7 +22,7 @@ class OfEncoderDecoder:
     _limit: int | None
     _made: dict[str, Any]
     _fields: dict[str, Any]
-    _why_not_captured: str
+    _why_not_compiled: str
     _uncompared: list[TikvLayer]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -38,7 +38,7 @@ class OfEncoderDecoder:
         cache: Any = object.__new__(self._alone)
         cache_utils.Cache.__init__(cache, layers=layers)
         cache._limit, cache._made, cache._fields = limit, self._made, self._fields
-        cache._why_not_captured, cache._prompted = self._why_not_captured, None
+        cache._why_not_compiled, cache._prompted = self._why_not_compiled, None
         cache._find_layers()
         cache._uncompared, cache._needed, cache._places = list(self._uncompared) if limit is not None else [], 0, None
         return cache

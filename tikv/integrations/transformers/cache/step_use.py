@@ -35,13 +35,14 @@ class StepUse:
             PositionError: the step before was interrupted. Nothing is changed.
         """
         used = self._used
-        if (what, layer) in used or layer < max(used.values(), default=0):
+        if not used or (what, layer) in used or layer < max(used.values()):
             self.refuse_half()
             used.clear()
         used[what, layer] = layer
 
     def refuse_half(self) -> None:
         """Raise PositionError if the step was interrupted between two layers."""
+        self.refuse_half_compiled()
         used = set(self._used.values())
         layers = {*map(id, self._with_keys), *map(id, self._with_states)}
         states = [a for layer in self._with_states for a in (layer.conv_states, layer.recurrent_states)]
@@ -53,14 +54,31 @@ class StepUse:
                 f"reset()."
             )
 
+    def refuse_half_compiled(self) -> None:
+        """Raise PositionError if a compiled step was interrupted after it had used a state."""
+        counted = self._counted()
+        if counted is not None and counted.is_half_used():
+            raise PositionError(
+                f"{CACHE}: a compiled step was interrupted, and states may include its token. A state cannot go back: "
+                f"use restore() of a snapshot that was taken before that step, or reset()."
+            )
+
+    def _counted(self) -> Any:
+        """What says how often compiled steps have used states, if that is counted."""
+        first = self._with_keys[0] if self._with_states else None
+        return None if first is None or not first.counts_uses else first.counted
+
     def forget(self, number: int, layer: int) -> None:
         """The uses of a state of a layer were taken back."""
         for use in [use for use in self._used if use[1] == layer and use[0].endswith(f" {number}")]:
             del self._used[use]
 
     def clear(self) -> None:
-        """The next use begins a step."""
+        """The next use begins a step, whatever was used before."""
         self._used.clear()
+        counted = self._counted()
+        if counted is not None:
+            counted.forget_uses()
 
     def uses(self) -> dict[tuple[str, int], int]:
         """A copy of what the step has used, for `go_back_to`."""

@@ -47,6 +47,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         room: how many slots it has.
         slot_map: where each token lies.
         for_steps: whether the layer belongs to a cache whose steps may be compiled.
+        counts_uses: whether its count on the device says how often the cache's states were used.
         has_prompt_room: whether there is more room than a window needs, see `let_go_of_prompt`.
         marks: those of snapshots, see `before_change`.
         graded: the tokens that came with a gradient; None unless the cache passes gradients on.
@@ -97,7 +98,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.room = Room.of(window, max_cache_len, sinks)
         self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
-        self.for_steps = self.record_past = self.has_prompt_room = self.is_initialized = False
+        self.for_steps = self.counts_uses = self.record_past = self.has_prompt_room = self.is_initialized = False
         self._past = 0 if window is None else max(0, window - self.sinks - 1)  # before the newest, sinks aside
         self._settled = 0  # no rollback goes back beyond this position
         if max_cache_len is not None:
@@ -302,6 +303,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def on_device(self) -> bool:
         """Whether the code that runs now reads no numbers: torch traces it, or it is a step of `steps.on_device`."""
         return _is_traced() or (self._counted is not None and self._counted.on_device)
+
+    @property
+    def counted(self) -> steps.Counted | None:
+        """What compiled steps know of the memory, after counting their tokens; None before the first tokens."""
+        return None if self.store is None else self._counted
 
     def _goes_by_steps(self) -> bool:
         """Whether compiled steps may continue from the layer's current state."""
@@ -687,7 +693,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         layer, store = self._blank(), self.store
         layer.graded = self.graded and self.graded.copied()
-        layer.for_steps = self.for_steps
+        layer.for_steps, layer.counts_uses = self.for_steps, self.counts_uses
         layer.record_past, layer._settled, layer._set_aside = self.record_past, self._settled, self._set_aside
         layer._ring_first, layer._starts = self._ring_first, self._starts
         if store is not None:

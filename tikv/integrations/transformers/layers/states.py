@@ -283,6 +283,12 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         both = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in both if state is not None]
 
+    def keep_address(self, state_idx: int) -> None:
+        """Let graphs of torch's compiler use a state where it lies, also one that was copied or selected."""
+        for state in (self.conv_states[state_idx], self.recurrent_states[state_idx]):
+            if state is not None:
+                torch._dynamo.mark_static_address(state, guard=False)
+
     def state(self) -> dict[str, Any]:
         """The state, and what is known of it, by the names of attributes; nothing is copied."""
         return {name: getattr(self, name) for name in vars(StateLayer(self.index, **self._options))}

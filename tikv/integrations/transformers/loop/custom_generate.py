@@ -114,8 +114,10 @@ def _why_not(
         return f"this is {mode.value.replace('_', ' ')}"
     if not isinstance(cache, TikvCache):
         return f"the cache is {'none' if cache is None else 'a ' + type(cache).__name__}, and not a TikvCache"
-    if why := cache.why_not_compiled() if compiles else cache.why_not_captured():
+    if why := cache.why_not_compiled():
         return why
+    if compiles and cache.layers_with_states:
+        return "compile=True is not for layers that keep a state"
     if not kwargs.get("use_cache", True):
         return "use_cache is False"
     if config.output_attentions or config.output_hidden_states:

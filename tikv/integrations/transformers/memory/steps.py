@@ -23,6 +23,8 @@ from tikv.integrations.transformers.memory.stored import stored_tensors
 class Steps:
     """Tokens that compiled steps have added and the host has not counted yet, one link for each step.
 
+    A link without tokens is a use of a state, see `Counted.note_use`.
+
     A number that changes with each step would make torch compile again; a new object of the same class does not.
     """
 
@@ -49,6 +51,7 @@ class Counted:
         steps: the steps that the host has not counted.
         on_device: whether a step of `on_device` runs.
         changes: how often the host has set `count`.
+        uses: (1,) int64, how often compiled steps have begun to use a state, if the model has some; else None.
     """
 
     def __init__(
@@ -68,9 +71,15 @@ class Counted:
         self.current = self.stepped = self.on_device = False
         self.changes = 0
         self.steps = self._noted = Steps(None, 0)
-        for a in (self.keys, self.values, self.k_scale, self.v_scale, self.count, self.starts):
+        self.uses = self._new_uses() if layer.counts_uses else None
+        self._finished = 0  # how many uses of states belong to steps that ran to their end
+        for a in (self.keys, self.values, self.k_scale, self.v_scale, self.count, self.starts, self.uses):
             if a is not None and a.is_cuda:  # a CUDA graph reads this address; for another cache it is captured again
                 torch._dynamo.mark_static_address(a, guard=False)
+
+    def _new_uses(self) -> Any:
+        with torch.inference_mode(False):
+            return torch.zeros(1, dtype=torch.int64, device=self.count.device)
 
     @property
     def hides(self) -> bool:
@@ -87,10 +96,29 @@ class Counted:
         """How many tokens compiled steps have added since the last call of this method."""
         tokens, step = 0, self.steps
         while step.before is not None:
+            self._finished += not step.tokens
             tokens, step = tokens + int(step.tokens), step.before
         self.steps = self._noted = Steps(None, 0)
         self.stepped = self.stepped or tokens > 0
         return tokens
+
+    def note_use(self, state: Any) -> None:
+        """In traced code, note that a state is about to be used.
+
+        The device counts it before the state changes, and the host after the program, of which this is a part.
+        """
+        ops.note_use_of_state(state, self.uses)
+        self.steps = Steps(self.steps, 0)
+
+    def is_half_used(self) -> bool:
+        """Whether a compiled step has used states and did not run to its end. The host has counted its tokens."""
+        return self.uses is not None and not self.on_device and int(self.uses) != self._finished
+
+    def forget_uses(self) -> None:
+        """The states are others from here on."""
+        if self.uses is not None:
+            self.uses.zero_()
+        self._finished = 0
 
     def ran(self, tokens: int) -> None:
         """Note how many tokens replayed steps have added since the last call, whatever was noted while they ran."""

@@ -174,6 +174,19 @@ def decode_stored(cache: Tensor, scale: Optional[Tensor], width: int, format: st
     return found
 
 
+def note_use(state: Tensor, uses: Tensor) -> None:
+    """Add 1 to `uses`, before a state is read or written: compiled programs keep the order of what may change it."""
+    uses.add_(1)
+
+
+note_use_of_state = torch.library.custom_op("tikv::note_use_of_state", note_use, mutates_args=("state", "uses"))
+
+
+@note_use_of_state.register_fake
+def _(state, uses):  # type: ignore[no-untyped-def]
+    return None
+
+
 @append_stored.register_fake
 def _(k, v, *_):  # type: ignore[no-untyped-def]
     return None
