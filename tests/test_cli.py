@@ -162,7 +162,7 @@ def test_what_stands_around_a_table_keeps_to_its_width(monkeypatch, capsys):
 def test_other_names_of_a_command_work(alias, command):
     arguments = ["--arch", "cpu"] if command == "doctor" else []
     found, wanted = run(alias, *arguments), run(command, *arguments)
-    without_times = [re.sub(r"[\d.]+ to [\d.]+ s", "some time", child.stdout) for child in (found, wanted)]
+    without_times = [re.sub(r"([\d.]+ to )?[\d.]+ s *", "some time", child.stdout) for child in (found, wanted)]
     assert found.returncode == 0
     assert without_times[0] == without_times[1]
 
@@ -237,6 +237,9 @@ def test_doctor_passes_on_the_cpu_and_names_what_is_absent():
     assert (found["arch"], found["status"], found["remedy"]) == ("cpu", "PASS", "")
     for shortest, longest in (found["first_calls"], found["later_calls"]):
         assert 0.03 < shortest <= longest < 100
+    assert set(found["parts"]) == set(found["later_parts"]) == set(doctor.PARTS)
+    assert all(seconds > 0 for seconds in found["parts"].values())
+    assert found["later_parts"]["compile"] < found["parts"]["compile"]  # it finds the kernels on disk
     if sys.platform != "darwin":
         child = run("doctor", "metal")
         assert child.returncode == 1
@@ -256,6 +259,13 @@ def test_doctor_says_how_far_it_is(monkeypatch):
     assert "tikv doctor: metal (0 of 2)" in terminal.getvalue()
     assert "tikv doctor: vulkan (1 of 2)" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_doctor_says_how_far_it_is_in_a_pipe():
+    if sys.platform != "darwin":
+        child = run("doctor", "metal", "--json")
+        assert child.stderr == "tikv doctor: metal (0 of 1)\n"
+        assert json.loads(child.stdout)[0]["status"] == "absent"
 
 
 @pytest.mark.parametrize(

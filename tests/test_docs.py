@@ -198,6 +198,8 @@ def test_the_manual_shows_what_commands_print():
         assert status in ("PASS", "absent")
         assert bool(first) == bool(later) == (status == "PASS")
         assert (doctor.REMEDIES[arch.removesuffix(" *")] in told) == (status == "absent")
+    assert "where the time of first calls goes" in printed
+    assert [title for title in doctor.PARTS.values() if f"cpu     {title}" in "\n".join(printed)]
     assert max(map(len, printed)) <= 80
     *table, legend = output("support")
     assert legend.startswith("not offered: ")

@@ -69,7 +69,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     archs = tuple(asked or runtime.ARCHS)
     if arguments.report:
         return write_report(archs, arguments.report)
-    with progress("tikv doctor", len(archs)) as step:
+    with progress("tikv doctor", len(archs), in_lines=True) as step:
         checks = doctor.doctor(archs, step)
     if arguments.json:
         print(doctor.as_json(checks))
@@ -91,12 +91,23 @@ def show_checks(checks: Sequence[doctor.Check]) -> None:
         rows,
         {"PASS": "green", "FAIL": "red", "absent": "yellow"},
     )
+    parts = [
+        (c.arch, title, f"{c.parts[part]:.2f} s", f"{c.later_parts[part]:.2f} s")
+        for c in checks
+        if c.parts and c.later_parts
+        for part, title in doctor.PARTS.items()
+        if part in c.parts and part in c.later_parts
+    ]
+    if parts:
+        print()
+        table.show("where the time of first calls goes", ("arch", "part", "first calls", "in a later process"), parts)
+        print()
     paragraphs = [f"{c.arch}: {c.detail}.{' ' * bool(c.remedy)}{c.remedy}" for c in checks]
     if any(c.first_calls for c in checks):
         paragraphs.insert(
             0,
             "The first call of each kind compiles a kernel and keeps it on disk, where a later process finds it. Calls "
-            "after the first take none of this time.",
+            "after the first take none of this time. The second table has the sums of all first calls.",
         )
     if any(c.arch == "cuda" and c.status != "absent" for c in checks):
         paragraphs.append(f"kernels made beforehand for CUDA: {doctor.made_kernels()}.")

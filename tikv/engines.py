@@ -42,6 +42,7 @@ class Engine:
     position_method: str  # its method that formats the current source line for messages
     source_reader: str  # the module whose `getsourcelines` and `getsourcefile` it calls
     source_parser: str  # the module that parses the source
+    decorators: str = "lang.kernel_impl"  # the module of its decorators for functions and kernels
     writes_trees_anew: bool  # whether it may read a syntax tree again, since it overwrites its notes in it
 
     @property
@@ -166,6 +167,11 @@ class _Taichi(Engine):
     context_class, position_method = "ASTTransformerContext", "get_pos_info"
     source_reader = source_parser = "lang.kernel_impl"
     program_of = attrgetter("prog")
+
+    def start_options(self, arch: str) -> dict[str, Any]:
+        # Each thread that compiles loads LLVM's runtime library, and a kernel of this library is one task for one of
+        # them: three more threads only cost a tenth of the first call.
+        return {**super().start_options(arch), **({"num_compile_threads": 1} if arch == "cpu" else {})}
 
 
 class _ProgramOf:

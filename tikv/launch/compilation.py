@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,12 @@ class CompiledKernel:
         self.shared_bytes = int(shared_bytes(*choices)) if shared_bytes else 0
         needs_native = getattr(factory, "needs_native", None)  # for instructions that Taichi's text has as comments
         self.needs_native = self.shared_bytes > 0 or (needs_native is not None and needs_native(*choices))
+        self.seconds_read = 0.0  # of the engine, to turn the kernel's source into its program
+        self.seconds_compiled = 0.0  # of its compiler, or to read what it made earlier from the disk
         with live.lock, live.compiling(self.fast_math):
+            begin = time.perf_counter()
             self.function = factory(*choices)
+            self.seconds_read += time.perf_counter() - begin
             self.primal = self.function._primal
             live.own_kernels()
             annotations = live.engine.annotations(self.primal)
@@ -49,8 +54,12 @@ class CompiledKernel:
         with live.lock, live.compiling(self.fast_math):
             if self.compiled is None:
                 placeholders = [self._placeholder(i) for i in range(len(self.words))]
+                begin = time.perf_counter()
                 self.traced = live.engine.traced(self.primal, placeholders)
+                traced = time.perf_counter()
                 self.compiled = live.engine.compiled(live.program, self.traced)
+                self.seconds_read += traced - begin
+                self.seconds_compiled = time.perf_counter() - traced
 
     def _placeholder(self, i: int) -> Any:
         if word := self.words[i]:

@@ -99,6 +99,7 @@ def _import(engine: Engine, why: str) -> None:
         raise ArchError(f"runtime: {engine.title} cannot be imported ({error}). {engine.remedy}") from error
     _engine, _why = engine, why
     _program_at_load = engine.program
+    tracing.watch_decorators(engine)
     ndarrays = engine.part("lang._ndarray")
     _stamp_ndarrays(ndarrays.Ndarray)
     _free_ndarrays_in_time(engine, ndarrays.ScalarNdarray)

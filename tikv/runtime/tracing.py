@@ -2,24 +2,35 @@
 
 An engine walks through the source of a function once for every call of it in a kernel. If the machine code is found on
 disk, this takes most of the time. While this library's kernels are compiled, this module replaces parts of the engine:
-the result is the same program, sooner.
+the result is the same program, sooner. Sources are read here too: `inspect` searches all modules for each function, and
+divides its lines into tokens to see where it ends.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import linecache
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tikv.engines import Engine
-from tikv.runtime.cache import BoundedCache
 
-_sources: BoundedCache[tuple[Callable[[Any], Any], str, int, str], Any] = BoundedCache()
-_lines = functools.lru_cache(1 << 15)(textwrap.fill)  # engines call it for each line of a function
-_texts = types.SimpleNamespace(fill=_lines, dedent=functools.lru_cache(1 << 12)(textwrap.dedent))
+_FEW = 9999  # characters of a line: the width that engines pass
+
+
+def _filled(line: str, tabsize: int = 4, width: int = _FEW) -> str:
+    """What `textwrap.fill` makes of a line that is not wrapped; engines call it for each line of a function."""
+    if len(line) * tabsize >= width:
+        return textwrap.fill(line, tabsize=tabsize, width=width)
+    return line.expandtabs(tabsize).translate(_BLANKS).rstrip(" ")
+
+
+_BLANKS = dict.fromkeys(map(ord, "\t\n\x0b\x0c\r"), " ")
+_texts = types.SimpleNamespace(fill=_filled, dedent=functools.lru_cache(1 << 12)(textwrap.dedent))
 
 
 def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
@@ -27,8 +38,8 @@ def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
     walker = engine.part("lang.ast.ast_transformer_utils")
     yield getattr(walker, engine.context_class), engine.position_method, _line_of
     reader, parser = engine.part(engine.source_reader), engine.part(engine.source_parser)
-    for name in ("getsourcelines", "getsourcefile"):
-        yield reader, name, _once(getattr(reader, name))
+    yield reader, "getsourcelines", functools.partial(_lines_of, reader.getsourcelines)
+    yield reader, "getsourcefile", functools.partial(_file_of, reader.getsourcefile)
     yield parser, "textwrap", _texts
     if engine.writes_trees_anew:
         trees = _Trees(parser.transform_tree)
@@ -38,16 +49,51 @@ def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
         yield engine.settings, "src_info_stack", [""]  # the current line of expressions, which no message shows
 
 
-def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`read(function)` of the source, once for all functions that were made from the same lines."""
+def watch_decorators(engine: Engine) -> None:
+    """Spare the engine's decorators their search for a class around a function, wherever this library has one.
 
-    def read_once(function: Any) -> Any:
-        code = function.__code__
-        key = read, code.co_filename, code.co_firstlineno, code.co_name
-        source = _sources.get(key)
-        return _sources.keep(key, read(function)) if source is None else source
+    They read the source of the code that runs the decorator, for each function; no kernel here is a method.
+    """
+    decorators = engine.part(engine.decorators)
+    search = getattr(decorators, "_inside_class", None)
+    if search is None:
+        return
 
-    return read_once
+    def is_inside_class(level_of_class_stackframe: int) -> bool:
+        # The frame below the one that the engine looks at: the body of the class or module, or a function in it.
+        if sys._getframe(level_of_class_stackframe - 1).f_globals.get("__name__", "").startswith("tikv."):
+            return False
+        return bool(search(level_of_class_stackframe + 1))
+
+    decorators._inside_class = is_inside_class
+
+
+def _lines_of(read: Callable[[Any], tuple[list[str], int]], function: Any) -> tuple[list[str], int]:
+    """(lines, the number of the first) of a function, as `inspect.getsourcelines` says; `read` is the engine's own."""
+    code = function.__code__
+    lines, first = linecache.getlines(code.co_filename, function.__globals__), code.co_firstlineno
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    if not first < last <= len(lines):
+        return read(function)
+    # Behind its last instruction, a function goes on as long as lines are indented: with a bracket, or a comment.
+    indent = _indent_of(lines[first - 1])
+    end = last
+    for number in range(last, len(lines)):
+        if lines[number].strip():
+            if _indent_of(lines[number]) <= indent:
+                break
+            end = number + 1
+    return lines[first - 1 : end], first
+
+
+def _indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _file_of(read: Callable[[Any], Any], function: Any) -> str:
+    """The file of a function, for messages; `read` is the engine's own."""
+    file: str = function.__code__.co_filename
+    return file if linecache.getlines(file, function.__globals__) else read(function)
 
 
 def _line_of(context: Any, node: Any) -> str:

@@ -119,6 +119,9 @@ class Check:
         remedy: what to do, unless it passed.
         first_calls: the shortest and the longest first call of a kind of kernel, in seconds, with compilation.
         later_calls: the same in another process, which finds the kernels on disk.
+        parts: the seconds of each of `PARTS` for all first calls, with compilation; an engine that compiles in another
+            process, as on CUDA, has fewer.
+        later_parts: the same in another process.
     """
 
     arch: str
@@ -128,6 +131,16 @@ class Check:
     remedy: str = ""
     first_calls: tuple[float, float] | None = None
     later_calls: tuple[float, float] | None = None
+    parts: dict[str, float] | None = None
+    later_parts: dict[str, float] | None = None
+
+
+PARTS = {
+    "start": "starting the engine",
+    "read": "reading the kernels' source",
+    "compile": "compiling them",
+    "load": "loading them, and first runs",
+}
 
 
 _PROBE = """
@@ -141,12 +154,15 @@ try:
 except tikv.ArchError as error:
     print(json.dumps({"status": "absent", "detail": str(error).split(". ")[0]}))
     raise SystemExit
+parts = {"start": time.perf_counter() - start, "load": 0.0}
 rng = np.random.default_rng(0)
 done, took = [], []
 def first_call(call, **given):
     begin = time.perf_counter()
     found = call(**given)
+    live.synchronize()
     seconds = time.perf_counter() - begin
+    parts["load"] += seconds
     if seconds > 0.03:  # else it found the kernel of an earlier call
         took.append(seconds)
     return found
@@ -181,8 +197,13 @@ done.append("attention")
 detail = f"{len(done)} comparisons, {tikv.runtime.device_name(arch)}"
 if live.is_spirv:
     detail += f", subgroups: {tikv.launch.why_no_subgroups(live) or 'in use'}"
+here = [kernel for kernel in live.kernels.values() if kernel.compiled is not None]
+if here:
+    parts["read"] = sum(kernel.seconds_read for kernel in here)
+    parts["compile"] = sum(kernel.seconds_compiled for kernel in here)
+    parts["load"] -= parts["read"] + parts["compile"]
 print(json.dumps({"status": "PASS", "detail": detail, "seconds": time.perf_counter() - start,
-                  "first_calls": [min(took), max(took)] if took else None}))
+                  "first_calls": [min(took), max(took)] if took else None, "parts": parts}))
 """
 
 
@@ -192,7 +213,9 @@ def check(arch: str, timeout: float = 180.0) -> Check:
         first = _probe(arch, timeout, kernels)
         if first.status == "PASS" and first.first_calls is not None:
             again = _probe(arch, timeout, kernels)
-            return replace(first, later_calls=again.first_calls) if again.status == "PASS" else again
+            if again.status != "PASS":
+                return again
+            return replace(first, later_calls=again.first_calls, later_parts=again.parts)
     return first
 
 
@@ -223,6 +246,7 @@ def _probe(arch: str, timeout: float, kernels: str) -> Check:
         answer.get("seconds", 0.0),
         "" if answer["status"] == "PASS" else REMEDIES[arch],
         None if times is None else (times[0], times[1]),
+        parts=answer.get("parts"),
     )
 
 

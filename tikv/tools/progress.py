@@ -13,10 +13,18 @@ def is_shown() -> bool:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal's stderr, or a line if rich is missing; call it with the text and how much is done."""
+def progress(title: str, total: int, in_lines: bool = False) -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal's stderr, or a line if rich is missing; call it with the text and how much is done.
+
+    If stderr is a pipe or a file, nothing is shown; with `in_lines`, one line for each call, at once.
+    """
     if not is_shown():
-        yield lambda now, done: None
+
+        def tell(now: str, done: int) -> None:
+            if in_lines and sys.stderr is not None:
+                print(f"{title}: {now} ({done} of {total})", file=sys.stderr, flush=True)
+
+        yield tell
         return
     try:
         from rich.console import Console
