@@ -140,6 +140,31 @@ class GroupFormat(Format):
 
 
 @dataclass(frozen=True)
+class TileFormat:
+    """A row of KVarN: the tokens of a group and the channels of a head are a tile, balanced before it becomes codes.
+
+    A tile's codes are a matrix. For keys its rows are channels and its columns tokens; for values it is the other way
+    round. Each row has a scale and a bias, each column a factor, by which the row's numbers are multiplied.
+    """
+
+    name: str
+    k_bits: int
+    v_bits: int
+    group: int  # tokens per tile
+
+    def bits(self, of: str) -> int:
+        """Bits per code of "keys" or "values"."""
+        return self.k_bits if of == "keys" else self.v_bits
+
+    def sides(self, of: str, width: int) -> tuple[int, int]:
+        """Rows and columns of the codes of a tile whose tokens have so many channels."""
+        return (width, self.group) if of == "keys" else (self.group, width)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class Quant:
     """A format with mlx's quantisation: groups of numbers, each with a scale and a bias.
 
@@ -243,6 +268,16 @@ FORMATS: dict[str, Format] = {
         GroupFormat("mxfp4", "group", 4, "mxfp4", dtypes.uint32, (dtypes.float8_e8m0fnu,), 32, 1),
         GroupFormat("nvfp4", "group", 4, "nvfp4", dtypes.uint32, (dtypes.float8_e4m3fn,), 16, 1),
         *(_group_format(f"quant{bits}_{group}", bits, group, "affine") for bits in BITS for group in GROUPS),
+    )
+}
+
+TILE_FORMATS = {
+    row.name: row
+    for row in (
+        TileFormat("kvarn_k4v2", 4, 2, 128),
+        TileFormat("kvarn_k4v4", 4, 4, 128),
+        TileFormat("kvarn_k4v2_g64", 4, 2, 64),
+        TileFormat("kvarn_k4v4_g64", 4, 4, 64),
     )
 }
 

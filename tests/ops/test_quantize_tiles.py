@@ -1,10 +1,14 @@
-"""KVarN: the reference against the definition in float64."""
+"""KVarN: the reference against the definition in float64, and the kernels against the reference, bit for bit."""
 
+import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
-from tikv import reference
+import tikv
+from tikv import formats, reference
 
+BF16 = ml_dtypes.bfloat16
 OF = ("keys", "values")
 
 
@@ -12,6 +16,24 @@ def uneven(rng, lead, tokens, width, dtype=np.float32):
     """Tokens and channels of very different magnitudes, as in models."""
     by_token, by_channel = (np.exp(rng.standard_normal(shape)) for shape in ((tokens, 1), width))
     return (rng.standard_normal((*lead, tokens, width)) * by_token * by_channel).astype(dtype)
+
+
+def awkward(rng, tokens, width, dtype):
+    """Tiles of ordinary tokens, with NaN, infinities, zeros, tiny and huge numbers, alike tokens, and of any bits."""
+    x = uneven(rng, (9,), tokens, width)
+    x[1, 3, 5], x[1, 7, 2], x[1, 7, 3] = np.nan, np.inf, -np.inf
+    x[2] = 0
+    x[3] = x[3, :1]
+    x[4] *= np.float32(1e-20)
+    x[5] *= np.float32(1e6)
+    x[6, :, 1], x[6, ::2, 2] = 0, 1e30
+    x[7] *= np.exp2(-rng.integers(0, 120, (tokens, 1))).astype(np.float32)
+    with np.errstate(all="ignore"):
+        x[8] = oracle.random_bits(rng, (tokens, width), dtype).astype(np.float32)
+        x = x.astype(dtype)
+    if x.dtype != np.float16:  # a device may take float32 subnormals for 0
+        x[abs(x.astype(np.float32)) < np.finfo(np.float32).tiny] = 0
+    return x
 
 
 def by_definition(tile, bits, of):
@@ -77,3 +99,89 @@ def test_few_bits_lose_less_than_groups_of_columns(rng):
     size = np.linalg.norm(x, axis=1)
     lost = [np.linalg.norm(y - x, axis=1) / size for y in (tiles, groups)]
     assert lost[0].mean() < lost[1].mean()
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [("kvarn_k4v2_g64", 64, np.float32), ("kvarn_k4v4", 128, np.float16), ("kvarn_k4v2_g64", 96, BF16)],
+)
+def test_the_bits_of_the_reference(arch, rng, name, width, dtype, of):
+    form = formats.TILE_FORMATS[name]
+    x = awkward(rng, form.group, width, dtype)
+    expected = reference.quantize_tiles(x, form.bits(of), form.group, of)
+    tiles = tikv.quantize(oracle.place(x, arch), name, of=of)
+    for part, a, b in zip(("codes", "scales", "biases", "factors"), tiles, expected, strict=False):
+        oracle.assert_same_bits(a, b, what=part)
+    assert tiles.nbytes == sum(a.nbytes for a in expected)
+    for out_dtype in (np.float32, dtype):
+        out = oracle.place(oracle.random_bits(rng, x.shape, out_dtype), arch)
+        assert tikv.dequantize(tiles, out=out) is out
+        oracle.assert_same_bits(out, reference.dequantize_tiles(*expected, form.bits(of), of, out_dtype))
+
+
+def test_bits_per_number(arch, rng):
+    x = uneven(rng, (2,), 256, 128)
+    for of, bits in (("keys", 4.375), ("values", 2.375)):
+        tiles = tikv.quantize(x, "kvarn_k4v2", of=of)
+        assert tiles.nbytes * 8 / x.size == bits
+        assert tiles.codes.shape[:2] == (2, 2)
+
+
+def test_rows_with_strides(arch, rng):
+    """Tokens before heads, as models give them."""
+    x = uneven(rng, (3,), 128, 64, np.float16)
+    wide = oracle.random_bits(rng, (128, 3, 96), np.float16)
+    wide[:, :, :64] = x.swapaxes(0, 1)
+    strided = oracle.place(wide, arch)[:, :, :64].swapaxes(0, 1)
+    tiles = tikv.quantize(strided, "kvarn_k4v2_g64", of="values")
+    for a, b in zip(tiles, reference.quantize_tiles(x, 2, 64, "values"), strict=False):
+        oracle.assert_same_bits(a, b)
+    moved = tiles._replace(biases=np.array(tiles.biases.copy_to_host()), scales=np.array(tiles.scales.copy_to_host()))
+    if arch != "cuda":
+        oracle.assert_same_bits(tikv.dequantize(moved), tikv.dequantize(tiles))
+
+
+def test_nothing(arch):
+    tiles = tikv.quantize(np.zeros((0, 64, 32), np.float32), "kvarn_k4v2_g64", of="keys")
+    assert tiles.codes.shape == (0, 1, 32, 8)
+    assert tikv.dequantize(tiles).shape == (0, 64, 32)
+
+
+ROWS = np.ones((64, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: tikv.quantize(ROWS, "kvarn_k4v2_g64"), tikv.OptionError, "of=None is not supported .* of='keys'"),
+        (lambda: tikv.quantize(ROWS, "int8", of="keys"), tikv.OptionError, "of='keys' is only for 'kvarn_k4v2'"),
+        (
+            lambda: tikv.quantize(ROWS, "kvarn_k4v2_g64", of="keys", scale_dtype="float32"),
+            tikv.OptionError,
+            "scale_dtype does not apply to kvarn_k4v2_g64",
+        ),
+        (lambda: tikv.quantize(ROWS, "kvarn_k4v2", of="keys"), tikv.ShapeError, "whole tiles of 128 tokens"),
+        (lambda: tikv.quantize(ROWS[:, :24], "kvarn_k4v2_g64", of="keys"), tikv.ShapeError, "a multiple of 32"),
+        (lambda: tikv.quantize(ROWS[0], "kvarn_k4v2_g64", of="keys"), tikv.ShapeError, r"Pass \(\.\.\., T, D\)"),
+        (lambda: tikv.quantize(ROWS.astype(int), "kvarn_k4v2_g64", of="keys"), tikv.DTypeError, "Pass float32"),
+        (lambda: tikv.dequantize(_tiles(), np.ones(2)), tikv.OptionError, "a QuantizedTiles has its own scales"),
+        (lambda: tikv.dequantize(_tiles(factors=ROWS)), tikv.DTypeError, "factors is .*, not float16"),
+        (
+            lambda: tikv.dequantize(_tiles(factors=np.ones((1, 63), np.float16))),
+            tikv.ShapeError,
+            r"factors is .* where \(1, 64\) is needed",
+        ),
+        (lambda: tikv.dequantize(_tiles(shape=(63, 32))), tikv.ShapeError, "whole tiles of 64 tokens"),
+        (lambda: tikv.dequantize(_tiles(of="both")), tikv.OptionError, "of='both' is not supported"),
+        (lambda: tikv.dequantize(_tiles(), out=np.ones((64, 33), np.float32)), tikv.ShapeError, "out is"),
+    ],
+)
+@pytest.mark.archs("cpu")
+def test_refused(arch, call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def _tiles(**parts):
+    return tikv.quantize(ROWS, "kvarn_k4v2_g64", of="keys")._replace(**parts)
