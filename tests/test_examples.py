@@ -586,9 +586,10 @@ def test_the_shipped_model_is_small_and_says_how_it_was_made():
 @pytest.mark.filterwarnings("default")
 def test_rollouts_compares_texts_and_time(arch, monkeypatch, capsys):
     pytest.importorskip("transformers")
-    from tikv.integrations.transformers import batching, shim
+    from tikv.integrations.transformers.batching import managers as batching
+    from tikv.integrations.transformers.versions.installed import VERSION
 
-    if shim.VERSION < batching.FIRST:
+    if VERSION < batching.FIRST:
         pytest.skip("this version's continuous batching is refused")
     example = importlib.import_module("rollouts")
     command = ["--prompts", "3", "--longest", "9", "--tokens", "3", "--sample"]

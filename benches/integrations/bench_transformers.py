@@ -74,7 +74,8 @@ def bench_decode_in_4_bits(arch, peer, smoke, timed):
     """
     if peer != "tikv":
         pytest.importorskip({"quanto": "optimum.quanto"}.get(peer, peer), reason=f"{peer} is not installed")
-    from tikv.integrations.transformers import TikvCache, attention
+    from tikv.integrations.transformers import TikvCache
+    from tikv.integrations.transformers.attention import attend as attention
 
     torch.manual_seed(0)
     config, length = llama(False, layers=1), 256 if smoke else 8192

@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from flashinfer_by_definition import attention
-from test_flashinfer_wrappers import placed, values
+from test_flashinfer_wrappers import filled, placed, values
 
 import tikv
 from tikv.compat import flashinfer
@@ -46,7 +46,7 @@ def test_latent_attention(arch, rng, adjacent, page, causal):
         np.testing.assert_allclose(values(out)[of_queries], want, rtol=0, atol=3e-6)
         np.testing.assert_allclose(values(lse)[of_queries], want_lse, rtol=0, atol=2e-5)
         np.testing.assert_allclose(values(natural)[of_queries], want_lse * np.log(2), rtol=0, atol=2e-5)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     assert wrapper.run(*parts, *pools, out=to, lse=to_lse) is to
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))

@@ -51,6 +51,11 @@ def values(a):
     return a.detach().double().cpu().numpy() if hasattr(a, "detach") else np.asarray(a, np.float64)
 
 
+def filled(like):
+    """An array of the same kind and form, of which every element is 7."""
+    return like.new_full(like.shape, 7) if hasattr(like, "new_full") else np.full_like(like, 7)
+
+
 def options_of(case):
     """The case as options of a plan, and of the definition."""
     options = {
@@ -117,6 +122,7 @@ def mask_options(masks, case, packed, arch):
     return masks, {"custom_mask": placed(np.concatenate([mask.ravel() for mask in masks]), arch)}
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("page", [1, 5, 16])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prefill_of_pages(arch, rng, case, page):
@@ -131,12 +137,13 @@ def test_prefill_of_pages(arch, rng, case, page):
     for given in (cache, (cache[:, 0], cache[:, 1])):
         out, lse = wrapper.run(placed(q, arch), given, return_lse=True)
         compared(out, lse, q, k, v, starts, of_keys, case, masks)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     assert wrapper.run(placed(q, arch), cache, out=to, lse=to_lse) is to
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prefill_of_rows(arch, rng, case, layout):
@@ -148,12 +155,13 @@ def test_prefill_of_rows(arch, rng, case, layout):
     keys = [placed(a.swapaxes(0, 1) if layout == "HND" else a, arch) for a in (k, v)]
     out, lse = wrapper.run_return_lse(placed(q, arch), *keys)
     compared(out, lse, q, k, v, starts, of_keys, case, masks)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     assert wrapper.run(placed(q, arch), *keys, out=to, lse=to_lse, return_lse=True)[0] is to
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("case", [c for c in CASES if "mask" not in c], ids=name_of)
 def test_decode_of_pages(arch, rng, case, each):
@@ -174,12 +182,13 @@ def test_decode_of_pages(arch, rng, case, each):
         wrapper.run(placed(q[1:], arch), placed(cache, arch))
     with pytest.raises(tikv.OptionError, match="q_len_per_req=2"):
         wrapper.run(placed(q, arch), placed(cache, arch), q_len_per_req=2)
-    to, to_lse = out * 0 + 7, lse * 0 + 7
+    to, to_lse = filled(out), filled(lse)
     wrapper.run(placed(q, arch), placed(cache, arch), out=to, lse=to_lse)
     oracle.assert_same_bits(oracle.to_numpy(to), oracle.to_numpy(out))
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_one_request(arch, rng, case, layout):
@@ -205,6 +214,7 @@ def test_one_request(arch, rng, case, layout):
         compared(out[None], lse[None], q[-1:], k, v, np.array([0, 1]), of_keys, case | {"causal": False})
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("heads", "group", "width"), [(4, 1, 64), (2, 4, 128), (1, 8, 256)])
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])

@@ -109,7 +109,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
             by_head = np.ascontiguousarray(q.swapaxes(1, 2))
             for store, mass in zip(shares, masses, strict=True):
                 asked = view(by_head, "q", "extend"), view(lse, "lse", "extend")
-                store.weigh_own("extend", layer, *asked, mass, PLAIN)
+                store.weigh_own("extend", layer, *asked, mass, PLAIN, "sum")
             np.testing.assert_allclose(masses[owners, 0, :, places].T, want_mass[0], rtol=1e-5, atol=1e-5)
     assert [store.length for store, _ in ranks] == [one.length] * 2
 

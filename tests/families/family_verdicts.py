@@ -14,7 +14,7 @@ from family_settings import CODES_TOLERANCE, SETTINGS, TOLERANCE, Call, Referenc
 from tiny_models import tiny_model
 
 import tikv
-from tikv.integrations.transformers import attention
+from tikv.integrations.transformers.attention import attend as attention
 
 ATTENTIONS = ("eager", "sdpa", "tikv")
 CODED = ("steps", "left-padded", "chunks")  # the settings that are run with a cache of int8

@@ -17,7 +17,7 @@ def one_thread():
 @pytest.fixture
 def set_room(monkeypatch):
     """A function that sets how much room layers have: for a rollback, beside the window, and at first."""
-    from tikv.integrations.transformers import room
+    from tikv.integrations.transformers.layers import room
 
     names = {"rollback": "ROLLBACK", "spare": "SPARE", "first": "FIRST_CAPACITY"}
 
@@ -26,3 +26,35 @@ def set_room(monkeypatch):
             monkeypatch.setattr(room, names[name], tokens)
 
     return set_to
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The dtypes of keys and values that the library's attention reads."""
+    from tikv.integrations.transformers.memory import stored
+    from tikv.integrations.transformers.memory.slots import CacheSlots
+
+    dtypes, in_place, by_arrays = [], CacheSlots.attend, stored.attend_contiguous
+
+    def note(caches):
+        dtypes.append((caches.k.dtype, caches.v.dtype))
+
+    monkeypatch.setattr(CacheSlots, "attend", lambda slots, *args: (note(slots.caches), in_place(slots, *args))[1])
+    monkeypatch.setattr(stored, "attend_contiguous", lambda q, c, *args: (note(c), by_arrays(q, c, *args))[1])
+    return dtypes
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """A function after which batches are read by the code for devices, which never waits for one."""
+    from tikv.integrations.transformers.batching import attend
+
+    return lambda: monkeypatch.setattr(attend, "_by_request", attend._by_tiles)
+
+
+@pytest.fixture
+def with_cuda(monkeypatch):
+    """A function after which torch says that it has CUDA."""
+    import torch
+
+    return lambda: monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

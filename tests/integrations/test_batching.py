@@ -10,10 +10,11 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import batching, paged, shim  # noqa: E402
+from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
+from tikv.integrations.transformers.versions.installed import MODELS_UPDATE_PAGES, VERSION  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.usefixtures("one_thread")]
-if shim.VERSION < batching.FIRST:
+if VERSION < batching.FIRST:
     pytest.skip("this version's continuous batching is refused", allow_module_level=True)
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
@@ -93,11 +94,11 @@ def test_texts_are_those_of_generate(arch, name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("path", ["indices", "tiles", "whole"])
-def test_each_path_gives_the_same_texts(arch, name, path, monkeypatch):
+def test_each_path_gives_the_same_texts(arch, name, path, as_on_a_device):
     """Without block tables; the code for devices, which never waits for one; and prompts that fit a batch."""
     want = texts(name)
     if path == "tiles":
-        monkeypatch.setattr(paged, "_by_request", paged._by_tiles)
+        as_on_a_device()
     options = {"max_batch_tokens": 64} if path == "whole" else {"max_blocks_per_request": 0}
     assert batched(name, **options) == want
 
@@ -211,7 +212,7 @@ def test_attention_that_is_changed_while_a_manager_runs(arch):
     assert 'was changed to "sdpa" while a manager' in second.error
 
 
-@pytest.mark.skipif(not shim.MODELS_UPDATE_PAGES, reason="this version makes no masks then")
+@pytest.mark.skipif(not MODELS_UPDATE_PAGES, reason="this version makes no masks then")
 def test_the_model_is_called_while_a_manager_runs(arch):
     model = model_of("gemma2")
     model.set_attn_implementation("eager")

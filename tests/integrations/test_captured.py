@@ -12,7 +12,8 @@ import transformers  # noqa: E402
 from model_cache import FAMILIES, FORMATS, OFTEN, build, generate, given, inputs  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, captured, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, captured  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 module = inspect.getmodule(type(captured))
 
@@ -263,7 +264,7 @@ def test_other_caches_and_other_ways_go_on_and_say_so_once(arch):
         (lambda: TikvCache(model.config), {}, "its memory grows: pass max_cache_len"),
         (lambda: TikvCache(model.config, **ROOM), {"output_hidden_states": True}, "attentions or hidden states"),
     ]
-    if shim.VERSION >= (5, 0):
+    if VERSION >= (5, 0):
         ways.append((lambda: TikvCache(model.config, **ROOM), {"prompt_lookup_num_tokens": 2}, "assisted generation"))
     for make, options, why in ways:
         module._warn_once.cache_clear()

@@ -31,9 +31,11 @@ from model_cache import (  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, shim, steps, stored_ops  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers import cache as whole  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import masks  # noqa: E402
+from tikv.integrations.transformers.cache import cache as whole  # noqa: E402
+from tikv.integrations.transformers.memory import steps, stored_ops  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -73,7 +75,7 @@ def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **opti
 def test_a_model_is_compiled_once(arch, family):
     if not hasattr(transformers, f"{family}ForCausalLM"):
         pytest.skip(f"this transformers has no {family}")
-    if family in ("GptOss", "Mixtral", "Qwen3Moe") and shim.VERSION < (5, 0):
+    if family in ("GptOss", "Mixtral", "Qwen3Moe") and VERSION < (5, 0):
         pytest.skip("its experts are chosen by a loop that torch cannot trace")
     both(build(arch, family), arch, inputs(arch, 11))
 
@@ -101,7 +103,7 @@ def test_padding_is_not_read_and_no_slot_behind_the_text(arch, family, monkeypat
     model, ids = build(arch, family), inputs(arch, 3, 11, 8)
     caches = [TikvCache(model.config, max_cache_len=n) for n in (40, 2000)]
     want = generate(model, caches[0], ids, 6, disable_compile=True)
-    prefilled, made = [], by_name.mask_for_attend
+    prefilled, made = [], masks.mask_for_attend
 
     def mask(*args, **kwargs):
         found = made(*args, **kwargs)
@@ -230,9 +232,9 @@ EAGER = {  # family: options, and what is said
 
 
 @pytest.mark.parametrize("family", EAGER)
-def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypatch):
+def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, with_cuda):
     options, why = EAGER[family]
-    if not hasattr(transformers, f"{family}Config") or shim.VERSION < (5, 19):
+    if not hasattr(transformers, f"{family}Config") or VERSION < (5, 19):
         pytest.skip("this transformers has no such cache")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**BASE, **TWO, **options})
@@ -240,7 +242,7 @@ def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypa
     model = getattr(transformers, family + kind)(config).to(arch).eval()
     model.set_attn_implementation("tikv")
     want = generate(model, TikvCache(config, max_cache_len=40), inputs(arch, 11), 12, disable_compile=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_cuda()
     whole._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -442,33 +444,31 @@ def test_a_step_reads_what_is_stored_and_no_slot_more(arch):
     it.check(it.step(9), 9)
 
 
-@torch.no_grad()
-def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, monkeypatch):
-    """What `update` returned is then not what attention is given."""
-    it = Stepper(arch)
+@pytest.fixture
+def halved(monkeypatch):
+    """Models use half of the keys that `update` returns."""
     update = TikvCache.update
 
-    def halved(cache, keys, values, layer, *args, **options):
+    def of_halves(cache, keys, values, layer, *args, **options):
         keys, values = update(cache, keys, values, layer)
         return keys * 0.5, values
 
-    monkeypatch.setattr(TikvCache, "update", halved)
+    monkeypatch.setattr(TikvCache, "update", of_halves)
+
+
+@torch.no_grad()
+def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, halved):
+    """What `update` returned is then not what attention is given."""
+    it = Stepper(arch)
     got, want = it.step(9, cache=it.prompted(9)), it.step(9, compiled=False, cache=it.prompted(9))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_keys_that_a_model_changes_are_masked_where_generate_makes_the_mask(arch, monkeypatch):
+def test_keys_that_a_model_changes_are_masked_where_generate_makes_the_mask(arch, halved):
     """As where layers that share keys move them to their device; all slots are more than the text has.
 
     A model with two kinds of layers makes no mask of its own where `generate` says None for one of them.
     """
-    update = TikvCache.update
-
-    def halved(cache, keys, values, layer, *args, **options):
-        keys, values = update(cache, keys, values, layer)
-        return keys * 0.5, values
-
-    monkeypatch.setattr(TikvCache, "update", halved)
     both(build(arch, "Gemma2"), arch, inputs(arch, 11), 6)
 
 
@@ -562,8 +562,8 @@ def test_a_cache_goes_with_its_last_reference(arch):
         gc.enable()
 
 
-def test_what_is_not_compiled_says_why(arch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_what_is_not_compiled_says_why(arch, with_cuda):
+    with_cuda()
     model = build(arch)
     assert not TikvCache(model.config).is_compileable  # which nobody asked for
     assert TikvCache(model.config, max_cache_len=9).is_compileable

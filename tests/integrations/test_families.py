@@ -13,7 +13,8 @@ import family_verdicts as verdicts  # noqa: E402
 import hybrids  # noqa: E402
 import tiny_models  # noqa: E402
 
-from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
@@ -48,11 +49,11 @@ def class_of(family: str) -> type:
 
 @pytest.mark.parametrize("family", DOZEN)
 def test_a_dozen_of_families(family, arch):
-    if family == "gemma3n" and shim.VERSION < (5, 0):
+    if family == "gemma3n" and VERSION < (5, 0):
         pytest.skip("without a cache it is another model: layers share keys through the cache alone")
     found = verdicts.survey(class_of(family))
     word, notes = verdicts.outcome(found)
-    if family == "qwen3_next" and shim.VERSION < (5, 19):
+    if family == "qwen3_next" and VERSION < (5, 19):
         assert word == "refused"
         return
     assert word == "yes", notes

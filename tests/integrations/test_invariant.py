@@ -9,8 +9,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-from tikv.integrations.transformers import TikvCache, stored_ops  # noqa: E402
-from tikv.integrations.transformers.attention import attend  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention.attend import attend  # noqa: E402
+from tikv.integrations.transformers.memory import stored_ops  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu", "cuda"), pytest.mark.filterwarnings("default")]
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}

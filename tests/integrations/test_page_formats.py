@@ -11,10 +11,13 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, batching, page_memory, pages, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, pages  # noqa: E402
+from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
+from tikv.integrations.transformers.batching import page_memory  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.usefixtures("one_thread")]
-if shim.VERSION < batching.FIRST:
+if VERSION < batching.FIRST:
     pytest.skip("this version's continuous batching is refused", allow_module_level=True)
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
@@ -61,7 +64,7 @@ def one_by_one(kind, form):
     """The texts of `generate` with a `TikvCache` of this format."""
     model, texts = model_of(kind), []
     model.set_attn_implementation("tikv")
-    argument = "cache" if shim.VERSION >= (5, 24) else "past_key_values"
+    argument = "cache" if VERSION >= (5, 24) else "past_key_values"
     for prompt in prompts():
         cached = {argument: TikvCache(model.config, **form)}
         made = model.generate(torch.tensor([prompt]), generation_config=greedy(), **cached)
@@ -102,11 +105,9 @@ def test_sliding_layers(arch, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["full", "ring"])
-def test_the_code_for_devices(arch, kind, monkeypatch):
-    from tikv.integrations.transformers import paged
-
+def test_the_code_for_devices(arch, kind, as_on_a_device):
     want = one_by_one(kind, FORMATS["int8"])
-    monkeypatch.setattr(paged, "_by_request", paged._by_tiles)
+    as_on_a_device()
     with pages(dtype="int8"):
         assert batched(kind) == want
         assert batched(kind, max_batch_tokens=64, max_blocks_per_request=0) == want
@@ -184,7 +185,7 @@ def blocks_of(form, monkeypatch, bits=16):
 
 
 def batching_format(form):
-    from tikv.integrations.transformers.storage import storage_of
+    from tikv.integrations.transformers.memory.storage import storage_of
 
     return storage_of(form).k
 
@@ -253,7 +254,6 @@ def test_a_manager_keeps_its_pages(arch):
 
 def test_an_interrupt_in_the_main_thread_leaves_nothing_behind(arch, monkeypatch):
     want = one_by_one("full", {"dtype": "int8"})
-    original = continuous_api.ContinuousBatchingManager.get_result
 
     def interrupted(self, *args, **kwargs):
         raise KeyboardInterrupt
@@ -261,10 +261,10 @@ def test_an_interrupt_in_the_main_thread_leaves_nothing_behind(arch, monkeypatch
     gc.collect()
     before = len([a for a in gc.get_objects() if type(a) is page_memory.PageMemory])
     with pages(dtype="int8"):
-        monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            batched("full")
-        monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", original)
+        with monkeypatch.context() as until:
+            until.setattr(continuous_api.ContinuousBatchingManager, "get_result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batched("full")
         assert model_of("full").config._attn_implementation == "tikv"
         assert batched("full") == want
     gc.collect()

@@ -8,8 +8,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from model_cache import BASE, generate, given  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
-from tikv.integrations.transformers import TikvCache, prompts, shim  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
+from tikv.integrations.transformers.attention import prompts  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
+from tikv.integrations.transformers.versions.masks import MASKS_BY_VMAP  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -31,7 +34,7 @@ SINK_LOGITS = ("GptOss", {})
 PIECES = (17, 1, 5, 20)
 
 
-needs_masks_made_late = pytest.mark.skipif(shim.MASKS_BY_VMAP, reason="this transformers makes masks by vmap")
+needs_masks_made_late = pytest.mark.skipif(MASKS_BY_VMAP, reason="this transformers makes masks by vmap")
 
 
 def build(arch, family, dtype=torch.float32, **more):
@@ -143,7 +146,7 @@ def test_padding_and_packed_texts_get_a_mask_that_is_made(arch, monkeypatch, att
     with torch.no_grad():
         model(ids, attention_mask=padding, **given(TikvCache(model.config)))
         assert not attended
-        if shim.VERSION >= (5, 0):
+        if VERSION >= (5, 0):
             positions = torch.cat((torch.arange(12), torch.arange(8)))[None].to(arch)
             model(ids[:1], position_ids=positions, use_cache=False)
             assert not attended

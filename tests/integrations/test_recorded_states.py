@@ -15,14 +15,15 @@ from hybrids import read, steps, tokens, whole  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("one_thread"),
 ]
-if shim.VERSION < (5, 24):
+if VERSION < (5, 24):
     pytest.skip("models read their states through the cache from transformers 5.24 on", allow_module_level=True)
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "families.md"

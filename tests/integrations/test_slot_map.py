@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tikv.integrations.transformers.slot_map import SlotMap
+from tikv.integrations.transformers.memory.slot_map import SlotMap
 
 pytestmark = pytest.mark.archs("cpu")
 

@@ -13,14 +13,15 @@ import tiny_models  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, TikvSnapshot, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvSnapshot  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("one_thread"),
 ]
-if shim.VERSION < (5, 19):
+if VERSION < (5, 19):
     pytest.skip("the families and `crop` of newer versions of transformers", allow_module_level=True)
 
 FAMILIES = (

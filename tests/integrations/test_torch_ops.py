@@ -12,7 +12,7 @@ import tikv  # noqa: E402
 from tikv import dtypes, reference  # noqa: E402
 from tikv.arrays import last_call  # noqa: E402
 from tikv.integrations import torch_ops  # noqa: E402
-from tikv.integrations.transformers import stored_ops  # noqa: E402
+from tikv.integrations.transformers.memory import stored_ops  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),

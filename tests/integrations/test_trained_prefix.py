@@ -12,14 +12,15 @@ from model_cache import BASE, given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("one_thread"),
 ]
-if shim.VERSION < (5, 19):
+if VERSION < (5, 19):
     pytest.skip("`crop` and the layers of newer versions of transformers", allow_module_level=True)
 
 PREFIX, WINDOW = 5, 6

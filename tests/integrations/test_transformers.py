@@ -20,8 +20,10 @@ from model_cache import BASE, generate, given, prompts  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, TikvLayer, shim, slots, stored  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
+from tikv.integrations.transformers.versions.caches import CROP_IS_RELATIVE, CROP_REFUSES_POSITIVE  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
 
 pytestmark = [
@@ -143,7 +145,7 @@ def test_assisted_generation(arch, name, tight):
     model = build(name)
     # Before 5.14 transformers' own cache, which the assistant has, cannot go back behind a window.
     slides = any(TikvCache(model.config).is_sliding)
-    assistant = build("llama") if slides and not shim.CROP_IS_RELATIVE else copy.deepcopy(model)
+    assistant = build("llama") if slides and not CROP_IS_RELATIVE else copy.deepcopy(model)
     with torch.no_grad():
         torch.manual_seed(3)
         assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight) * 0.02)
@@ -165,7 +167,7 @@ def test_assisted_generation(arch, name, tight):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_lookup_in_the_prompt(arch, name, attention, limit, tight, set_room, monkeypatch):
     """Guesses from the text itself, taken back beyond the window, from prompts shorter and longer than that."""
-    if not shim.CROP_IS_RELATIVE:  # such versions do not say before the guesses that some may be taken back
+    if not CROP_IS_RELATIVE:  # such versions do not say before the guesses that some may be taken back
         set_room(rollback=6)
     model = build(name, vocab_size=31)
     cropped = []
@@ -306,21 +308,15 @@ def test_autocast_widens_the_keys_alone(arch, implementation, compiled):
 # With narrower storage a difference of rounding can move a stored value to its neighbour.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 2e-5), ("float16", 2e-3), ("int8", 2e-2)])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
+def test_attention_by_name(arch, name, dtype, tolerance, read):
     """The library's attention on what is stored gives what torch's gives on the same values, to rounding."""
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
-    read = []
-    by_slots, by_arrays = slots.CacheSlots.attend, stored.attend_contiguous
-    monkeypatch.setattr(
-        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k.dtype), by_slots(self, *a))[1]
-    )
-    monkeypatch.setattr(stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k.dtype), by_arrays(q, c, *a))[1])
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)
     assert not read
     got = generate(other, TikvCache(other.config, dtype=dtype), inputs, 20)
-    assert read == [getattr(torch, dtype or "float32")] * (19 * 4)
+    assert read == [(getattr(torch, dtype or "float32"),) * 2] * (19 * 4)
     for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     assert torch.equal(got.sequences, want.sequences)
@@ -608,7 +604,7 @@ def test_crop_has_the_meaning_of_this_version(arch, rng):
     layer.crop(-2)
     assert layer.get_seq_length() == 4
     oracle.assert_same_bits(layer.keys.numpy(), k[:, :, :4].numpy())
-    if shim.CROP_REFUSES_POSITIVE:
+    if CROP_REFUSES_POSITIVE:
         with pytest.raises(ValueError, match=r"With 4 tokens, crop\(-1\) keeps 3, and crop\(-3\) drops 3"):
             layer.crop(3)
     else:
@@ -618,7 +614,7 @@ def test_crop_has_the_meaning_of_this_version(arch, rng):
         assert layer.get_seq_length() == 3
     before = layer.get_seq_length()
     layer.crop(0)
-    assert layer.get_seq_length() == (before if shim.CROP_IS_RELATIVE else 0)
+    assert layer.get_seq_length() == (before if CROP_IS_RELATIVE else 0)
     layer.crop(-100)
     assert layer.get_seq_length() == 0
 
@@ -639,7 +635,7 @@ def test_crop_is_what_transformers_own_does(arch, rng):
     k, v = rows(rng, 9)
     own.update(k, v, 0)
     ours.update(k, v)
-    for n in (-2, -1, *([] if shim.CROP_REFUSES_POSITIVE else [5, 4])):
+    for n in (-2, -1, *([] if CROP_REFUSES_POSITIVE else [5, 4])):
         own.crop(n)
         ours.crop(n)
         assert ours.get_seq_length() == own.get_seq_length()
@@ -834,7 +830,7 @@ WITH_STATES = {
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
 def test_families_write_the_same_text(arch, family):
     """With layers that attend in ours, and those with a state in transformers' own; also with attention by name."""
-    if not hasattr(transformers, f"{family}Config") or (family in WITH_STATES and shim.VERSION < (5, 19)):
+    if not hasattr(transformers, f"{family}Config") or (family in WITH_STATES and VERSION < (5, 19)):
         pytest.skip(f"transformers {transformers.__version__} has no {family}, or no layers for its states")
     options = {**BASE, **FAMILIES.get(family, {}), **WITH_STATES.get(family, {})}
     torch.manual_seed(0)
@@ -870,7 +866,7 @@ def test_learned_sinks_take_their_share(arch, rng, queries, masked):
 @pytest.mark.parametrize("family", ["T5", "Bart"])
 def test_encoder_decoders_write_the_same_text(arch, family):
     """With a cache for their own tokens, and one for the encoder's, which is written once."""
-    if shim.VERSION < (5, 0):
+    if VERSION < (5, 0):
         pytest.skip("caches of an encoder-decoder take no configuration")
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 3}
     options = {
@@ -895,7 +891,7 @@ REFUSED = [
     "MambaConfig",
     "xLSTMConfig",
     "BambaConfig",
-    *([] if shim.VERSION >= (5, 19) else ["Lfm2Config", "FalconH1Config"]),
+    *([] if VERSION >= (5, 19) else ["Lfm2Config", "FalconH1Config"]),
 ]
 
 
@@ -1037,7 +1033,7 @@ def test_another_text_is_refused_before_a_write(arch, options, attention):
             ids, mask = prompts(length).values()
             with pytest.raises(tikv.ShapeError, match=f"{length} are new, but the attention mask covers only {length}"):
                 model(ids, attention_mask=mask, **given(cache))
-            if shim.VERSION >= (5, 4):
+            if VERSION >= (5, 4):
                 with pytest.raises(tikv.PositionError, match="holds 14 tokens, and the new ones begin at position 0"):
                     model(ids, position_ids=torch.arange(length)[None], **given(cache))
         assert cache.get_seq_length() == 14

@@ -16,9 +16,11 @@ from model_cache import given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, attention, chosen, latents  # noqa: E402
-from tikv.integrations.transformers.indexed import IndexedLayer, IndexerKeys  # noqa: E402
-from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import attend as attention  # noqa: E402
+from tikv.integrations.transformers.attention import chosen, latents  # noqa: E402
+from tikv.integrations.transformers.layers.indexed import IndexedLayer, IndexerKeys  # noqa: E402
+from tikv.integrations.transformers.memory.stored import StoredTensor  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

@@ -13,7 +13,8 @@ from model_cache import BASE, given  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 from tikv.stores import files  # noqa: E402
 
 pytestmark = [
@@ -96,7 +97,7 @@ def test_what_may_be_taken_back_is_the_same(arch, tmp_path):
     cache.save(tmp_path / "a.safetensors")
     found = TikvCache.load(tmp_path / "a.safetensors", config)
     assert [layer.record_past for layer in found.layers] == [True] * 4
-    if shim.VERSION >= (5, 14):
+    if VERSION >= (5, 14):
         found.crop(0)
     assert found.get_seq_length() == 11
 
@@ -216,7 +217,7 @@ STATES = {
 @pytest.mark.parametrize("case", STATES)
 def test_a_model_with_states_goes_on(arch, tmp_path, case, dtype):
     name, options = STATES[case]
-    if shim.VERSION < (5, 19):
+    if VERSION < (5, 19):
         pytest.skip("this transformers has no layers for states")
     model, path = (
         tiny_models.tiny_model(getattr(transformers, name)).to(getattr(torch, dtype)),
@@ -248,7 +249,7 @@ def changed_state(what, state):
 
 @pytest.mark.parametrize("what", ["shape", "an unknown state", "no tensor", "a short kernel", [1], [], "no state"])
 def test_a_file_whose_states_are_impossible(arch, tmp_path, what):
-    if shim.VERSION < (5, 19):
+    if VERSION < (5, 19):
         pytest.skip("this transformers has no layers for states")
     model, path = tiny_models.tiny_model(transformers.Lfm2ForCausalLM), tmp_path / "a.safetensors"
     cache = TikvCache(model.config)

@@ -15,8 +15,10 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, keywords, shim  # noqa: E402
-from tikv.integrations.transformers.attention import attend  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import keywords  # noqa: E402
+from tikv.integrations.transformers.attention.attend import attend  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
@@ -265,7 +267,7 @@ def logits(model, cache, inputs, attention, tokens=8):
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
 def test_a_position_bias_is_honoured(arch, family):
     """T5 adds what it has learned of positions to the scores of prompts and of single tokens."""
-    if shim.VERSION < (5, 0):
+    if VERSION < (5, 0):
         pytest.skip("caches of an encoder-decoder take no configuration, and T5's attention has no name")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(

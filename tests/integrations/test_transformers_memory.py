@@ -17,7 +17,7 @@ import tikv  # noqa: E402
 from tikv import runtime  # noqa: E402
 from tikv.arrays import memory  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
-from tikv.integrations.transformers import room as rooms  # noqa: E402
+from tikv.integrations.transformers.layers import room as rooms  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

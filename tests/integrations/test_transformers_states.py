@@ -12,14 +12,15 @@ from model_cache import given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations.transformers import TikvCache, TikvLayer, shim  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("one_thread"),
 ]
-with_states = pytest.mark.skipif(shim.VERSION < (5, 19), reason="layers with a state came with transformers 5.19")
+with_states = pytest.mark.skipif(VERSION < (5, 19), reason="layers with a state came with transformers 5.19")
 
 BESIDE = {"falcon_h1": "FalconH1ForCausalLM", "zaya": "ZayaForCausalLM", "inkling": "InklingForCausalLM"}
 INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm5_next": "Glm5NextForConditionalGeneration"}

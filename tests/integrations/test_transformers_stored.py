@@ -12,10 +12,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from model_cache import BASE, generate, prompts  # noqa: E402
 
-from tikv.integrations.transformers import TikvCache, slots, stored  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
-from tikv.integrations.transformers.slots import CacheSlots  # noqa: E402
-from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
+from tikv.integrations.transformers.memory import slots  # noqa: E402
+from tikv.integrations.transformers.memory.slots import CacheSlots  # noqa: E402
+from tikv.integrations.transformers.memory.stored import StoredTensor  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),
@@ -70,21 +71,6 @@ def cache():
     """Of two full layers, int8, for attention by name, with some tokens."""
     config = transformers.LlamaConfig(**{**BASE, "num_hidden_layers": 2}, attn_implementation="tikv")
     return TikvCache(config, dtype="int8")
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """The dtypes of keys and values that the library's attention reads."""
-    found, in_place, as_given = [], CacheSlots.attend, stored.attend_contiguous
-
-    def note(caches):
-        found.append((caches.k.dtype, caches.v.dtype))
-
-    monkeypatch.setattr(CacheSlots, "attend", lambda slots, *args: (note(slots.caches), in_place(slots, *args))[1])
-    monkeypatch.setattr(
-        stored, "attend_contiguous", lambda q, given, *args: (note(given), as_given(q, given, *args))[1]
-    )
-    return found
 
 
 def filled(cache, rng, layer=0, tokens=5):

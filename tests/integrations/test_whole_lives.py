@@ -12,15 +12,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tikv.integrations.transformers import shim  # noqa: E402
+from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
-if shim.VERSION < (5, 19):
+if VERSION < (5, 19):
     pytest.skip("the families and `crop` of newer versions of transformers", allow_module_level=True)
 
 from lives import chosen, expected, families, life, traced  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
-from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

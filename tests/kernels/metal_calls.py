@@ -86,6 +86,11 @@ def stores(values):
         step = tikv.compile_step(store, layers=0, attend=False)
         step.run(newer[0], v[0])
         yield "step", [*held(), step.positions]
+    merging = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=6, dtype="int8")
+    merging.append(0, *(values((6, 2, 8), F32) for _ in "kv"))
+    keep, to = np.arange(6) % 2 == np.zeros((1, 2, 1)), np.array([[[-1, 0, -1, 0, -1, 4], [-1, 2, -1, 2, -1, -1]]])
+    merging.compact(0, keep, merge=(to, values((1, 2, 6), F32)))
+    yield "merge", list(merging.tokens(0))
 
 
 def scattered(values):

@@ -97,7 +97,7 @@ def unpatchable(choice):
     def refuse(kernel):
         raise ptx.Unpatchable("a form nobody knows")
 
-    choice.setattr(compiled, "load_native", refuse)
+    choice.setattr(compiled.native, "load_native", refuse)
     choice.setattr(driver, "device", lambda index: None)
     choice.setattr(driver, "capturing", lambda index: False)
     return choice

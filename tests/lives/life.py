@@ -20,14 +20,15 @@ from transformers.modeling_utils import AttentionInterface
 import tikv
 from lives import expected, families, traced
 from lives.families import CHUNKED, SLIDING, STATE
-from tikv.integrations.transformers import TikvCache, shim
+from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers.versions.installed import VERSION
 
 MOST_TOKENS = 420
 MOST_ROWS = 4
 ROLLBACK = 64  # what a layer with a window can always be cropped by, as its manual says
 OFF = 2e-4  # of standard deviations: sums of float32 in another order
 OFF_LOGITS = 1e-3
-RECORDS = shim.VERSION >= (5, 24)  # whether states can be recorded; then states take several tokens after a prompt too
+RECORDS = VERSION >= (5, 24)  # whether states can be recorded; then states take several tokens after a prompt too
 ATTENTIONS = ("tikv", "sdpa", "eager")
 
 

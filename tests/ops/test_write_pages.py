@@ -48,7 +48,7 @@ def test_tokens_without_a_page_are_skipped(arch, rng, dtype):
 
 @pytest.mark.archs("cpu", "cuda")
 def test_append_where_the_host_knows_no_index_is_one_launch(arch, rng, monkeypatch):
-    monkeypatch.setattr(flashinfer, "on_host", lambda array: False)
+    monkeypatch.setattr(flashinfer.page, "on_host", lambda array: False)
     rows, pools = rows_and_pools(rng)
     given = [oracle.place(pool.copy(), arch) for pool in pools]
     index, new = index_arrays(arch, np.int32), [oracle.place(a, arch) for a in rows]

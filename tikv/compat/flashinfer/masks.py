@@ -19,11 +19,8 @@ def mask_of_new_tokens(operation: str, mask: Array, packed_mask: Any, lens: np.n
         PositionError: a request is shorter than its queries.
         OptionError: a token before the new ones is hidden.
     """
-    name = "custom_mask" if packed_mask is None else "packed_custom_mask"
-    array, sizes = mask if packed_mask is None else packed_mask, lens * queries
-    per_entry, dtype = (1, "bool") if packed_mask is None else (8, "uint8")
-    if not str(getattr(array, "dtype", type(array))).endswith(dtype):
-        raise DTypeError(f"{operation}: {name} is {getattr(array, 'dtype', type(array).__name__)}; it must be {dtype}.")
+    name, array = _checked(operation, (mask, packed_mask))
+    sizes, per_entry = lens * queries, 1 if packed_mask is None else 8
     entries = -(-sizes // per_entry)
     if tuple(array.shape) != (int(entries.sum()),):
         raise ShapeError(
@@ -58,6 +55,20 @@ def mask_of_new_tokens(operation: str, mask: Array, packed_mask: Any, lens: np.n
     return visible
 
 
+def _checked(operation: str, masks: tuple[Any, Any]) -> tuple[str, Any]:
+    """The name and the array of a call's mask: of (custom_mask, packed_custom_mask) the second, if it is passed.
+
+    Raises:
+        DTypeError: it has the wrong dtype.
+    """
+    name, array, dtype = ("custom_mask", masks[0], "bool")
+    if masks[1] is not None:
+        name, array, dtype = ("packed_custom_mask", masks[1], "uint8")
+    if not str(getattr(array, "dtype", type(array))).endswith(dtype):
+        raise DTypeError(f"{operation}: {name} is {getattr(array, 'dtype', type(array).__name__)}; it must be {dtype}.")
+    return name, array
+
+
 def read_tokens(
     operation: str, masks: tuple[Any, Any], counts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], before: int
 ) -> np.ndarray[Any, Any]:
@@ -72,11 +83,8 @@ def read_tokens(
     Raises:
         ShapeError, DTypeError: the mask has another size or dtype.
     """
+    name, array = _checked(operation, masks)
     packed = masks[1] is not None
-    name, dtype = ("packed_custom_mask", "uint8") if packed else ("custom_mask", "bool")
-    array = masks[1] if packed else masks[0]
-    if not str(getattr(array, "dtype", type(array).__name__)).endswith(dtype):
-        raise DTypeError(f"{operation}: {name} is {getattr(array, 'dtype', type(array).__name__)}; it must be {dtype}.")
     values = np.asarray(array if library_of(array) is np else array.detach().cpu()).reshape(-1)
     sizes = counts * lengths
     parts = -(-sizes // 8) if packed else sizes

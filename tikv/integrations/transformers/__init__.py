@@ -3,9 +3,9 @@
 from tikv.integrations.transformers import TikvCache
 model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= before transformers 5.24
 
-`cache` has `TikvCache`, and `_layer` there chooses the class of each layer; `layer` has the class of most, from which
-the others are derived. `attention` is what models call. `custom_generate` has `captured`, whose steps are in `loop`.
-`shim` has everything in which versions of transformers differ.
+The folders, from the top: `loop` has `captured`, `cache` has `TikvCache`, `layers` its layers; `batching` is for
+`generate_batch`; `attention` is what models call; `memory` holds what all of them read and write. `versions` has
+everything in which versions of transformers differ, and `registration` makes the attention known to transformers.
 """
 
 from tikv import extras
@@ -19,10 +19,11 @@ try:
 except ImportError as error:
     raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
 
-from tikv.integrations.transformers.cache import TikvCache
-from tikv.integrations.transformers.custom_generate import captured
-from tikv.integrations.transformers.layer import TikvLayer
-from tikv.integrations.transformers.page_formats import pages
-from tikv.integrations.transformers.snapshots import TikvSnapshot
+from tikv.integrations.transformers import registration as registration
+from tikv.integrations.transformers.batching.page_formats import pages
+from tikv.integrations.transformers.cache.cache import TikvCache
+from tikv.integrations.transformers.cache.snapshots import TikvSnapshot
+from tikv.integrations.transformers.layers.layer import TikvLayer
+from tikv.integrations.transformers.loop.custom_generate import captured
 
 __all__ = ["TikvCache", "TikvLayer", "TikvSnapshot", "captured", "pages"]

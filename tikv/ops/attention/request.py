@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tikv.arrays import Array
-from tikv.errors import OptionError
+from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.mass import NO_MASS, Mass, mass_choice, mass_kind
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
@@ -177,6 +177,20 @@ class AttendRequest(NamedTuple):
             if a is not None and name in UNCOUNTED:
                 raise OptionError(f"{operation}: block cannot be combined with {name}. Pass one of the two.")
         return min(block, tokens)
+
+    def as_block(self, operation: str, queries: int) -> int:
+        """As `in_block`, for queries that have to be those of the block alone.
+
+        Raises:
+            ShapeError: there are more.
+        """
+        block = self.in_block(operation, queries)
+        if 0 < block < queries:
+            raise ShapeError(
+                f"{operation}: {queries} queries are given with block={block}. Attend with those of the block alone, "
+                "or use extend()."
+            )
+        return block
 
     def refuse(self, operation: str, names: Iterable[str], why: str, remedy: str) -> None:
         """Refuse these options.

@@ -11,7 +11,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import Array, ArrayView, describe, view
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
+from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, CacheLayout, QueryShape
 from tikv.ops.indices import host_indices, view_indices
 from tikv.ops.plan import Launch
 
@@ -140,6 +140,21 @@ def check_scores(
         if a.shape not in shapes:
             needed = " or ".join(map(str, shapes))
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {axes} = {needed} is needed.")
+
+
+def check_new_tokens(operation: str, terms: Mapping[str, ArrayView], tokens: int, live: runtime.Runtime) -> None:
+    """Check a mask or a tree of so many new tokens, if one of the terms is that; a tree as `check_parents`.
+
+    Raises:
+        ShapeError: there are more tokens than one launch has queries.
+        PositionError: a parent does not come before its token.
+    """
+    if tree_of(terms) and tokens > MOST_QUERIES:
+        raise ShapeError(
+            f"{operation}: a mask or a tree covers {tokens} new tokens. Use at most {MOST_QUERIES} at a time."
+        )
+    if "parents" in terms:
+        check_parents(operation, terms["parents"], live)
 
 
 def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> None:

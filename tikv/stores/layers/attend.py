@@ -7,7 +7,7 @@ from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView, handed_over, view_without_owner
-from tikv.errors import PositionError, ShapeError
+from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.attention.call import plan_key
 from tikv.ops.attention.contiguous import contiguous_cache
@@ -85,14 +85,6 @@ def refuse_wrapped(operation: str, layer: Layer, tokens: int) -> None:
             f"its {layer.slots} slots, so queries of one block would see different tokens. Leave block out, or use "
             "a layer without a window."
         )
-
-
-def too_many(operation: str, queries: int, block: int) -> ShapeError:
-    """The error for more queries than those of a block."""
-    return ShapeError(
-        f"{operation}: {queries} queries are given with block={block}. Attend with those of the block alone, or use "
-        "extend()."
-    )
 
 
 def last_queries(q: ArrayView, lse: ArrayView, count: int | None) -> tuple[ArrayView, ArrayView]:

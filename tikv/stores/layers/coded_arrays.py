@@ -12,7 +12,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_plan, channel_scores, scored_plan
 from tikv.ops.attention.launches import ALL, AttendedTokens
-from tikv.ops.attention.plan import Results
+from tikv.ops.attention.plan import AttentionPlan, Results
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.runtime.cache import BoundedCache
@@ -169,20 +169,13 @@ class CodedArrays(NamedTuple):
             tokens: the tokens that are attended over.
             paged: for a pool, the block tables, "table", and how many tokens of each sequence are codes, "lens".
         """
-        heads = self.form.heads
-        lead = q.shape[0], heads, q.shape[1] // heads * q.shape[2]
-        keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
-        arrays = {"q": q, "k": self.k, "v": self.v, **paged}
-        if self.v_numbers is not None:
-            arrays["v_scale"] = self.v_numbers
+        keys, arrays = self._read(q, paged)
         in_place = {**arrays, "k_scale": self.k_numbers}
         plan = channel_plan(scratch.runtime, operation, in_place, keys, values, scores)
         if plan is not None:
             arrays = in_place
         else:
-            arrays["k"] = scratch.array("scores", (*lead, values.tokens))
-            channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
-            plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
+            plan = self._scored(operation, arrays, keys, scores, groups, values, scratch)
         return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
 
     def weigh(
@@ -198,12 +191,23 @@ class CodedArrays(NamedTuple):
         paged: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """Weigh the codes, in two launches; see `AttentionPlan.weigh`. The others are as in `attend`."""
-        arrays = {"q": q, "v": self.v, **paged}
+        keys, arrays = self._read(q, paged)
+        plan = self._scored(operation, arrays, keys, scores, groups, values, scratch)
+        plan.weigh(arrays, weighing.lse, weighing.to, tokens, weighing.kind)
+
+    def _read(self, q: ArrayView, paged: Mapping[str, ArrayView]) -> tuple[ChannelKeys, dict[str, ArrayView]]:
+        """K's codes and their places, and the arrays of a call."""
+        arrays = {"q": q, "k": self.k, "v": self.v, **paged}
         if self.v_numbers is not None:
             arrays["v_scale"] = self.v_numbers
-        lead = q.shape[0], self.form.heads, q.shape[1] // self.form.heads * q.shape[2]
-        arrays["k"] = scratch.array("scores", (*lead, values.tokens))
-        keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
+        return ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table")), arrays
+
+    def _scored(
+        self, operation: str, arrays: dict[str, ArrayView], keys: ChannelKeys, scores: AttentionScale, groups: int,
+        values: ScoredValues, scratch: ScoreMemory,
+    ) -> AttentionPlan:  # fmt: skip
+        """Compute the scores of K's codes, which take K's place in `arrays`; the plan of attention that reads them."""
+        q, heads = arrays["q"], self.form.heads
+        arrays["k"] = scratch.array("scores", (q.shape[0], heads, q.shape[1] // heads * q.shape[2], values.tokens))
         channel_scores(scratch.runtime, operation, q, keys, arrays["k"], groups)
-        plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
-        plan.weigh(arrays, weighing.lse, weighing.to, tokens, weighing.kind)
+        return scored_plan(scratch.runtime, operation, arrays, values, scores)

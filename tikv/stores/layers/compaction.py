@@ -173,8 +173,8 @@ def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots:
 
 
 def copied_slots(operation: str, memory: LayerMemory, a: ArrayView, slots: Host) -> ArrayView:
-    """A copy of the rows of (batch, heads, slots[, width]) that are in slots (B, H, n), where n is not 0."""
-    to = new_array((*slots.shape, *a.shape[3:]), a.dtype, memory.runtime)
+    """A copy of the rows of (batch, heads, slots[, width]) in slots (B, H, n), where n is not 0; of -1, zeros."""
+    to = new_array((*slots.shape, *a.shape[3:]), a.dtype, memory.runtime, zeroed=bool((slots < 0).any()))
     index = to_device(slots.astype(np.int32), memory.runtime)
     _gather_by_head(operation, memory, a.shape[2], index, [_rows_by_head(a)], [to], [width_of(a)])
     return to

@@ -38,7 +38,6 @@ from tikv.stores.layers.attend import (
     refuse_missing,
     refuse_wrapped,
     results_of,
-    too_many,
     weigh,
 )
 from tikv.stores.layers.compaction import compact_layers, tokens_by_head
@@ -167,9 +166,7 @@ class ContiguousLayers(LayerStorage):
             sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
-            block = request.in_block(operation, queries.tokens)
-            if 0 < block < queries.tokens:
-                raise too_many(operation, queries.tokens, block)
+            block = request.as_block(operation, queries.tokens)
             plan = layer_plan(self.runtime, operation, arrays, layer, request.scores, causal=not block)
             request.check_choices(operation)
             attention = self.runtime.plans.keep(key, (queries, plan, mass))

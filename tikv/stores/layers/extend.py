@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tikv.arrays import ArrayView, Views, view, view_all
-from tikv.errors import ShapeError
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
-from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
-from tikv.ops.attention.terms import check_parents, tree_of
+from tikv.ops.attention.terms import check_new_tokens, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.attempt import attempt
@@ -58,12 +56,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     block = request.in_block(operation, tokens)
     if block:
         refuse_wrapped(operation, layer, tokens)
-    if tree_of(added) and tokens > MOST_QUERIES:
-        raise ShapeError(
-            f"{operation}: a mask or a tree covers {tokens} new tokens. Use at most {MOST_QUERIES} at a time."
-        )
-    if "parents" in added:
-        check_parents(operation, added["parents"], live)
+    check_new_tokens(operation, added, tokens, live)
 
     out = queries.new_out(like, memory.rows.v.width, live)
     lse = queries.new_lse(like, live) if return_lse or mass else None

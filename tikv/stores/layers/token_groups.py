@@ -42,7 +42,6 @@ from tikv.stores.layers.attend import (
     refuse_missing,
     refuse_wrapped,
     results_of,
-    too_many,
 )
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory, Weighing
@@ -227,9 +226,7 @@ class TokenGroupLayers(LayerStorage):
         scores, terms = request.scores, request.terms.views(operation)
         sizes, q_view = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
-        if block := request.in_block(operation, queries.tokens):
-            if block < queries.tokens:
-                raise too_many(operation, queries.tokens, block)
+        if block := request.as_block(operation, queries.tokens):
             refuse_wrapped(operation, self.counts[layer], 0)
         several = with_tokens(queries.as_read(q_view), 4)
         self._ring_plan(operation, layer, several, scores, terms)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array, view, view_all
-from tikv.errors import CapacityError, ShapeError
+from tikv.errors import CapacityError
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
-from tikv.ops.attention.terms import check_parents, tree_of
+from tikv.ops.attention.terms import check_new_tokens
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.attend import (
@@ -31,6 +31,7 @@ from tikv.stores.layers.attend import (
 )
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
+from tikv.stores.layers.rewriting import tokens_of
 
 # over_held(q, ahead, terms, to): attention of queries that end `ahead` tokens after the newest that is held; None if
 # there is nothing to attend over.
@@ -53,13 +54,7 @@ class UnkeptTokens(NamedTuple):
     def check(self, q: ArrayView) -> None:
         """Raise if attention cannot read these rows with these queries (batch, Hq, T, D)."""
         self._plan({"q": q, "k": self.k, "v": self.v, **self.terms})
-        if tree_of(self.terms) and q.shape[2] > MOST_QUERIES:
-            raise ShapeError(
-                f"{self.operation}: a mask or a tree covers {q.shape[2]} new tokens. Use at most {MOST_QUERIES} at a "
-                "time."
-            )
-        if "parents" in self.terms:
-            check_parents(self.operation, self.terms["parents"], self.live)
+        check_new_tokens(self.operation, self.terms, q.shape[2], self.live)
 
     def _plan(self, arrays: dict[str, ArrayView], causal: bool = True) -> Any:
         return cache_plan(self.live, self.operation, arrays, self.scores, self.span, self.sinks, 0, causal=causal)
@@ -187,5 +182,5 @@ def extend_unkept(
         plan.weigh(read, lse, view(to_mass, "mass", operation), of_layer, mass.kind)
 
     run = unkept_call(operation, appends, layer, arrays, request, layer.most_held, check, layer.ring)
-    new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
+    new = tokens_of(view(arrays[1], "k", operation), request.layout)
     return run(over_held, weigh)

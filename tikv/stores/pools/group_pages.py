@@ -35,7 +35,7 @@ from tikv.ops.rotate import Rope
 from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
-from tikv.stores.layers.attend import last_queries, results_of, too_many
+from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
@@ -484,9 +484,7 @@ class TokenGroupPages(Pages[BlockPools]):
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
         q_view = view(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
-        if block := request.in_block(operation, queries.tokens):
-            if block < queries.tokens:
-                raise too_many(operation, queries.tokens, block)
+        if request.as_block(operation, queries.tokens):
             request = request._replace(causal=False)
         for state in states:
             new = state.lengths[layer] - self.coded[state.number][layer]

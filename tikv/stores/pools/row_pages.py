@@ -20,7 +20,7 @@ from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held
 from tikv.stores.draft import Parents
-from tikv.stores.layers.attend import last_queries, results_of, too_many
+from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, rows_first, with_tokens
 from tikv.stores.pools import compaction
 from tikv.stores.pools.append import HeadWrite, RowWrite, begin_append, check_rank, check_rows, cumulated
@@ -132,9 +132,7 @@ class RowPages(Pages[LayerPools]):
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass = request.asked_mass(operation)
-        if block := request.in_block(operation, queries.tokens):
-            if block < queries.tokens:
-                raise too_many(operation, queries.tokens, block)
+        if request.as_block(operation, queries.tokens):
             request = request._replace(causal=False)
         caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
         attending = attention_call(operation, read, caches, request)

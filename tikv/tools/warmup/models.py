@@ -12,9 +12,11 @@ import torch
 from tikv import dtypes
 from tikv.arrays import runtime_of
 from tikv.errors import CapacityError, OptionError
-from tikv.integrations.transformers import TikvCache, TikvLayer, shim
-from tikv.integrations.transformers.attention import ATTENTION, attend
-from tikv.integrations.transformers.ring import RingLayer
+from tikv.integrations.transformers import TikvCache, TikvLayer
+from tikv.integrations.transformers.attention.attend import attend
+from tikv.integrations.transformers.layers.ring import RingLayer
+from tikv.integrations.transformers.names import ATTENTION
+from tikv.integrations.transformers.versions.configurations import decoder_of
 from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
 
 MOST_HELD = 4096  # tokens that are given to a layer without a limit
@@ -71,7 +73,7 @@ def _room(layer: Any, tokens: int) -> int:
 
 def _shape_of(layer: Any, asked: Asked) -> Shape:
     """The shapes that a layer is given, from the configuration."""
-    text = shim.decoder_of(layer.config)
+    text = decoder_of(layer.config)
     every = getattr(text, "per_layer_config", None)
     config = text if every is None else every[layer.index]
     heads = asked.query_heads or int(getattr(config, "num_attention_heads", 0))
