@@ -41,9 +41,13 @@ class TileParams(NamedTuple):
     """Numbers of a launch: items of work, extents, strides and first entries."""
 
     items: int = 0
-    tokens: int = 1  # of a sequence
-    sequence: int = 0  # the strides of rows, which are numbered through all sequences
+    tokens: int = 1  # of a head that the launch reads or writes
+    heads: int = 1  # of a sequence
+    sequence: int = 0  # the strides of rows, which are numbered through all heads of all sequences
+    head: int = 0
     token: int = 0
+    step: int = 1  # tiles from those of a head to those of the next
+    skip: int = 0  # tokens of a head's first tile that are not read
     first: int = 0  # entries: of the rows, the codes, the scales and the factors
     codes_first: int = 0
     numbers_first: int = 0
@@ -92,9 +96,11 @@ def make_row_of(c):
 
     @ti.func
     def row_of(number, params):
+        head = number // params[P.tokens]
         return (
             params[P.first]
-            + number // params[P.tokens] * params[P.sequence]
+            + head // params[P.heads] * params[P.sequence]
+            + head % params[P.heads] * params[P.head]
             + number % params[P.tokens] * params[P.token]
         )
 
@@ -198,6 +204,8 @@ def make_encode(style, c):
                factors: ti.template(), params):  # fmt: skip
         # The column steps through a row's numbers: tokens of a channel, or channels of a token.
         first, step, by_row, by_column = r * width, 1, at_of.best_tokens, at_of.best_channels
+        of_head = params[P.tokens] // form.group
+        place = tile // of_head * params[P.step] + tile % of_head
         if ti.static(c.of == "keys"):
             first, step, by_row, by_column = r, width, at_of.best_channels, at_of.best_tokens
         of_row = work[at + by_row + r]
@@ -218,13 +226,13 @@ def make_encode(style, c):
                 x = work[at + at_of.balanced + first + (w * each + e) * step]
                 level = ti.min(whole_ratio(in_order(x - low, at), scale), last)
                 word = word | (ti.cast(ti.cast(level, ti.i32), ti.u32) << ti.u32(e * bits))
-            codes[params[P.codes_first] + (tile * rows + r) * (columns // each) + w] = word
-        to = params[P.numbers_first] + (tile * rows + r) * 2
+            codes[params[P.codes_first] + (place * rows + r) * (columns // each) + w] = word
+        to = params[P.numbers_first] + (place * rows + r) * 2
         numbers[to] = half(product(scale, of_row, at))
         numbers[to + 1] = half(product(low, of_row, at))
         for n in range((columns - r + rows - 1) // rows):
             j = r + n * rows
-            factors[params[P.factors_first] + tile * columns + j] = half(work[at + by_column + j])
+            factors[params[P.factors_first] + place * columns + j] = half(work[at + by_column + j])
 
     return encode
 
@@ -449,7 +457,8 @@ def make_decode_tiles(style, workers, c):
     @ti.func
     def decode(number, at, arrays: ti.template(), params):
         rows, codes, numbers, factors, work = ti.static(arrays)
-        tile, t, to = number // group, number % group, row_of(number, params)
+        token, to = number % params[P.tokens] + params[P.skip], row_of(number, params)
+        tile, t = number // params[P.tokens] * params[P.step] + token // group, token % group
         for d in range(width):
             r, j = t, d
             if ti.static(c.of == "keys"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,8 +74,8 @@ def quantize_tiles(
     if 0 not in rows.shape:
         _run(live, operation, format, of, (rows, codes, numbers, factors), writes_tiles=True)
     scales, biases = (a.restrided(a.shape[:-1], a.strides[:-1]) for a in parts_of(numbers, 2))
-    named = [CacheArray(a, live) for a in (codes, scales, biases, factors)]
-    return QuantizedTiles(*named, format, of, rows.shape)
+    made = [CacheArray(a, live) for a in (codes, scales, biases, factors)]
+    return QuantizedTiles(made[0], made[1], made[2], made[3], format, of, rows.shape)
 
 
 def dequantize_tiles(live: runtime.Runtime, operation: str, tiles: QuantizedTiles, out: Array) -> Any:
@@ -115,7 +114,7 @@ def shapes_of(
     """The shapes of codes, scales with biases, and factors of tokens (..., T, D).
 
     Raises:
-        ShapeError: the tokens are no whole tiles, or channels do not fill whole words.
+        ShapeError: the number of tokens is not a multiple of the group, or channels do not fill whole words.
     """
     if len(shape) < 2 or shape[-2] % format.group:
         raise ShapeError(
@@ -123,15 +122,41 @@ def shapes_of(
             f"with T a multiple of {format.group}."
         )
     *lead, tokens, width = shape
-    if width == 0 or width % COLUMNS:
-        raise ShapeError(
-            f"{operation}: x is {described}; {format} supports heads whose width is a multiple of {COLUMNS}. Use "
-            "another format."
-        )
+    check_width(operation, format, width, f"x is {described}")
     rows, columns = format.sides(of, width)
     count = tokens // format.group
     words = columns * format.bits(of) // 32
     return (*lead, count, rows, words), (*lead, count, rows, 2), (*lead, count, columns)
+
+
+def check_width(operation: str, format: TileFormat, width: int, what: str) -> None:
+    """Raise ShapeError unless the channels of a head fill whole words."""
+    if width == 0 or width % COLUMNS:
+        raise ShapeError(
+            f"{operation}: {what}; {format} supports heads whose width is a multiple of {COLUMNS}. Use another format."
+        )
+
+
+class TileRows(NamedTuple):
+    """Tokens of several heads, and the tiles that they become or come from.
+
+    Attributes:
+        sequences, heads, tokens: how many there are; those of a head follow each other.
+        sequence, head, token: the steps from one row to the next, in elements.
+        firsts: where the first row begins, and the codes, the scales and the factors of the first head's first tile.
+        step: how many tiles lie between those of a head and those of the next.
+        skip: how many tokens of a head's first tile are not read.
+    """
+
+    sequences: int
+    heads: int
+    tokens: int
+    sequence: int
+    head: int
+    token: int
+    firsts: tuple[int, int, int, int]
+    step: int
+    skip: int = 0
 
 
 def _run(
@@ -146,16 +171,34 @@ def _run(
             f"{operation}: {name} ({describe(x)}, strides {x.strides} elements) has more than two axes that cannot be "
             "merged into one. Pass a contiguous array."
         )
-    _, tokens = (1,) * (2 - len(extents)) + tuple(extents)
+    sequences, tokens = (1,) * (2 - len(extents)) + tuple(extents)
     sequence, token = (0,) * (2 - len(extents)) + strides[0]
-    rows = math.prod(x.shape[:-1])
-    tiles = rows // format.group
+    first, *others = (a.offset // a.dtype.itemsize for a in arrays)
+    rows = TileRows(
+        sequences, 1, tokens, sequence, 0, token, (first, others[0], others[1], others[2]), tokens // format.group
+    )
+    run_tiles(live, operation, format, of, arrays, rows, x.shape[-1], writes_tiles)
+
+
+def run_tiles(
+    live: runtime.Runtime,
+    operation: str,
+    format: TileFormat,
+    of: str,
+    arrays: Sequence[ArrayView],
+    rows: TileRows,
+    width: int,
+    writes_tiles: bool,
+) -> None:
+    """Encode rows, or decode tiles to rows; `arrays` are those of rows, codes, scales with biases, and factors."""
+    count = rows.sequences * rows.heads * rows.tokens
+    tiles = count // format.group
 
     from tikv.kernels import tiles as kernels
 
-    form = kernels.Tiles(format.name, of, x.dtype.short, x.shape[-1])
+    form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width)
     each = kernels.places_of(form.name, form.width).end if writes_tiles else 2 * form.width
-    items = tiles if writes_tiles else rows
+    items = tiles if writes_tiles else count
     serial = 1 if writes_tiles else SERIAL_ROWS
     workers = min(live.threads, -(-items // serial)) if live.is_cpu else items
     checks.integer(workers * each, "floats between the passes over tiles", operation, high=2**31 - 1)
@@ -165,8 +208,10 @@ def _run(
         for name, a in zip(names, arrays, strict=True):
             checks.addressable(a, a.dtype.itemsize, live, name, operation)
         taken = [*arrays, work]
-        firsts = [a.offset // a.dtype.itemsize for a in arrays]
-        params = kernels.TileParams(items, tokens, sequence, token, *firsts, each)
+        params = kernels.TileParams(
+            items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts,
+            each,
+        )  # fmt: skip
 
         def launched(items: int, maker: Any, *choices: Any) -> Launch:
             kernel = launch.kernel(live, maker, *choices)
@@ -174,9 +219,9 @@ def _run(
 
         style = live.kernel_style
         if not writes_tiles:
-            count = 1 if live.is_cpu else rows
+            threads = 1 if live.is_cpu else count
             kernel = launch.kernel(live, kernels.make_decode_tiles, style, workers if live.is_cpu else 1, form)
-            return [Launch(kernel.bind(count, *taken, tuple(params)), taken)]
+            return [Launch(kernel.bind(threads, *taken, tuple(params)), taken)]
         if live.is_cpu:
             kernel = launch.kernel(live, kernels.make_encode_tiles_cpu, workers, form)
             return [Launch(kernel.bind(workers, *taken, tuple(params)), taken)]
