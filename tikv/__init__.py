@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from tikv.ops.quantize import Quantized as Quantized
     from tikv.ops.quantize import dequantize as dequantize
     from tikv.ops.quantize import quantize as quantize
+    from tikv.ops.quantize_tiles import QuantizedTiles as QuantizedTiles
     from tikv.ops.ragged import append_ragged as append_ragged
     from tikv.ops.rope import NormRope as NormRope
     from tikv.ops.rotate import Rope as Rope
@@ -110,6 +111,7 @@ _NAMES = {
     "tikv.ops.page_scores": ("page_scores", "summarize_pages"),
     "tikv.ops.paged": ("gather_paged", "write_slots"),
     "tikv.ops.quantize": ("Quantized", "dequantize", "quantize"),
+    "tikv.ops.quantize_tiles": ("QuantizedTiles",),
     "tikv.ops.ragged": ("append_ragged",),
     "tikv.ops.rope": ("NormRope",),
     "tikv.ops.rotate": ("Rope", "rotate"),

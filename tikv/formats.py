@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from tikv import dtypes
 from tikv.dtypes import DType
@@ -140,6 +140,49 @@ class GroupFormat(Format):
 
 
 @dataclass(frozen=True)
+class TileFormat:
+    """A row of KVarN: the tokens of a group and the channels of a head are a tile, balanced before it becomes codes.
+
+    A tile's codes are a matrix. For keys its rows are channels and its columns tokens; for values it is the other way
+    round. Each row has a scale and a bias, each column a factor, by which the row's numbers are multiplied.
+    """
+
+    name: str
+    k_bits: int
+    v_bits: int
+    group: int  # tokens per tile
+
+    def bits(self, of: str) -> int:
+        """Bits per code of "keys" or "values"."""
+        return self.k_bits if of == "keys" else self.v_bits
+
+    def sides(self, of: str, width: int) -> tuple[int, int]:
+        """Rows and columns of the codes of a tile whose tokens have so many channels."""
+        return (width, self.group) if of == "keys" else (self.group, width)
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest tokens a store has room for beside an open tile.
+
+        A tile becomes codes with the first call after the one that fills it, so tokens of one call, which may be
+        drafts, enter no tile before the next, unless they are more than this.
+        """
+        return self.group
+
+    @property
+    def sinks(self) -> int:
+        """How many first tokens it leaves as they are: none, since ``sinks=`` of a store says that."""
+        return 0
+
+    def reported(self, of: str) -> GroupFormat:
+        """The format that a store of tiles reports."""
+        return GroupFormat(self.name, "group", self.bits(of), "tokens", dtypes.uint32, (dtypes.float16,), GROUPS[0], 2)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class Quant:
     """A format with mlx's quantisation: groups of numbers, each with a scale and a bias.
 
@@ -156,9 +199,13 @@ class Quant:
             keys that are read as numbers are rotated back. It cannot be used with "tokens", where each channel has its
             own scale. A NaN or an infinity spreads to all numbers of its block; numbers below 2**-96 count as 0.
         seed: the number of the set of signs, 0 or more. Kernels are compiled for each seed.
+        sinks: how many first tokens always stay unquantised, K and V, in stores and `TikvCache`.
+        recent: how many newest tokens always stay so, at least, with "head_dim"; with "tokens" `residual` says it.
+            Older tokens become codes in groups of ``group``, and are trimmed in such groups.
 
     Raises:
-        OptionError: bits, group, axis or rotate is not one of these choices, or the residual does not fit.
+        OptionError: bits, group, axis or rotate is not one of these choices, or the residual, sinks or recent tokens
+            do not fit.
 
     Examples:
         >>> import tikv
@@ -172,6 +219,8 @@ class Quant:
     residual: int = 0
     rotate: str | None = None
     seed: int = 0
+    sinks: int = 0
+    recent: int = 0
 
     def __post_init__(self) -> None:
         for name, value, offered in (("bits", self.bits, BITS), ("group", self.group, GROUPS)):
@@ -184,6 +233,14 @@ class Quant:
         ):
             remedy = f"residual={self.group}, the group, or more" if self.axis == "tokens" else "0 with axis='head_dim'"
             raise OptionError(f"Quant: residual={self.residual!r} is not supported. Use {remedy}.")
+        for name, value in (("sinks", self.sinks), ("recent", self.recent)):
+            if type(value) is not int or not 0 <= value < MOST_RESIDUAL:
+                raise OptionError(f"Quant: {name}={value!r} is not supported. Use a number of tokens, 0 or more.")
+        if self.recent and self.axis == "tokens":
+            raise OptionError(
+                f"Quant: recent={self.recent} with axis='tokens' is not supported: residual={self.residual} says how "
+                "many newest tokens stay unquantised there. Leave recent out."
+            )
         if self.rotate not in (None, HADAMARD):
             raise OptionError(f"Quant: rotate={self.rotate!r} is not supported. Use None or {HADAMARD!r}.")
         if type(self.seed) is not int or not 0 <= self.seed < MOST_SEED or (self.seed and self.rotate is None):
@@ -198,7 +255,8 @@ class Quant:
     def __repr__(self) -> str:
         residual = f", residual={self.residual}" if self.residual else ""
         rotate = f", rotate={self.rotate!r}, seed={self.seed}" if self.rotate else ""
-        return f"Quant(bits={self.bits}, group={self.group}, axis={self.axis!r}{residual}{rotate})"
+        plain = "".join(f", {name}={n}" for name, n in (("sinks", self.sinks), ("recent", self.recent)) if n)
+        return f"Quant(bits={self.bits}, group={self.group}, axis={self.axis!r}{residual}{rotate}{plain})"
 
     @property
     def row(self) -> GroupFormat:
@@ -211,8 +269,13 @@ class Quant:
         """The row of the table for groups of columns.
 
         Raises:
-            OptionError: the groups lie along tokens.
+            OptionError: the groups lie along tokens, or some tokens stay unquantised.
         """
+        if self.sinks or self.recent:
+            raise OptionError(
+                f"{self}: sinks and recent tokens are supported only for the dtype of a tikv.KVCacheStore, or of a "
+                "TikvCache. Leave them out."
+            )
         if self.axis == "tokens":
             raise OptionError(
                 f"{self}: groups along tokens are supported only for keys, in tikv.KVCacheStore, PagedKVCacheStore and "
@@ -221,9 +284,15 @@ class Quant:
         return self.row
 
     @property
+    def newest(self) -> int:
+        """How many of the newest tokens always stay unquantised, at least."""
+        return self.residual if self.axis == "tokens" else self.recent
+
+    @property
     def by_tokens(self) -> GroupFormat:
-        """The format that a store of groups along tokens reports."""
-        return replace(self.row, name=f"{self.row.name}_tokens", rule="tokens")
+        """The format that a store reports in which older tokens are codes."""
+        suffix = "tokens" if self.axis == "tokens" else "older"
+        return replace(self.row, name=f"{self.row.name}_{suffix}", rule="tokens")
 
 
 def _group_format(name: str, bits: int, group: int, rule: str) -> GroupFormat:
@@ -245,6 +314,18 @@ FORMATS: dict[str, Format] = {
         *(_group_format(f"quant{bits}_{group}", bits, group, "affine") for bits in BITS for group in GROUPS),
     )
 }
+
+TILE_FORMATS = {
+    row.name: row
+    for row in (
+        TileFormat("kvarn_k4v2", 4, 2, 128),
+        TileFormat("kvarn_k4v4", 4, 4, 128),
+        TileFormat("kvarn_k4v2_g64", 4, 2, 64),
+        TileFormat("kvarn_k4v4_g64", 4, 4, 64),
+    )
+}
+
+Aging: TypeAlias = Quant | TileFormat  # formats in which older tokens are codes, and the newest are not
 
 # The rows of groups, which have the same names in kernels; then all rows by their names in kernels.
 GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, GroupFormat)}
@@ -284,6 +365,13 @@ def block_of(width: int) -> int:
         (128, 32, 16)
     """
     return width & -width
+
+
+def parse_aging(value: Any) -> Aging | None:
+    """The format that a user's argument means if only older tokens become codes; None for anything else."""
+    if isinstance(value, Quant):
+        return value if value.axis == "tokens" or value.sinks or value.recent else None
+    return value if isinstance(value, TileFormat) else TILE_FORMATS.get(value) if isinstance(value, str) else None
 
 
 def parse_format(value: Any) -> GroupFormat | None:

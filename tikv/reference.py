@@ -461,18 +461,19 @@ def hadamard_signs(width: int, seed: int = 0) -> Array:
     return np.array(signs, np.float32)
 
 
-def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.float32) -> Array:
+def hadamard(rows: Array, seed: int | None = 0, *, back: bool = False, dtype: Any = np.float32) -> Array:
     """Rows (..., D) rotated by signs and a Hadamard matrix, or rotated back, in the arithmetic of `dtype`.
 
     Blocks of n columns, the largest power of two that divides D, are multiplied by the matrix and by n ** -0.5. Numbers
-    below 2**-96 count as 0.
+    below 2**-96 count as 0. With seed None there are no signs.
 
     Examples:
         >>> hadamard(np.float32([[1.0, 0.0, 0.0, 0.0]])).tolist()
         [[0.5, 0.5, 0.5, 0.5]]
     """
     width = rows.shape[-1]
-    n, signs = width & -width, hadamard_signs(width, seed).astype(dtype)
+    n = width & -width
+    signs = np.ones(width, dtype) if seed is None else hadamard_signs(width, seed).astype(dtype)
     x = rows.astype(dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         x = np.where(abs(x) < 2.0**-96, x * 0, x)
@@ -605,6 +606,137 @@ def dequantize_groups(
         if rule == "nvfp4":
             numbers = numbers * np.float32(tensor_scale)
         return encode(numbers.astype(np.float32), dtype)
+
+
+KVARN_TURNS = 16  # how often a tile is balanced
+_LEAST_FACTOR, _MOST_FACTOR = np.float32(np.exp(-0.3)), np.float32(np.exp(10.0))
+_TINY, _TINY_DISTANCE = 2.0**-80, 2.0**-60
+
+
+def _in_turns(x: Array, sums: int) -> Array:
+    """The sum over the last axis: so many running sums, each over every n-th number; then halves are added."""
+    totals = np.zeros((*x.shape[:-1], sums), x.dtype)
+    for first in range(0, x.shape[-1], sums):
+        totals += x[..., first : first + sums]
+    while totals.shape[-1] > 1:
+        totals = np.add(*np.split(totals, 2, axis=-1))
+    return totals[..., 0]
+
+
+def _deviation(x: Array, sums: int) -> Array:
+    """The standard deviation (n - 1) over the last axis; distances from the mean below 2**-60 count as 0."""
+    n = x.dtype.type(x.shape[-1])
+    distance = x - (_in_turns(x, sums) / n)[..., None]
+    distance = np.where(abs(distance) < _TINY_DISTANCE, x.dtype.type(0), distance)
+    deviation: Array = np.sqrt(_in_turns(np.square(distance), sums) / (n - 1))
+    return deviation
+
+
+def _imbalance(tokens: Array, channels: Array) -> Array:
+    """How uneven the deviations (..., n) of tokens and of channels are: 2 if all are equal."""
+    least = tokens.dtype.type(1e-8)
+    ratios = [a.max(-1) / np.maximum(a.min(-1), least) for a in (tokens, channels)]
+    total: Array = ratios[0] + ratios[1]
+    return total
+
+
+def balance(tiles: Array) -> tuple[Array, Array]:
+    """The factors of tokens and of channels by which KVarN divides rotated tiles (..., G, D), in their arithmetic.
+
+    KVarN states it with the logarithms of these factors, to which it adds the logarithms of deviations. Here, as in the
+    kernels, factors are multiplied by deviations: products, quotients and roots have the same bits on every machine.
+    Each of 16 turns multiplies the factors of tokens by the deviations of the balanced tile's tokens, then those of
+    channels by the deviations of its channels. The factors with the least imbalance are taken, of equal ones the last.
+
+    Returns:
+        (..., G) and (..., D).
+
+    Examples:
+        >>> tokens, channels = balance(np.float32([[[1, -1] * 16, [10, -10] * 16] * 32]))
+        >>> float(tokens[0, 1] / tokens[0, 0]).__round__(4), channels.shape
+        (10.0, (1, 32))
+    """
+    one = tiles.dtype.type(1)
+    low, high = (tiles.dtype.type(edge) for edge in (1e-3, 1e3))
+    least, most = (tiles.dtype.type(edge) for edge in (_LEAST_FACTOR, _MOST_FACTOR))
+    tokens = np.full(tiles.shape[:-1], one)
+    channels = np.full((*tiles.shape[:-2], tiles.shape[-1]), one)
+
+    def deviations() -> tuple[Array, Array]:
+        balanced = tiles / tokens[..., None] / channels[..., None, :]
+        return _deviation(balanced, 32), _deviation(np.ascontiguousarray(balanced.swapaxes(-1, -2)), 4)
+
+    of_tokens, of_channels = deviations()
+    best, least_imbalance = (tokens, channels), _imbalance(of_tokens, of_channels)
+    for _ in range(KVARN_TURNS):
+        tokens = np.clip(tokens * np.clip(of_tokens, low, high), least, most)
+        channels = np.clip(channels * np.clip(deviations()[1], low, high), least, most)
+        of_tokens, of_channels = deviations()
+        imbalance = _imbalance(of_tokens, of_channels)
+        better = imbalance <= least_imbalance
+        best = np.where(better[..., None], tokens, best[0]), np.where(better[..., None], channels, best[1])
+        least_imbalance = np.where(better, imbalance, least_imbalance)
+    return best
+
+
+def quantize_tiles(rows: Array, bits: int, group: int, of: str) -> tuple[Array, Array, Array, Array]:
+    """KVarN's codes of rotated and balanced tiles of `group` tokens.
+
+    A NaN counts as 0, a number beyond float16's largest as that; numbers below 2**-80, rotated or not, count as 0.
+
+    Args:
+        rows: (..., T, D) float32, float16 or bfloat16; the group divides T.
+        bits: bits per code.
+        group: tokens per tile, G.
+        of: "keys": the codes of a channel share a scale and a bias, and each token has a factor. "values": the codes of
+            a token share them, and each channel has a factor.
+
+    Returns:
+        Codes (..., T / G, R, C * bits / 32) uint32, scales and biases (..., T / G, R) and factors (..., T / G, C)
+        float16, where R x C are D channels x G tokens for keys, and G tokens x D channels for values.
+
+    Examples:
+        >>> codes, scales, biases, factors = quantize_tiles(np.eye(64, dtype=np.float32), 4, 64, "keys")
+        >>> codes.shape, scales.shape, factors.shape
+        ((1, 64, 8), (1, 64), (1, 64))
+    """
+    edge = np.float32(np.finfo(np.float16).max)
+    x = np.where(np.isnan(rows), np.float32(0), rows.astype(np.float32))
+    x = np.clip(np.where(abs(x) < _TINY, np.float32(0), x), -edge, edge)
+    x = hadamard(x, None)
+    x = np.where(abs(x) < _TINY, np.float32(0), x)
+    x = x.reshape(*rows.shape[:-2], -1, group, rows.shape[-1])
+    of_rows, of_columns = balance(x)
+    x = x / of_rows[..., None] / of_columns[..., None, :]
+    if of == "keys":
+        x, of_rows, of_columns = np.ascontiguousarray(x.swapaxes(-1, -2)), of_columns, of_rows
+    low, last = x.min(-1), np.float32(2**bits - 1)
+    scale = np.maximum((x.max(-1) - low) / last, np.float32(1e-10))
+    codes = np.clip(np.rint((x - low[..., None]) / scale[..., None]), 0, last).astype(np.uint8)
+    bit = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+    words = np.packbits(bit.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little").view("<u4")
+    numbers = [np.clip(a, -edge, edge).astype(np.float16) for a in (scale * of_rows, low * of_rows, of_columns)]
+    return words, numbers[0], numbers[1], numbers[2]
+
+
+def dequantize_tiles(
+    words: Array, scales: Array, biases: Array, factors: Array, bits: int, of: str, dtype: Any = np.float32
+) -> Array:
+    """The rows (..., T, D) that tiles stand for, rotated back and rounded once to `dtype`.
+
+    Examples:
+        >>> tiles = quantize_tiles(np.eye(64, dtype=np.float32), 8, 64, "values")
+        >>> float(abs(dequantize_tiles(*tiles, 8, "values") - np.eye(64)).max()) < 0.01
+        True
+    """
+    bit = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    codes = (bit.reshape(*words.shape[:-1], -1, bits) << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    scales, biases, factors = (a.astype(np.float32) for a in (scales, biases, factors))
+    x = (codes.astype(np.float32) * scales[..., None] + biases[..., None]) * factors[..., None, :]
+    if of == "keys":
+        x = x.swapaxes(-1, -2)
+    x = np.ascontiguousarray(x).reshape(*x.shape[:-3], -1, x.shape[-1])
+    return encode(hadamard(x, None, back=True), dtype)
 
 
 class History:

@@ -268,7 +268,7 @@ def test_what_is_refused(arch, tmp_path):
     with pytest.raises(tikv.OptionError, match="an encoder"):
         TikvCache(transformers.T5Config(num_layers=1, num_decoder_layers=1), dtype=QUANT)
     cache = TikvCache(config(), dtype=QUANT, max_cache_len=200)
-    assert "counts which of them are quantised" in cache.why_not_compiled()
+    assert "counts which of them did" in cache.why_not_compiled()
     k, v = rows(np.random.default_rng(0), 100, torch.float32)
     for layer in range(2):
         cache.update(k, v, layer)

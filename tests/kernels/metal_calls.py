@@ -132,6 +132,10 @@ def scattered(values):
         groups = tikv.quantize(values((4, 64), F32), format)
         yield "quantize", [a for a in groups[:3] if a is not None]
         yield "dequantize", [tikv.dequantize(groups)]
+    for of in ("keys", "values"):
+        tiles = tikv.quantize(values((64, 32), F32), "kvarn_k4v2_g64", of=of)
+        yield "quantize", tiles[:4]
+        yield "dequantize", [tikv.dequantize(tiles)]
 
 
 def fused(values):

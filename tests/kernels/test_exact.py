@@ -70,6 +70,12 @@ def test_reciprocal_roots(exact, rng, least):
     assert_equal(of_each(module.make_reciprocal_root.__wrapped__(style, least), values), want, values)
 
 
+def test_roots(exact, rng):
+    module, style = exact
+    values = np.concatenate([positive(rng, LEAST_NORMAL), np.float32([0])])
+    assert_equal(of_each(module.make_root.__wrapped__(style), values), np.sqrt(values), values)
+
+
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 6.0, 80.0, 96.0, 127.0, 128.0, 160.0, 1000.0, 16777215.0])
 def test_quotients(exact, rng, divisor):
     module, style = exact

@@ -265,7 +265,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: tikv.Quant(4, 64, residual=64), tikv.OptionError, "Use 0 with axis='head_dim'"),
         (lambda s: tikv.Quant(4, 64, "rows"), tikv.OptionError, "Use 'head_dim' or 'tokens'"),
         (lambda s: tikv.KVCacheStore(**FORM, dtype=QUANT, v_dtype=QUANT), tikv.OptionError, "only keys have scales"),
-        (lambda s: tikv.KVCacheStore(**FORM, dtype=QUANT, k_scale=2.0), tikv.OptionError, "k_scale with groups"),
+        (lambda s: tikv.KVCacheStore(**FORM, dtype=QUANT, k_scale=2.0), tikv.OptionError, "k_scale with Quant"),
         (lambda s: tikv.KVCacheStore(**FORM, dtype="float16", v_dtype=QUANT), tikv.OptionError, "KVCacheStore"),
         (lambda s: tikv.KVCacheStore(**{**FORM, "head_dim": 48}, dtype=QUANT), tikv.ShapeError, "head_dim_v is 48"),
         (
@@ -332,7 +332,7 @@ def test_refused_calls(arch, call, error, match):
         (lambda facts: facts["counts"][0].__setitem__(2, 0), "80 tokens, 0 of them codes"),
         (lambda facts: facts["form"].update(head_dim=64), "is needed"),
         (lambda facts: facts["form"].update(capacity=10**15), "bytes"),
-        (lambda facts: facts["quant"].update(axis="head_dim", residual=0), "axis is 'head_dim'"),
+        (lambda facts: facts["quant"].update(axis="head_dim", residual=0), "all tokens of .* are codes"),
         (lambda facts: facts["quant"].update(bits=8), "is needed"),
     ],
 )

@@ -273,6 +273,47 @@ def make_divide_by(style, divisor):
     return divide
 
 
+@ti.func
+def whole_root(bits, exponent):
+    """(the 24 bits of the float32 nearest to a normal float's root, 1 if its exponent field is odd, about 1 / root).
+
+    The fraction counts of `bits`. The first may be 2**24; the last is the reciprocal root of 1..4.
+    """
+    odd = ti.cast(exponent & 1, ti.u32)
+    # x is `square`, of 47 or 48 bits, times an even power of 2: its root has 24. Known modulo 2**32.
+    square = ((bits & ti.u32(FRACTION)) | ti.u32(HIDDEN)) << (ti.u32(24) - odd)
+    scaled = ti.bit_cast((bits & ti.u32(FRACTION)) + (ti.u32(0x40000000) - (odd << ti.u32(23))), ti.f32)  # 1..4
+    inverse = rough_reciprocal_root(scaled)
+    root = ti.cast(scaled * inverse * ti.f32(2.0**23), ti.i32)
+    rest = ti.bit_cast(square, ti.i32) - root * root
+    more = ti.cast(rest, ti.f32) * (inverse * ti.f32(2.0**-24))  # rest / (2 * root)
+    root = root + ti.cast(more + ti.f32(ROUNDING), ti.i32) - OFFSET
+    rest = ti.bit_cast(square, ti.i32) - root * root
+    root = root + ti.select(rest > root, 1, 0)  # square > (root + 1/2)**2
+    return root, odd, inverse
+
+
+@functools.cache
+def make_root(style):
+    """root(x): the square root, rounded correctly, of 0 or a normal x."""
+
+    @ti.func
+    def root(x):
+        value = x
+        if ti.static(style == "cpu"):
+            value = ti.sqrt(x)
+        else:
+            bits = ti.bit_cast(x, ti.u32)
+            exponent = ti.cast(bits >> ti.u32(23), ti.i32)
+            whole, odd, _ = whole_root(bits, exponent)
+            field = (ti.cast(exponent + 126, ti.u32) + odd) >> ti.u32(1)
+            encoded = (field << ti.u32(23)) + (ti.bit_cast(whole, ti.u32) - ti.u32(HIDDEN))
+            value = ti.select(x > ti.f32(0.0), ti.bit_cast(encoded, ti.f32), ti.f32(0.0))
+        return value
+
+    return root
+
+
 @functools.cache
 def make_reciprocal_root(style, least):
     """reciprocal_root(x): 1 / sqrt(x), with first the root and then the quotient rounded correctly, for x >= `least`.
@@ -293,17 +334,7 @@ def make_reciprocal_root(style, least):
                 if x_bits < ti.u32(HIDDEN):  # x_bits * 2**-149
                     bits = ti.bit_cast(ti.cast(ti.cast(x_bits, ti.i32), ti.f32), ti.u32)
                     exponent = ti.cast(bits >> ti.u32(23), ti.i32) - 149
-            odd = ti.cast(exponent & 1, ti.u32)
-            # x is `square`, of 47 or 48 bits, times an even power of 2: its root has 24. Known modulo 2**32.
-            square = ((bits & ti.u32(FRACTION)) | ti.u32(HIDDEN)) << (ti.u32(24) - odd)
-            scaled = ti.bit_cast((bits & ti.u32(FRACTION)) + (ti.u32(0x40000000) - (odd << ti.u32(23))), ti.f32)  # 1..4
-            inverse = rough_reciprocal_root(scaled)
-            root = ti.cast(scaled * inverse * ti.f32(2.0**23), ti.i32)
-            rest = ti.bit_cast(square, ti.i32) - root * root
-            more = ti.cast(rest, ti.f32) * (inverse * ti.f32(2.0**-24))  # rest / (2 * root)
-            root = root + ti.cast(more + ti.f32(ROUNDING), ti.i32) - OFFSET
-            rest = ti.bit_cast(square, ti.i32) - root * root
-            root = root + ti.select(rest > root, 1, 0)  # square > (root + 1/2)**2
+            root, odd, inverse = whole_root(bits, exponent)
             guess = ti.cast(ti.cast(inverse * ti.f32(2.0**24), ti.i32), ti.u32)
             # 2**47 / root; 2**47 is 0 modulo 2**32.
             q = nearest(ti.u32(0), ti.bit_cast(root, ti.u32), guess, inverse * ti.f32(2.0**-23))

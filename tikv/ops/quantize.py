@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tikv import dtypes, runtime
 from tikv.arrays import (
     Array,
@@ -20,17 +18,17 @@ from tikv.arrays import (
     CacheArray,
     describe,
     new_array,
-    read_host,
     runtime_of,
-    to_device,
     view,
 )
 from tikv.errors import DTypeError, OptionError, ShapeError
-from tikv.formats import FORMATS, GROUP_FORMATS, Format, GroupFormat, parse_format
+from tikv.formats import FORMATS, GROUP_FORMATS, TILE_FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
 from tikv.ops.fixed_scales import fixed_numbers
 from tikv.ops.layouts import Rows, Scale
 from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantize_tiles import QuantizedTiles, dequantize_tiles, quantize_tiles
+from tikv.ops.quantized_arrays import copied_together, merged_axes, parts_of, side_by_side, target_of
 from tikv.ops.row_copy import bind_copy
 
 
@@ -57,7 +55,14 @@ class Quantized(NamedTuple):
         return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
 
 
-def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Arrays:
+def quantize(
+    x: Array,
+    format: Any = "int8",
+    *,
+    scale_dtype: Any = None,
+    tensor_scale: float | None = None,
+    of: str | None = None,
+) -> Arrays:
     """Quantise the rows of the last axis, in one launch: to int8 with a scale for each row, or to groups of codes.
 
     Formats of groups give the same bits as the libraries that they come from: `tikv.Quant` gives mlx's words, scales
@@ -71,19 +76,23 @@ def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_
             merged into at most two.
         format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0"; "mxfp8", "mxfp4" or "nvfp4". If "_hadamard", and perhaps a
             seed, is appended to a format of groups, rows are rotated first, as in `tikv.Quant`. The dtype of int8
-            scales may be given in place of "int8".
+            scales may be given in place of "int8". KVarN is "kvarn_k4v2" or "kvarn_k4v4", with "_g64" for tiles of 64
+            tokens instead of 128.
         scale_dtype: for int8 "float16", the default, or "float32"; for a `tikv.Quant` one of these or "bfloat16", by
             default the dtype of x, as in mlx. GGUF's scales are float16; formats of floats fix the dtype of theirs.
         tensor_scale: for "nvfp4", the float32 by which all numbers are divided first; None for 1. NVIDIA's choice is
             the largest magnitude / (6 * 448).
+        of: for KVarN, "keys" or "values": what x (..., T, D) holds, whose T tokens are whole tiles.
 
     Returns:
-        For int8, ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of new arrays.
+        For int8, ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; for KVarN a `QuantizedTiles`, else
+        a `Quantized`, of new arrays.
 
     Raises:
         DTypeError: x, or the scale, has the wrong dtype.
         ShapeError: x has no axis, or its rows have no elements or do not divide into whole groups.
-        OptionError: the format is unknown; or a ``tensor_scale`` is not positive, or not for "nvfp4".
+        OptionError: the format is unknown; a ``tensor_scale`` is not positive, or not for "nvfp4"; or ``of`` is missing
+            for KVarN, or given for another format.
 
     Exactness: groups have the bits of mlx 0.32 and gguf 0.19 on a CPU. For int8 ``|x - q * scale| <= scale / 2``, up to
         float32 rounding, for each finite element whose magnitude is at most 127 times the largest scale (float16:
@@ -102,12 +111,20 @@ def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_
     """
     operation = "quantize"
     live = runtime_of(x)
+    tiles = TILE_FORMATS.get(format) if isinstance(format, str) else None
+    if tiles is not None:
+        others = {"scale_dtype": scale_dtype, "tensor_scale": tensor_scale}
+        return quantize_tiles(live, operation, x, tiles, of, others)
+    if of is not None:
+        raise OptionError(f"{operation}: of={of!r} is only for {', '.join(map(repr, TILE_FORMATS))}. Leave it out.")
     row: Format | None = parse_format(format) or (FORMATS.get(format) if isinstance(format, str) else None)
     is_dtype = not isinstance(format, str) or format in [dtype.name for dtype in dtypes.STORED]
     if row is None and scale_dtype is None and is_dtype:
         row, scale_dtype = FORMATS["int8"], format
     if row is None or not row.finds_scales:
-        offered = ", ".join(repr(name) for name in ("int8", *GROUP_FORMATS) if not name.startswith("quant"))
+        offered = ", ".join(
+            repr(name) for name in ("int8", *GROUP_FORMATS, *TILE_FORMATS) if not name.startswith("quant")
+        )
         raise OptionError(f"{operation}: unknown format {format!r}. Use {offered} or a tikv.Quant.")
     if tensor_scale is not None:
         if not isinstance(row, GroupFormat) or not row.has_tensor_scale:
@@ -133,16 +150,16 @@ def quantize(x: Array, format: Any = "int8", *, scale_dtype: Any = None, tensor_
     codes = new_array((*lead, row.words(width)), row.stored, live)
     numbers = new_array((*lead, row.numbers_of(width)), scales, live)
     _run(live, operation, names, written, (rows, codes, numbers), numbers.strides[:-1], (None, row))
-    scale, *bias = (CacheArray(part, live) for part in _parts(numbers, row))
+    scale, *bias = (CacheArray(part, live) for part in parts_of(numbers, row.numbers))
     return Quantized(CacheArray(codes, live), scale, bias[0] if bias else None, row, rows.shape)
 
 
-def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | None = None) -> Array:
+def dequantize(q: Array | Quantized | QuantizedTiles, scale: Array | None = None, out: Array | None = None) -> Array:
     """The numbers that codes stand for, in one launch: int8 rows with a scale each, or what `quantize` made.
 
     Args:
-        q: (..., D) int8; or a `Quantized`, without ``scale``. A `Quantized` built from arrays that `quantize` did not
-            make is copied through the host.
+        q: (..., D) int8; or a `Quantized` or a `QuantizedTiles`, without ``scale``. A `Quantized` built from arrays
+            that `quantize` did not make is copied through the host.
         scale: (...) float16 or float32, for int8.
         out: (..., D) float32, float16 or bfloat16; None for a new float32 array.
 
@@ -151,7 +168,7 @@ def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | No
 
     Raises:
         DTypeError, ShapeError: arrays that are not as described above, or that overlap.
-        OptionError: ``scale`` is given with a `Quantized`.
+        OptionError: ``scale`` is given with a `Quantized` or a `QuantizedTiles`.
 
     Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias, product and sum are each
         rounded.
@@ -165,9 +182,11 @@ def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | No
     """
     operation = "dequantize"
     live = runtime_of(q)
-    if isinstance(q, Quantized):
+    if isinstance(q, (Quantized, QuantizedTiles)):
         if scale is not None:
-            raise OptionError(f"{operation}: a Quantized has its own scales. Leave scale out.")
+            raise OptionError(f"{operation}: a {type(q).__name__} has its own scales. Leave scale out.")
+        if isinstance(q, QuantizedTiles):
+            return dequantize_tiles(live, operation, q, out)
         return _dequantize_groups(live, operation, q, out)
     if scale is None:
         raise DTypeError(f"{operation}: q is not a Quantized, and scale is missing. Pass the scales of its int8 rows.")
@@ -181,31 +200,9 @@ def dequantize(q: Array | Quantized, scale: Array | None = None, out: Array | No
         raise ShapeError(f"{operation}: scale is {describe(scales)} where {describe(rows)} needs {rows.shape[:-1]}.")
     for name, a in (("q", rows), ("scale", scales)):
         checks.readable(a, name, operation)
-    target, out = _target(live, operation, out, rows.shape)
+    target, out = target_of(live, operation, out, rows.shape)
     _run(live, operation, ("q", "out", "scale"), (False, True, False), (rows, target, scales), scales.strides)
     return out
-
-
-def _target(live: runtime.Runtime, operation: str, out: Array, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
-    """(the view that numbers are written to, what is returned): `out`, checked, or a new float32 array."""
-    if out is None:
-        target = new_array(shape, dtypes.float32, live)
-        return target, CacheArray(target, live)
-    target = view(out, "out", operation)
-    checks.on_device([("out", target)], live, operation)
-    if target.dtype not in dtypes.QUANTIZABLE:
-        raise DTypeError(f"{operation}: out is {describe(target)}. Pass float32, float16 or bfloat16.")
-    if target.shape != shape:
-        raise ShapeError(f"{operation}: out is {describe(target)} where {shape} is needed.")
-    checks.writable(target, "out", operation)
-    return target, out
-
-
-def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
-    """The scales, or scales and biases, as views of an array that interleaves them."""
-    n = format.numbers
-    shape = (*numbers.shape[:-1], numbers.shape[-1] // n)
-    return [numbers.restrided(shape, (*numbers.strides[:-1], n), i) for i in range(n)]
 
 
 def codes_and_numbers(
@@ -230,7 +227,7 @@ def codes_and_numbers(
     joint = live.plans.get(key)
     if joint is None:
         _check_codes(live, operation, quantized, codes, parts, of)
-        numbers = _side_by_side(parts)
+        numbers = side_by_side(parts)
         if written:
             if numbers is None:
                 raise ShapeError(
@@ -241,7 +238,7 @@ def codes_and_numbers(
             checks.writable(codes, f"{of}codes", operation)
             checks.writable(numbers, f"{of}scales", operation)
         joint = live.plans.keep(key, () if numbers is None else (numbers.shape, numbers.strides))
-    return codes, scales.restrided(*joint) if joint else _copied_together(parts, live)
+    return codes, scales.restrided(*joint) if joint else copied_together(parts, live)
 
 
 def _check_codes(
@@ -338,29 +335,10 @@ def require_slots_first(operation: str, layout: str) -> None:
 def _dequantize_groups(live: runtime.Runtime, operation: str, quantized: Quantized, out: Array) -> Any:
     """`dequantize` for codes of groups."""
     codes, numbers = codes_and_numbers(live, operation, quantized)
-    target, out = _target(live, operation, out, tuple(quantized.shape))
+    target, out = target_of(live, operation, out, tuple(quantized.shape))
     names, written = ("codes", "out", "scales"), (False, True, False)
     _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (quantized.format, None))
     return out
-
-
-def _side_by_side(parts: list[ArrayView]) -> ArrayView | None:
-    """Scales and biases as one interleaved array, if they lie so in memory, as `quantize` makes them; else None."""
-    first, n = parts[0], len(parts)
-    if all(a.strides[-1] == n or first.shape[-1] == 1 for a in parts) and all(
-        a.strides[:-1] == first.strides[:-1]
-        and a.handle is first.handle
-        and a.ptr + a.offset == first.ptr + first.offset + i * a.dtype.itemsize
-        for i, a in enumerate(parts)
-    ):
-        return first.restrided((*first.shape[:-1], first.shape[-1] * n), (*first.strides[:-1], 1))
-    return None
-
-
-def _copied_together(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
-    """A copy of scales and biases in which those of a group lie side by side."""
-    host = np.stack([read_host(a, live) for a in parts], axis=-1)
-    return to_device(np.ascontiguousarray(host.reshape(*parts[0].shape[:-1], -1)), live)
 
 
 def _run(
@@ -404,25 +382,3 @@ def _run(
         return [bound]
 
     Plan(live, operation, names, written, bind).run(arrays)
-
-
-def merged_axes(
-    shape: Sequence[int], strides: Sequence[Sequence[int]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Join neighbouring axes that one loop can follow in every array, and drop those of extent one.
-
-    Examples:
-        >>> merged_axes((2, 3, 4), [(12, 4, 1), (24, 8, 2)])
-        ((24,), [(1,), (2,)])
-        >>> merged_axes((2, 1, 4), [(12, 4, 1)])
-        ((2, 4), [(12, 1)])
-    """
-    axes: list[tuple[int, tuple[int, ...]]] = []
-    for extent, *steps in zip(shape, *strides, strict=True):
-        if extent == 1:
-            continue
-        if axes and all(last == step * extent for last, step in zip(axes[-1][1], steps, strict=True)):
-            axes[-1] = (axes[-1][0] * extent, tuple(steps))
-        else:
-            axes.append((extent, tuple(steps)))
-    return tuple(extent for extent, _ in axes), [tuple(s[i] for _, s in axes) for i in range(len(strides))]

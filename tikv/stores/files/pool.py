@@ -18,7 +18,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.errors import DTypeError, ShapeError
-from tikv.formats import Quant
+from tikv.formats import Aging, Quant, parse_aging
 from tikv.ops import checks
 from tikv.ops.layouts import POOL_LAYOUTS
 from tikv.stores import files
@@ -109,9 +109,9 @@ class SavedSequences:
             sum(a.itemsize * math.prod(a.shape[1:]) for name, a in self.tensors.items() if name.startswith(start))
             for start in ("layers.", "new.")
         )
-        quant, new = form["dtype"], 0
-        if isinstance(quant, Quant):
-            new = len(self.meta["sequences"]) * (quant.residual + 2 * quant.group)
+        quant, new = parse_aging(form["dtype"]), 0
+        if quant is not None:
+            new = len(self.meta["sequences"]) * (quant.newest + 2 * quant.group)
         files.require_memory(self.path, form["num_blocks"] * block + new * row, self.operation)
         return form
 
@@ -234,7 +234,7 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
         blocks = _blocks(sequence, number, layers, size, count)
         standing += _positions_of(sequence, number, layers)
         if groups is not None:
-            new = [n + more for n, more in zip(new, _new_of(sequence, number, layers, form["dtype"]), strict=True)]
+            new = [n + more for n, more in zip(new, _new_of(sequence, number, layers, groups.quant), strict=True)]
         if alone & blocks or (sequence["swapped"] and used & blocks):
             raise ValueError(f"sequence {number} shares a block with a sequence that is swapped out")
         (alone if sequence["swapped"] else used).update(blocks)
@@ -262,7 +262,7 @@ def _form_of(meta: dict[str, Any]) -> dict[str, Any]:
 
 def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
     """How a pool with groups along tokens keeps rows; None for the form of another pool; or an error."""
-    if not isinstance(form["dtype"], Quant):
+    if not isinstance(form["dtype"], Quant) and parse_aging(form["dtype"]) is None:
         return None
     arguments = {name: x for name, x in form.items() if name != "num_layers"}
     try:
@@ -274,12 +274,12 @@ def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
     return config.groups
 
 
-def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Quant) -> list[int]:
+def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Aging) -> list[int]:
     """How many of a sequence's tokens are not codes, for each layer; raises as `_check`."""
     counts = []
     coded = files.integers(sequence["coded"], "coded", "tokens that are codes", layers)
     for layer, (length, codes) in enumerate(zip(sequence["lengths"], coded, strict=True)):
-        if codes % quant.group or not 0 <= length - codes <= quant.residual + quant.group:
+        if codes % quant.group or not 0 <= length - codes <= quant.newest + quant.group:
             raise ValueError(f"sequence {number} has {length} tokens in layer {layer}, {codes} of them codes")
         counts.append(length - codes)
     return counts

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from tikv import runtime
-from tikv.formats import Quant
+from tikv.formats import Aging, Quant, parse_aging
 from tikv.stores import files
 from tikv.stores.files import histories
 from tikv.stores.files.tensor_file import Entry
@@ -50,14 +50,14 @@ def write(
     arguments |= {"head_dim": said.k.width, "head_dim_v": said.v.width, "scale_dtype": said.scale_dtype.name}
     if config.rows.get("v_dtype") is not None:
         arguments["v_dtype"] = str(said.v.dtype)
-    if any(config.windows):
+    if any(config.windows) or config.sinks:
         arguments |= {"window": list(config.windows), "sinks": config.sinks}
     tensors = {
         f"layers.{i}.{name}": a
         for i, layer in enumerate(layers)
         for name, a in zip(form.names_of_arrays, layer.arrays, strict=True)
     }
-    meta: dict[str, Any] = {"form": arguments, "quant": asdict(form.quant)}
+    meta: dict[str, Any] = {"form": arguments, "quant": written_quant(form.quant)}
     meta["counts"] = [[layer.counts.length, layer.oldest, layer.coded] for layer in layers]
     meta["oldest"] = [layer.counts.valid_from for layer in layers]
     history_meta, history_tensors = histories.written([layer.counts for layer in layers])
@@ -82,12 +82,23 @@ def read(
     ]
 
 
+def written_quant(quant: Aging) -> Any:
+    """A format in JSON's types."""
+    return asdict(quant) if isinstance(quant, Quant) else quant.name
+
+
+def quant_of(written: Any) -> Aging:
+    """The reverse of `written_quant`; ValueError or TypeError if it is not what that returns."""
+    quant = parse_aging(Quant(**written) if type(written) is dict else written)
+    if quant is None:
+        raise ValueError(f"all tokens of {written!r} are codes")
+    return quant
+
+
 def _form_of(
     meta: dict[str, Any], live: runtime.Runtime, placed: Mapping[str, Any] = NOT_PLACED
 ) -> tuple[StoreConfig, TokenGroupForm]:
-    quant = Quant(**meta["quant"])
-    if quant.axis != "tokens":
-        raise ValueError(f"axis is {quant.axis!r}")
+    quant = quant_of(meta["quant"])
     form = meta["form"]
     for name in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v", "batch_size", "capacity"):
         files.integer(form[name], name, low=1)
@@ -97,25 +108,26 @@ def _form_of(
 
 def _slots(config: StoreConfig, form: TokenGroupForm) -> int:
     """How many slots a layer has for its newest tokens."""
-    return config.sinks + form.quant.residual + form.quant.group
+    return form.sinks(OPERATION, config.sinks, any(config.windows)) + form.slots
 
 
 def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> list[SavedLayer]:
     """The counts of a file's layers, without arrays; ValueError if they are impossible."""
     group, slots, layers = form.quant.group, _slots(config, form), []
+    sinks = slots - form.slots
     counted = files.listed(meta["counts"], "counts", config.num_layers)
     since = files.integers(meta.get("oldest", [0] * config.num_layers), "oldest", "a position", config.num_layers)
     for layer, numbers, valid_from in zip(config.counts(), counted, since, strict=True):
         length, oldest, coded = files.integers(numbers, "counts of a layer", "a count", 3)
         layer.length, layer.valid_from = length, valid_from
-        behind = layer.sinks + coded if coded else 0
+        behind = sinks + coded if coded else 0
         if (
             coded % group
-            or not oldest <= max(behind, config.sinks)
+            or not oldest <= max(behind, sinks)
             or max(oldest, behind) > length
             or (not layer.ring and length > config.capacity)
             or length - behind > slots
-            or oldest < length - (slots - config.sinks)
+            or oldest < length - form.slots
             or not valid_from <= length
             or valid_from < length - layer.slots
         ):

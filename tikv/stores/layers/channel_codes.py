@@ -15,14 +15,14 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, Host, Memory, memory_of_host, read_host, to_device, write_host
 from tikv.errors import CapacityError
-from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
+from tikv.stores.layers.coded import Coded, coded
+from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
 from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, rows_of
-from tikv.stores.layers.token_group_form import CodeForm
+from tikv.stores.layers.token_group_form import OlderForm
 from tikv.stores.limits import BLOCK_BYTES
 
 
@@ -49,16 +49,17 @@ class ChannelCodes:
     def __init__(
         self,
         live: runtime.Runtime,
-        form: CodeForm,
+        form: OlderForm,
         batch: int,
         room: int,
         rings: bool,
         scratch: ScoreMemory,
         on_host: bool = False,
     ) -> None:
-        self.runtime, self.form, self.group, self.rings = live, form, form.keys.group, rings
+        self.runtime, self.form, self.group, self.rings = live, form, form.group, rings
         self.tokens, self.dropped, self.scratch, self.on_host = 0, 0, scratch, on_host
         self.arrays: list[ArrayView] = []
+        self._coded: Coded
         self.hold(self.like(batch, room))
 
     @property
@@ -77,9 +78,9 @@ class ChannelCodes:
         return min(self.tokens - self.dropped, self.room)
 
     def encode(self, operation: str, layer: Layer) -> None:
-        """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
+        """Quantise the next group of tokens, whose rows the layer's ring has."""
         self._coded.encode(
-            self.runtime, operation, (rows_of(layer.k), rows_of(layer.v)), self._transposed,
+            self.runtime, operation, (rows_of(layer.k), rows_of(layer.v)), self._memory_to_encode,
             (self.tokens - self.dropped) % self.room, placement=layer.placement(layer.sinks + self.tokens),
         )  # fmt: skip
         self.tokens += self.group
@@ -107,8 +108,7 @@ class ChannelCodes:
         All queries see all of these codes. With a `window`, each sees the newest ones within a number of tokens up to
         its own; it also says how many tokens after the last code the last query is.
         """
-        groups, values, tokens = self._attended(oldest, window)
-        return self._coded.attend(operation, q, scores, groups, values, self.scratch, tokens)
+        return self._coded.attend(operation, q, scores, self._attended(oldest, window), self.scratch)
 
     def weigh(
         self,
@@ -120,16 +120,13 @@ class ChannelCodes:
         window: tuple[int, int] | None = None,
     ) -> None:
         """Weigh the codes from token `oldest` on, as `CodedArrays.weigh`; the rest is as in `attend`."""
-        groups, values, tokens = self._attended(oldest, window)
-        self._coded.weigh(operation, q, weighing, scores, groups, values, self.scratch, tokens)
+        self._coded.weigh(operation, q, weighing, scores, self._attended(oldest, window), self.scratch)
 
-    def _attended(self, oldest: int, window: tuple[int, int] | None) -> tuple[int, ScoredValues, AttendedTokens]:
-        """How many groups there are, the places of V's codes, and the tokens from `oldest` on."""
+    def _attended(self, oldest: int, window: tuple[int, int] | None) -> CodeSlots:
+        """The codes from token `oldest` on."""
         span, ahead = window or (None, 0)
-        ring = self.room if self.rings else 0
-        values = ScoredValues(self._coded.values(), self.form.values.width, self.room, ring, span)
         tokens = AttendedTokens(self.tokens - self.dropped, oldest - self.dropped, ahead)
-        return self.slots // self.group, values, tokens
+        return CodeSlots(self.slots // self.group, self.room, self.room if self.rings else 0, span, tokens)
 
     def selected(self, sequences: np.ndarray[Any, Any], memory: LayerMemory) -> list[ArrayView]:
         """Copies of what some sequences hold, in new memory that `hold` then takes."""
@@ -184,10 +181,11 @@ class ChannelCodes:
     def hold(self, arrays: list[ArrayView]) -> None:
         """Use these arrays, which `like` made, as the memory."""
         before = self.arrays[0].shape[0] if self.arrays else 0
-        self.arrays, self._coded = arrays, CodedArrays(self.form, *arrays)
-        self.batch, self.room = arrays[0].shape[0], arrays[0].shape[2] * self.group
+        self.arrays, self._coded = arrays, coded(self.form, arrays)
+        _, _, of_entry = next(iter(self.form.arrays().values()))
+        self.batch, self.room = arrays[0].shape[0], arrays[0].shape[2] * of_entry
         if self.batch != before:
-            self._transposed = self._coded.turned(self.batch, 1, self.form.rows, self.runtime)
+            self._memory_to_encode: Any = self._coded.turned(self.batch, 1, self.form.rows, self.runtime)
 
     @property
     def filled(self) -> list[tuple[ArrayView, int]]:

@@ -5,7 +5,7 @@ A group is quantised once, while its rows are still stored, and never written ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
@@ -44,6 +44,31 @@ class ScoreMemory:
         """Memory for a result of attention of this shape and its log-sum-exps, to be merged with another."""
         out, lse = self.array(purpose, shape), self.array(f"sums {purpose}", shape[:-1])
         return Results(out, True, lse, is_partial=True, is_new=True)
+
+
+class CodeSlots(NamedTuple):
+    """Which codes are attended over, and where their slots are.
+
+    Attributes:
+        groups: the most groups that a sequence has.
+        room: slots of a sequence, or as many as a table can name.
+        ring: slots of the ring; 0 without a ring.
+        span: tokens that a query sees, itself included, if queries come after the keys; None: each query sees all keys.
+        tokens: the tokens that are attended over.
+        page, blocks: slots per block and number of blocks, if codes lie in pages; else 0.
+        paged: for a pool, the block tables, "table", and how many tokens of each sequence are codes, "lens".
+        known: for a pool, the blocks of each sequence, and how many of its tokens are codes.
+    """
+
+    groups: int
+    room: int
+    ring: int = 0
+    span: int | None = None
+    tokens: AttendedTokens = ALL
+    page: int = 0
+    blocks: int = 0
+    paged: Mapping[str, ArrayView] = NO_VIEWS
+    known: Sequence[tuple[Sequence[int], int]] = ()
 
 
 class Weighing(NamedTuple):
@@ -147,15 +172,7 @@ class CodedArrays(NamedTuple):
         copy_rows(live, operation, [values], [to[1]], [form.values.width], shape)
 
     def attend(
-        self,
-        operation: str,
-        q: ArrayView,
-        scores: AttentionScale,
-        groups: int,
-        values: ScoredValues,
-        scratch: ScoreMemory,
-        tokens: AttendedTokens = ALL,
-        paged: Mapping[str, ArrayView] = NO_VIEWS,
+        self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps.
 
@@ -163,20 +180,18 @@ class CodedArrays(NamedTuple):
 
         Args:
             operation, q, scores: those of the call.
-            groups: the most groups that a sequence has.
-            values: the places of V's codes.
+            slots: which codes, and where they are.
             scratch: memory for the scores and the results.
-            tokens: the tokens that are attended over.
-            paged: for a pool, the block tables, "table", and how many tokens of each sequence are codes, "lens".
         """
-        keys, arrays = self._read(q, paged)
+        keys, arrays = self._read(q, slots)
         in_place = {**arrays, "k_scale": self.k_numbers}
+        values = self._values_at(slots)
         plan = channel_plan(scratch.runtime, operation, in_place, keys, values, scores)
         if plan is not None:
             arrays = in_place
         else:
-            plan = self._scored(operation, arrays, keys, scores, groups, values, scratch)
-        return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
+            plan = self._scored(operation, arrays, keys, scores, slots.groups, values, scratch)
+        return plan.attend(None, arrays, slots.tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
 
     def weigh(
         self,
@@ -184,23 +199,26 @@ class CodedArrays(NamedTuple):
         q: ArrayView,
         weighing: Weighing,
         scores: AttentionScale,
-        groups: int,
-        values: ScoredValues,
+        slots: CodeSlots,
         scratch: ScoreMemory,
-        tokens: AttendedTokens = ALL,
-        paged: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """Weigh the codes, in two launches; see `AttentionPlan.weigh`. The others are as in `attend`."""
-        keys, arrays = self._read(q, paged)
-        plan = self._scored(operation, arrays, keys, scores, groups, values, scratch)
-        plan.weigh(arrays, weighing.lse, weighing.to, tokens, weighing.kind)
+        keys, arrays = self._read(q, slots)
+        plan = self._scored(operation, arrays, keys, scores, slots.groups, self._values_at(slots), scratch)
+        plan.weigh(arrays, weighing.lse, weighing.to, slots.tokens, weighing.kind)
 
-    def _read(self, q: ArrayView, paged: Mapping[str, ArrayView]) -> tuple[ChannelKeys, dict[str, ArrayView]]:
+    def _values_at(self, slots: CodeSlots) -> ScoredValues:
+        """Where V's codes are."""
+        rows = self.values_of_blocks if slots.page else self.values()
+        width = self.form.values.width
+        return ScoredValues(rows, width, slots.room, slots.ring, slots.span, slots.page, slots.blocks)
+
+    def _read(self, q: ArrayView, slots: CodeSlots) -> tuple[ChannelKeys, dict[str, ArrayView]]:
         """K's codes and their places, and the arrays of a call."""
-        arrays = {"q": q, "k": self.k, "v": self.v, **paged}
+        arrays = {"q": q, "k": self.k, "v": self.v, **slots.paged}
         if self.v_numbers is not None:
             arrays["v_scale"] = self.v_numbers
-        return ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table")), arrays
+        return ChannelKeys(self.k, self.k_numbers, self.form.keys, slots.paged.get("table")), arrays
 
     def _scored(
         self, operation: str, arrays: dict[str, ArrayView], keys: ChannelKeys, scores: AttentionScale, groups: int,

@@ -16,7 +16,7 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray, Views, view, view_without_owner
 from tikv.errors import CapacityError, OptionError, ShapeError
-from tikv.formats import Quant
+from tikv.formats import parse_aging
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
@@ -84,8 +84,8 @@ class ContiguousLayers(LayerStorage):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """Every dtype except groups along tokens."""
-        return not (isinstance(dtype, Quant) and dtype.axis == "tokens")
+        """Every dtype but those in which only older tokens are codes."""
+        return parse_aging(dtype) is None
 
     def layer(self, operation: str, layer: int) -> Layer:
         return self.counts[layer]

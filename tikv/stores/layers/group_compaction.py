@@ -76,7 +76,7 @@ class GroupChoice(NamedTuple):
 def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, keep: Any) -> GroupChoice:
     """Check what a caller keeps of a layer, as `KVCacheStore.compact` says."""
     ring, group = newest.counts[counts.index], codes.group
-    sinks, start = min(counts.length, counts.sinks), max(counts.valid_from, ring.sinks)
+    sinks, start = min(counts.length, ring.sinks), max(counts.valid_from, ring.sinks)
     coded_end = max(start, ring.sinks + codes.tokens) if codes.tokens else start
     gone = (start - ring.sinks) % group if coded_end > start else 0
     index = kept_of(operation, newest.memory, counts.held_rows(), keep)
@@ -102,7 +102,7 @@ def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: Chann
     elif gone:
         index = np.where(index < sinks, index, index + gone)
     whole = copy.copy(counts)  # as if it still held all tokens of its oldest group
-    whole.ring, whole.valid_from = 0, start - gone
+    whole.ring, whole.sinks, whole.valid_from = 0, ring.sinks, start - gone
     held = whole.held_rows()
     fixed = ring.sinks + number * group if number else 0
     positions = held.slots[0, 0][index[..., fixed:]]

@@ -1,4 +1,4 @@
-"""`GrowingGroups`: one layer with groups along tokens, with room that changes, for `TikvCache`.
+"""`GrowingGroups`: one layer whose older tokens become codes in groups, with room that changes, for `TikvCache`.
 
 It is to groups what `GrowingLayer` is to rows. When a window moves on, the oldest groups are dropped as a whole, so a
 few more tokens may be held than were asked for.
@@ -12,7 +12,7 @@ import numpy as np
 
 from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device
 from tikv.dtypes import DType
-from tikv.formats import Quant
+from tikv.formats import Aging
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
@@ -29,9 +29,10 @@ class GrowingGroups(Growing[TokenGroupLayers]):
     """Keys by channel and values of one layer without a window, in `TokenGroupLayers`; see the module.
 
     Args:
-        quant: the format of the keys, along tokens.
+        quant: the format, in which older tokens are codes.
         row_dtype: the dtype of the newest keys, and of the newest values if these become codes.
         capacity: as in `KVCacheStore`.
+        sinks: how many first tokens are never codes; nothing is dropped before them.
         **form: num_kv_heads, head_dim, head_dim_v, batch_size, v_dtype, as in `KVCacheStore`.
 
     Attributes:
@@ -45,10 +46,11 @@ class GrowingGroups(Growing[TokenGroupLayers]):
     instead = "Use copy.deepcopy()."
     plain = False  # as in `GrowingLayer`
 
-    def __init__(self, *, quant: Quant, row_dtype: Any, capacity: int, **form: Any) -> None:
+    def __init__(self, *, quant: Aging, row_dtype: Any, capacity: int, sinks: int = 0, **form: Any) -> None:
         config = StoreConfig.checked("GrowingGroups", num_layers=1, capacity=capacity, dtype=quant, **form)
         self.row_dtype, self.capacity = row_dtype, capacity
-        super().__init__(TokenGroupLayers(runtime_of(), config, row_dtype))
+        super().__init__(TokenGroupLayers(runtime_of(), config, row_dtype, sinks))
+        self.sinks = sinks
         self._before = 0  # tokens before the first that was ever appended here
 
     @property
@@ -170,7 +172,10 @@ class GrowingGroups(Growing[TokenGroupLayers]):
         ring, lead = layers.newest.counts[0], (self.batch_size, layers.config.num_kv_heads)
         count = ring.length - codes.tokens
         rows = [new_array((*lead, count, row.width), row.stored, live) for row in layers.form.newest_rows]
-        layers.memory.gather(operation, ring, rows, tokens=count, position=codes.tokens, at=0)
+        fixed = min(ring.length, self.sinks)
+        layers.memory.gather(operation, ring, rows, tokens=fixed, position=0, at=0)
+        behind = self.sinks + codes.tokens
+        layers.memory.gather(operation, ring, rows, tokens=count - fixed, position=behind, at=fixed)
         copies = [*(read_host(a, live) for a in rows), *codes.copy_to_host()]
         return dict(zip(layers.form.names_of_arrays, copies, strict=True))
 
@@ -182,7 +187,10 @@ class GrowingGroups(Growing[TokenGroupLayers]):
             codes.hold(codes.like(self.batch_size, coded))
         codes.take_over(coded, named[2:])
         rows = [to_device(np.ascontiguousarray(a), self.runtime) for a in named[:2]] if length > coded else []
-        put_newest("TikvCache.load", layers.newest, 0, coded, rows)
+        fixed = min(length, self.sinks)
+        for first, end, before in ((0, fixed, 0), (fixed, length - coded, fixed + coded)):
+            part = [a.part(2, first, end) for a in rows] if end > first else []
+            put_newest("TikvCache.load", layers.newest, 0, before, part)
         layers.memory.recount(counts, length, None)
         counts.slots = max(counts.slots, length)
         codes.dropped, self._before, self.whole_from = 0, origin, whole_from
@@ -193,7 +201,7 @@ class GrowingGroups(Growing[TokenGroupLayers]):
         config, (width, width_v) = layers.config, self.rows.widths
         copied = GrowingGroups(
             quant=layers.quant, row_dtype=self.row_dtype, num_kv_heads=config.num_kv_heads, head_dim=width,
-            head_dim_v=width_v, capacity=counts.slots - codes.dropped, batch_size=self.batch_size,
+            head_dim_v=width_v, capacity=counts.slots - codes.dropped, sinks=self.sinks, batch_size=self.batch_size,
             v_dtype=config.rows.get("v_dtype"),
         )  # fmt: skip
         to, copies = copied._layer, copied._codes

@@ -16,6 +16,7 @@ import numpy as np
 
 from tikv.arrays import ArrayView, CacheArray, Views
 from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.formats import TileFormat, parse_aging
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
@@ -76,7 +77,7 @@ class StoreConfig(NamedTuple):
                 f"{operation}: window has {len(entries)} entries for num_layers={layers}. Pass one per layer."
             )
         windows = tuple(checks.window_of(w, capacity, operation) for w in entries)
-        if sinks and all(w is None for w in windows):
+        if sinks and all(w is None for w in windows) and not isinstance(parse_aging(rows.get("dtype")), TileFormat):
             raise OptionError(f"{operation}: sinks={sinks} needs a window, which no layer has. Give one, or sinks=0.")
         for w in windows:
             if w is not None and sinks >= w:

@@ -9,9 +9,10 @@ the window. Attention reads both parts in place and merges them by their log-sum
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray, Host, Views, new_array, view, view_all
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
-from tikv.formats import Quant
+from tikv.formats import parse_aging
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
@@ -51,7 +52,7 @@ from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
-from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
+from tikv.stores.layers.token_group_form import TokenGroupForm, room_of, token_bytes
 from tikv.stores.layers.unkept import unkept_call
 from tikv.stores.limits import require_memory
 
@@ -79,15 +80,20 @@ class TokenGroupLayers(LayerStorage):
     remedy = "Use axis='head_dim'."
     file_kind = token_group_files.KIND
 
-    def __init__(self, live: runtime.Runtime, config: StoreConfig, row_dtype: Any = None) -> None:
+    def __init__(
+        self, live: runtime.Runtime, config: StoreConfig, row_dtype: Any = None, sinks: int | None = None
+    ) -> None:
+        """Memory for a store; `sinks` first tokens are never codes, or None for what the configuration says."""
         rows = dict(config.rows)
         form = self.form = TokenGroupForm.checked("KVCacheStore", live, config.num_kv_heads, rows, row_dtype)
         quant = form.quant
-        slots = config.sinks + quant.residual + quant.group
-        ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, rows=form.newest)
+        if sinks is None:
+            sinks = form.sinks("KVCacheStore", config.sinks, any(config.windows))
+        slots = sinks + form.slots
+        ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, sinks=sinks, rows=form.newest)
         self.counts, on_host = config.counts(), config.place == "host"
         rooms = [room_of(layer, quant) for layer in self.counts]
-        of_codes = math.ceil(sum(rooms) * config.batch_size * config.num_kv_heads * form.codes.token_bytes)
+        of_codes = math.ceil(sum(rooms) * config.batch_size * config.num_kv_heads * token_bytes(form.codes))
         remedy = "Use a smaller capacity or batch, a window, or fewer bits."
         require_memory(of_codes, live, "KVCacheStore", remedy, on_host)
         self.newest = ContiguousLayers(live, ring)
@@ -102,8 +108,8 @@ class TokenGroupLayers(LayerStorage):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """Groups along tokens."""
-        return isinstance(dtype, Quant) and dtype.axis == "tokens"
+        """Formats in which older tokens are codes."""
+        return parse_aging(dtype) is not None
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +117,9 @@ class TokenGroupLayers(LayerStorage):
         return self.memory.nbytes + sum(codes.nbytes for codes in self.codes)
 
     def described(self, config: StoreConfig) -> str:
-        prefix = f"{super().described(config)}, " if any(config.windows) else f"{self.rows.name}, "
-        return f"{prefix}{self.quant.residual} or more {self.form.codes.rows.name}"
+        prefix = f"{super().described(config)}, " if any(config.windows) or config.sinks else f"{self.rows.name}, "
+        newest = "open tile" if self.form.closes_early else f"{self.quant.newest} or more"
+        return f"{prefix}{newest} {self.form.codes.rows.name}"
 
     def quantised(self, operation: str, layer: int) -> int:
         return self.codes[layer].tokens
@@ -123,8 +130,7 @@ class TokenGroupLayers(LayerStorage):
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append`: one launch for tokens that fit, and three for each group that becomes codes."""
         arrays, axes = self._checked(operation, layer, rows, layout)
-        for part in self._parts(operation, layer, arrays, axes[0]):
-            self._append(operation, layer, part, layout)
+        self._append_parts(operation, layer, arrays, axes[0], layout)
 
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
@@ -134,8 +140,7 @@ class TokenGroupLayers(LayerStorage):
             counts.require_room(operation, stacked[0].shape[1 + axes[0]])
         for i in range(len(self.counts)):
             arrays = [a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in stacked]
-            for part in self._parts(operation, i, arrays, axes[0]):
-                self._append(operation, i, part, layout)
+            self._append_parts(operation, i, arrays, axes[0], layout)
 
     def append_at(self, operation: str, layer: int | None, arrays: Views, layout: str) -> None:
         """Raise OptionError."""
@@ -152,6 +157,21 @@ class TokenGroupLayers(LayerStorage):
         arrays, axes = self.newest.appends.checked(operation, [self.newest.counts[layer]], rows, layout, False)
         self.counts[layer].require_room(operation, arrays[0].shape[1 + axes[0]])
         return [a.restrided(a.shape[1:], a.strides[1:]) for a in arrays], axes
+
+    def _append_parts(
+        self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int, layout: str
+    ) -> None:
+        """Append new rows of one layer, after groups that earlier calls filled became codes."""
+        if rows[0].shape[token_axis]:
+            self._close(operation, layer)
+        for part in self._parts(operation, layer, rows, token_axis):
+            self._append(operation, layer, part, layout)
+
+    def _close(self, operation: str, layer: int) -> None:
+        """Let the groups that earlier calls filled become codes, if the form says so."""
+        ring, codes = self.newest.counts[layer], self.codes[layer]
+        while self.form.closes_early and ring.length - ring.sinks - codes.tokens >= codes.group:
+            codes.encode(operation, ring)
 
     def _parts(self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int) -> Iterator[_Part]:
         """New rows in parts that fit the ring; if it is full, its oldest group becomes codes first."""
@@ -330,10 +350,12 @@ class TokenGroupLayers(LayerStorage):
         live, (q, k, v) = self.runtime, arrays
         self._refuse_options(operation, request)
         if not request.keep:
-            return self._extend_unkept(operation, layer, arrays, request)
+            return self._unkept(operation, layer, arrays, request)()
         if request.block is not None:
             remedy = "Append the tokens, and attend with block=."
             request.refuse(operation, ("block",), f"{self.title} does not support", remedy)
+        if self.form.closes_early:
+            return self._extend_tiles(operation, layer, arrays, request)
         scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
@@ -363,8 +385,20 @@ class TokenGroupLayers(LayerStorage):
                     self._weigh(operation, layer, last, their_lse, weights, mass.kind, scores, held_from)
             return results_of(out, lse if request.return_lse else None, to_mass)
 
-    def _extend_unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """`extend` with ``keep=False``."""
+    @uninterrupted
+    def _extend_tiles(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """`extend` of tiles: queries see the new tokens unquantised; then these are appended."""
+        self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
+        rows, axes = self._checked(operation, layer, view_all(arrays[1:], ROWS, operation), request.layout)
+        attend = self._unkept(operation, layer, arrays, request)
+        if rows[0].shape[axes[0]]:
+            self._close(operation, layer)
+        results = attend()
+        self._append_parts(operation, layer, rows, axes[0], request.layout)
+        return results
+
+    def _unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Callable[[], Any]:
+        """Check `extend` with ``keep=False``; returns what computes its results."""
         scores, counts, ring = request.scores, self.counts[layer], self.newest.counts[layer]
 
         def check(q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
@@ -384,12 +418,14 @@ class TokenGroupLayers(LayerStorage):
             operation, self.newest.appends, ring, arrays, request, counts.held_after(0), check, counts.ring
         )
         new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
-        return run(over_held, weigh)
+        return functools.partial(run, over_held, weigh)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""
-        codes, coded = self.codes[layer], self.codes[layer].tokens
-        return attempt(operation, [self.counts[layer], self.newest.counts[layer]], lambda: codes.tokens != coded)
+        codes, ring = self.codes[layer], self.newest.counts[layer]
+        # Groups that earlier calls filled may become codes in a call that is undone.
+        most = max(codes.tokens, ring.length - ring.sinks) if self.form.closes_early else codes.tokens
+        return attempt(operation, [self.counts[layer], ring], lambda: codes.tokens > most)
 
     # --- dropping and moving tokens
 
@@ -454,15 +490,12 @@ class TokenGroupLayers(LayerStorage):
         super().refuse_align(operation, length)
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
             remaining = _remaining(counts, length)
-            before, now = (self._coded_at(n - ring.sinks, ring.ring) for n in (remaining, counts.length))
-            older = remaining - ring.sinks < codes.tokens or before < codes.tokens == now
+            before, now = (self.form.closed_at(n - ring.sinks) for n in (remaining, counts.length))
+            older = remaining - ring.sinks < codes.tokens
+            older = older or (before < codes.tokens == now and not self.form.closes_early)
             if ring.sinks < remaining < counts.length and older:
                 why = "older tokens became codes when its newest were appended"
                 raise cannot_align(operation, counts.index, counts.end, length, why)
-
-    def _coded_at(self, tokens: int, slots: int) -> int:
-        """How many of so many tokens after the sinks are codes, if no call dropped any."""
-        return max(0, -(-(tokens - slots) // self.quant.group)) * self.quant.group
 
     def reset(self) -> None:
         self.newest.reset()

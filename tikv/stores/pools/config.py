@@ -11,7 +11,7 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
-from tikv.formats import Quant
+from tikv.formats import Quant, parse_aging
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
 from tikv.stores.layers.token_group_form import TokenGroupForm
@@ -56,7 +56,13 @@ class PoolConfig:
     ) -> PoolConfig:
         """The configuration that the arguments ask for, or an error; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
-        if isinstance(rows.get("dtype"), Quant) and rows["dtype"].axis == "tokens":
+        quant = parse_aging(rows.get("dtype"))
+        if isinstance(quant, Quant) and (quant.sinks or quant.recent):
+            raise OptionError(
+                f"{operation}: {quant} is not supported: pools keep no sinks, and all tokens of a block are codes but "
+                "with axis='tokens'. Use a KVCacheStore, or leave sinks and recent out."
+            )
+        if quant is not None:
             form = TokenGroupForm.checked(operation, live, heads, rows)
             asked = {"layout": layout if layout != "NHD" else None, "per_head": per_head or None}
             return cls._of_groups(
@@ -228,7 +234,9 @@ class PoolConfig:
         if self.page is not None:
             sizes["page_summaries"] = self.page
         if self.groups is not None:
-            return sizes | rows | {"layout": "NHD", "dtype": self.groups.quant}  # as an argument there is no other
+            quant = self.groups.quant
+            dtype = quant if isinstance(quant, Quant) else quant.name
+            return sizes | rows | {"layout": "NHD", "dtype": dtype}  # as an argument there is no other layout
         return sizes | rows
 
 

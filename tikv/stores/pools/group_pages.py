@@ -21,7 +21,6 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
 from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks
-from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import fill
@@ -36,7 +35,8 @@ from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import last_queries, results_of
-from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory, Weighing
+from tikv.stores.layers.coded import coded as coded_of
+from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
 from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
@@ -95,7 +95,7 @@ class NewPages:
     """
 
     def __init__(self, config: PoolConfig, form: TokenGroupForm, num_layers: int, live: Runtime) -> None:
-        self.group, self.each = form.quant.group, -(-form.quant.residual // form.quant.group) + 1
+        self.group, self.each = form.quant.group, -(-form.quant.newest // form.quant.group) + 1
         rows, self._num_layers, self.runtime = form.newest_rows, num_layers, live
         formats = RowFormats(*rows, config.rows.scale_dtype)
         self._config = dataclasses.replace(config, block_size=self.group, rows=formats, groups=None)
@@ -207,8 +207,8 @@ class TokenGroupPages(Pages[BlockPools]):
         self.form = config.groups
         self.new, self.coded = NewPages(config, self.form, num_layers, live), dict[int, list[int]]()
         self.quant, self.scratch = self.form.quant, ScoreMemory(live)
-        self._codes = [CodedArrays(self.form.codes, *arrays) for arrays in self.pools.layers]
-        self._rotated = self._codes[0].turned(1, 1, self.form.codes.rows, live)
+        self._codes = [coded_of(self.form.codes, arrays) for arrays in self.pools.layers]
+        self._memory_to_encode: Any = self._codes[0].turned(1, 1, self.form.codes.rows, live)
 
     @property
     def nbytes(self) -> int:
@@ -260,12 +260,12 @@ class TokenGroupPages(Pages[BlockPools]):
     def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
         """As in `Pages`; a group that the dropped tokens let become codes does not come back."""
         super().refuse_align(operation, state, n)
-        most, group = self.quant.residual + self.quant.group, self.quant.group
         for layer, (coded, end) in enumerate(zip(self.coded[state.number], state.ends, strict=True)):
             now = state.lengths[layer]
             aligned = now - (end - n)
-            before, after = (max(0, -(-(tokens - most) // group)) * group for tokens in (aligned, now))
-            if 0 < n < end and (aligned < coded or before < coded == after):
+            before, after = (self.form.closed_at(tokens) for tokens in (aligned, now))
+            older = aligned < coded or (before < coded == after and not self.form.closes_early)
+            if 0 < n < end and older:
                 why = "older tokens became codes when its newest were appended"
                 raise state.cannot_align(operation, layer, n, why)
 
@@ -381,6 +381,9 @@ class TokenGroupPages(Pages[BlockPools]):
         step = begin_append(self, operation, layer, seqs, cu_seqlens, rows[0].shape[0], part)
         with Changing(self, step) as change:
             change.copy_shared()
+            for i, state in enumerate(step.states):
+                if step.cu_seqlens[i] < step.cu_seqlens[i + 1]:
+                    self._close(operation, layer, state, step.tables[i])
             done = [0] * len(step.states)
             while self._find_slots(operation, layer, step, done, slots):
                 index = self.tables.upload(f"slots of {len(slots)}", slots)
@@ -392,8 +395,7 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def _find_slots(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
         """Find slots for each sequence's next rows, after quantising a group if there is no room; False if none."""
-        quant, any_rows = self.quant, False
-        most = quant.residual + quant.group
+        quant, any_rows, most = self.quant, False, self.form.slots
         for i, state in enumerate(step.states):
             first, end = step.cu_seqlens[i] + done[i], step.cu_seqlens[i + 1]
             if first == end:
@@ -422,11 +424,17 @@ class TokenGroupPages(Pages[BlockPools]):
             write = self.new.pools.writes.keep(key, RowWrite(operation, self.new.pools, layer, rows))
         return write
 
+    def _close(self, operation: str, layer: int, state: SequenceState, table: Sequence[int]) -> None:
+        """Let the groups of a sequence that earlier calls filled become codes, if the form says so."""
+        coded = self.coded[state.number]
+        while self.form.closes_early and state.lengths[layer] - coded[layer] >= self.quant.group:
+            self._encode(operation, layer, state.number, table)
+
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
-        """Quantise the next group of a sequence, in three launches."""
+        """Quantise the next group of a sequence."""
         at, size = self.coded[seq][layer], self.config.block_size
         k, v = self._rows_of_page(layer, self.new.in_order(seq, at)[0])
-        self._codes[layer].encode(self.runtime, operation, (k, v), self._rotated, at % size, table[at // size])
+        self._codes[layer].encode(self.runtime, operation, (k, v), self._memory_to_encode, at % size, table[at // size])
         self.coded[seq][layer] = at + self.quant.group
 
     def _rows_of_page(self, layer: int, page: int) -> list[Rows]:
@@ -513,6 +521,16 @@ class TokenGroupPages(Pages[BlockPools]):
                 self._weigh(operation, layer, one, lse_of, weights, mass.kind, state, request)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
+    @uninterrupted
+    def _extend_tiles(
+        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
+        cu_seqlens: Any, request: AttendRequest,
+    ) -> Any:  # fmt: skip
+        """`extend` of tiles: queries see the new tokens unquantised; then these are appended."""
+        results = self._extend_unkept(operation, layer, like, asking, rows, seqs, cu_seqlens, request)
+        self.append(operation, layer, rows, seqs, cu_seqlens, "token_major")
+        return results
+
     def _extend_unkept(
         self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
         cu_seqlens: Any, request: AttendRequest,
@@ -536,6 +554,8 @@ class TokenGroupPages(Pages[BlockPools]):
         for i, state in enumerate(states):
             tokens = bounds[i + 1] - bounds[i]
             if tokens:
+                if request.keep:
+                    self._close(operation, layer, state, state.blocks)
                 q, k, v, out, lse = (_of_one(a.part(0, *bounds[i : i + 2])) for a in stage.arrays)
                 terms = request.terms.views(operation)
                 new = UnkeptTokens(live, operation, k, v, request.scores, terms)
@@ -572,15 +592,13 @@ class TokenGroupPages(Pages[BlockPools]):
         call.plan.weigh(dict(call.arrays), lse, newest, AttendedTokens(call.length, ahead=ahead), kind)
         if coded:
             blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
-            paged = {"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)}
-            values = ScoredValues(
-                self._codes[layer].values_of_blocks, self.config.rows.v.width, blocks_of.shape[1] * size, page=size,
-                blocks=self.config.num_blocks,
+            slots = CodeSlots(
+                coded // self.quant.group, blocks_of.shape[1] * size, page=size, blocks=self.config.num_blocks,
+                tokens=AttendedTokens(coded), known=[(state.blocks, coded)],
+                paged={"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)},
             )  # fmt: skip
-            weighing, groups = Weighing(lse, to.part(2, 0, coded), kind), coded // self.quant.group
-            self._codes[layer].weigh(
-                operation, q, weighing, request.scores, groups, values, self.scratch, AttendedTokens(coded), paged,
-            )  # fmt: skip
+            weighing = Weighing(lse, to.part(2, 0, coded), kind)
+            self._codes[layer].weigh(operation, q, weighing, request.scores, slots, self.scratch)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         title, remedy = f"{self.title} does not support", "Leave it out, or use axis='head_dim'."
@@ -609,13 +627,12 @@ class TokenGroupPages(Pages[BlockPools]):
         part = self.scratch.partial("of the newest", to.out.shape)
         newest = call.plan.attend(None, dict(call.arrays), tokens, part)
         table = self.tables.block_tables(layer, self.sequences, tuple(s.number for s in states), states)[0]
-        paged = {"table": table, "lens": self.tables.known(f"coded {layer}", coded)}
-        values = ScoredValues(
-            codes.values_of_blocks, self.config.rows.v.width, table.shape[1] * size, page=size,
-            blocks=self.config.num_blocks,
+        slots = CodeSlots(
+            int(coded.max()) // self.quant.group, table.shape[1] * size, page=size, blocks=self.config.num_blocks,
+            paged={"table": table, "lens": self.tables.known(f"coded {layer}", coded)},
+            known=[(state.blocks, int(n)) for state, n in zip(states, coded, strict=True)],
         )  # fmt: skip
-        groups = int(coded.max()) // self.quant.group
-        older = codes.attend(operation, q, request.scores, groups, values, self.scratch, paged=paged)
+        older = codes.attend(operation, q, request.scores, slots, self.scratch)
         merge_into(operation, (*newest, *older), False, to.out, to.lse)
 
     def extend(
@@ -623,7 +640,7 @@ class TokenGroupPages(Pages[BlockPools]):
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""
-        live, config, quant = self.runtime, self.config, self.quant
+        live, config, quant, most = self.runtime, self.config, self.quant, self.form.slots
         self._refuse_options(operation, request)
         if request.block is not None:
             title, remedy = f"{self.title} does not support", "Append the tokens, and attend with block=."
@@ -634,6 +651,8 @@ class TokenGroupPages(Pages[BlockPools]):
         asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
         detail = f"k: {describe(kv[0])}"
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
+        if request.keep:
+            self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
         if not request.keep:
@@ -643,6 +662,8 @@ class TokenGroupPages(Pages[BlockPools]):
         )  # checks that there is room for all
         if not step.committed:
             self.sequences.undo(step, refused=True)
+        if self.form.closes_early:
+            return self._extend_tiles(operation, layer, arrays[0], asking, rows, seqs, cu_seqlens, request)
         tokens, q_heads, padded = rows[0].shape[0], asking.shape[1], step.cu_seqlens[-1] < rows[0].shape[0]
         lead = (tokens, q_heads) if request.layout == "token_major" else (q_heads, tokens)
         result = new_like(arrays[0], (*lead, config.rows.v.width), asking.dtype, live, zeroed=padded)
@@ -662,7 +683,7 @@ class TokenGroupPages(Pages[BlockPools]):
                 first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
                 weighed = end if not mass else first if mass.queries is None else max(first, end - mass.queries)
                 while first < end:
-                    free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
+                    free = most - (state.lengths[layer] - self.coded[state.number][layer])
                     count = min(end - first, free or quant.group, MOST_QUERIES)
                     next_rows = [a.part(0, first, first + count) for a in rows]
                     self.append(operation, layer, next_rows, [state.number], [0, count], "token_major", part=True)

@@ -38,10 +38,13 @@ def pages(*, dtype: Any = None, v_dtype: Any = None, k_scale: Any = None, v_scal
     storage = storage_of(dtype, v_dtype, k_scale, v_scale, PAGES)
     if storage.quant is not None:
         raise OptionError(
-            f"{PAGES}: dtype={dtype!r} is not supported: a page can end within a group of tokens. Use axis='head_dim'."
+            f"{PAGES}: dtype={dtype!r} is not supported: a page can end within a group of tokens. Use a tikv.Quant of "
+            "groups along 'head_dim', without sinks and recent."
         )
     scales = {name: getattr(storage, name) for name in SCALES}
-    lists = {name: None if x is None else np.asarray(x, np.float64).tolist() for name, x in scales.items()}
+    lists: dict[str, Any] = {
+        name: None if x is None else np.asarray(x, np.float64).tolist() for name, x in scales.items()
+    }
     asked = None if storage == page_memory.PLAIN else storage._replace(**lists)  # lists can be compared
     managers.check_enters(asked)
     with page_memory.using(asked):

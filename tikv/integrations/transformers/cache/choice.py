@@ -81,7 +81,7 @@ def why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
         return "a layer has chunked attention"
     if any(isinstance(layer, GroupsLayer) for layer in layers):
-        return "keys have groups along tokens, and the host counts which of them are quantised"
+        return "older tokens become codes in groups, and the host counts which of them did"
     for layer in layers:
         if isinstance(layer, IndexedLayer):
             return "a layer keeps keys of an indexer"

@@ -242,7 +242,7 @@ def _check_groups(
     batch, heads = said["form"]["batch_size"], said["form"]["num_kv_heads"]
     form = layer.form_of("TikvCache.load", heads, said["dtype"], **widths)
     length, coded = said["length"], files.integer(said["coded"], "coded")
-    most = form.quant.residual + form.quant.group
+    most = form.slots + layer.first_tokens
     if coded % form.quant.group or not 0 <= length - coded <= most:
         raise ValueError(f"{name} has {length} tokens, {coded} of them codes")
     found = form.filled((batch, heads), length - coded, coded)

@@ -10,6 +10,7 @@ import numpy as np
 
 from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError
+from tikv.formats import Aging, Quant, TileFormat
 from tikv.integrations.transformers.layers.groups import GroupsLayer
 from tikv.integrations.transformers.layers.host import HostLayer
 from tikv.integrations.transformers.layers.indexed import IndexedLayer
@@ -36,9 +37,11 @@ def integer(value: Any, name: str, low: int, instead: str) -> int:
 
 
 def window_and_sinks(
-    window: Any, sinks: Any, max_cache_len: Any, kinds: list[LayerKind], text: Any
+    window: Any, sinks: Any, max_cache_len: Any, kinds: list[LayerKind], text: Any, quant: Aging | None
 ) -> tuple[int | None, int]:
-    """The window, or None without one, and the sinks of full-attention layers; `text` is the decoder's configuration.
+    """The window, or None without one, and the sinks of full-attention layers.
+
+    `text` is the decoder's configuration, `quant` that of the `Storage`.
 
     Raises:
         OptionError: they are not valid numbers, max_cache_len is given too, no layer has full attention, or the model
@@ -46,6 +49,8 @@ def window_and_sinks(
     """
     sinks = integer(sinks, "sinks", 0, "leave it out")
     if window is None:
+        if isinstance(quant, TileFormat):
+            return None, sinks
         if sinks:
             raise OptionError(f"{CACHE}: sinks={sinks} need a window. Pass window too.")
         return None, 0
@@ -75,8 +80,8 @@ def window_and_sinks(
     return window, sinks
 
 
-def check_groups(kinds: list[LayerKind], window: Any, place: Any, crossed: bool) -> None:
-    """Check that all layers can keep groups along tokens.
+def check_groups(quant: Aging, kinds: list[LayerKind], window: Any, place: Any, crossed: bool) -> None:
+    """Check that all layers can keep older tokens in groups of codes.
 
     Raises:
         OptionError: a layer cannot; the message names its kind.
@@ -94,7 +99,8 @@ def check_groups(kinds: list[LayerKind], window: Any, place: Any, crossed: bool)
         ]
         why = f"layer {beside[0]} keeps more than keys and values" if beside else ""
     if why:
-        raise OptionError(f"{CACHE}: dtype=Quant(axis='tokens') is not supported: {why}. Use axis='head_dim'.")
+        way = "Use a tikv.Quant of groups along 'head_dim', without sinks and recent"
+        raise OptionError(f"{CACHE}: dtype={quant} is not supported: {why}. {way}.")
 
 
 def places_of(place: Any, resident_layers: Any, kinds: list[LayerKind], window: Any, crossed: bool) -> Places | None:
@@ -162,9 +168,13 @@ def in_words(storage: Storage, v_dtype: Any, scales: dict[str, Any], others: dic
     """
     words: dict[str, Any] = {
         "max_cache_len": others["max_cache_len"],
-        "dtype": asdict(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
+        "dtype": _quant_in_words(storage.quant) if storage.quant else None if storage.k is None else str(storage.k),
         "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
     }
     for name, scale in scales.items():
         words[name] = None if scale is None else np.asarray(scale, np.float64).tolist()
     return words | others
+
+
+def _quant_in_words(quant: Aging) -> Any:
+    return asdict(quant) if isinstance(quant, Quant) else quant.name

@@ -1,4 +1,4 @@
-"""Layers of a `TikvCache` whose keys are quantised by channel over groups of tokens."""
+"""Layers of a `TikvCache` whose older tokens become codes in groups, and whose newest do not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from tikv import dtypes
 from tikv.arrays import runtime_of
+from tikv.formats import TileFormat
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.growing_groups import GrowingGroups
@@ -45,11 +46,11 @@ class GroupsMemory:
 
 
 class GroupsLayer(TikvLayer):
-    """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``: older keys are codes, the newest are not.
+    """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``, with KVarN's tiles, or with recent tokens.
 
-    As with any format, several new tokens see what is stored after they were appended. A decoded token reads it in
-    place, by `GroupsMemory.attend`, if attention is "tikv". Full and sliding layers work alike: a window drops whole
-    groups.
+    Older tokens are codes, the newest are not. As with any format, several new tokens see what is stored after they
+    were appended; with tiles, they see each other unquantised. A decoded token reads what is stored, by
+    `GroupsMemory.attend`, if attention is "tikv". Full and sliding layers work alike: a window drops whole groups.
     """
 
     keeps_rows = False  # rows become codes later
@@ -59,12 +60,27 @@ class GroupsLayer(TikvLayer):
             form.pop(name, None)
         form["v_dtype"] = self._v_dtype
         quant: Any = self.storage.quant
-        return GrowingGroups(quant=quant, row_dtype=dtypes.parse(self.dtype, self._name), **form)
+        row_dtype = dtypes.parse(self.dtype, self._name)
+        return GrowingGroups(quant=quant, row_dtype=row_dtype, sinks=self.first_tokens, **form)
+
+    @property
+    def first_tokens(self) -> int:
+        """How many first tokens never become codes; a sliding layer drops them."""
+        return 0 if self.is_sliding else self.storage.sinks
 
     @property
     def _v_dtype(self) -> Any:
-        """The format of values; None for codes like those of keys."""
-        return None if self.storage.v is self.storage.k else self.storage.v
+        """The format of values; None for that of the storage's `quant`."""
+        alike = self.storage.v is self.storage.k or isinstance(self.storage.quant, TileFormat)
+        return None if alike else self.storage.v
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update`; with tiles, several new tokens are returned unquantised."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        tokens = key_states.shape[2]
+        if tokens > 1 and isinstance(self.storage.quant, TileFormat) and not (keys.requires_grad or self.on_device):
+            keys[:, :, -tokens:], values[:, :, -tokens:] = key_states, value_states  # copies that nobody else has
+        return keys, values
 
     def form_of(self, operation: str, num_kv_heads: int, dtype: str, **widths: int) -> TokenGroupForm:
         """How a layer with these heads and a model's dtype keeps its rows."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
-from tikv.errors import ArchError, DTypeError
-from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, Quant, parse_format
+from tikv.errors import ArchError, DTypeError, OptionError
+from tikv.formats import GROUP_FORMATS, OR_FORMATS, Aging, GroupFormat, Quant, TileFormat, parse_aging, parse_format
 from tikv.integrations.transformers.names import CACHE
 from tikv.stores.row_format import appended, check_divided, values_of
 
@@ -20,7 +20,8 @@ class Storage(NamedTuple):
     v: DType | GroupFormat | None
     k_scale: Any = None
     v_scale: Any = None
-    quant: Quant | None = None  # if keys are quantised by channel over groups of tokens
+    quant: Aging | None = None  # if only older tokens are codes
+    sinks: int = 0  # how many first tokens of layers without a window are never codes, if `quant` is given
 
 
 def storage_of(
@@ -32,13 +33,22 @@ def storage_of(
         DTypeError: nothing can be stored in one of the dtypes.
         OptionError: a scale is given for keys or values that cannot have one.
     """
-    quant = dtype if isinstance(dtype, Quant) and dtype.axis == "tokens" else None
-    k = _stored_as(dtype, "dtype", operation) if quant is None else quant.by_tokens
-    v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype", operation)
-    if isinstance(v, GroupFormat):
-        v = values_of(v, v_dtype, operation)
+    quant = parse_aging(dtype)
+    if isinstance(quant, TileFormat):
+        if v_dtype is not None:
+            raise OptionError(
+                f"{operation}: v_dtype={v_dtype!r} does not apply to {quant}, which encodes keys and values. Leave it "
+                "out."
+            )
+        k: DType | GroupFormat | None = quant.reported("keys")
+        v: DType | GroupFormat | None = quant.reported("values")
+    else:
+        k = _stored_as(dtype, "dtype", operation) if quant is None else quant.by_tokens
+        v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype", operation)
+        if isinstance(v, GroupFormat) and not (quant is not None and v is k):
+            v = values_of(v, v_dtype, operation)
     check_divided((k, v), (k_scale, v_scale), operation)
-    return Storage(k, v, k_scale, v_scale, quant)
+    return Storage(k, v, k_scale, v_scale, quant, quant.sinks if isinstance(quant, Quant) else 0)
 
 
 def _stored_as(dtype: Any, name: str, operation: str) -> DType | GroupFormat | None:

@@ -1,0 +1,187 @@
+"""KVarN: the reference against the definition in float64, and the kernels against the reference, bit for bit."""
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import formats, reference
+
+BF16 = ml_dtypes.bfloat16
+OF = ("keys", "values")
+
+
+def uneven(rng, lead, tokens, width, dtype=np.float32):
+    """Tokens and channels of very different magnitudes, as in models."""
+    by_token, by_channel = (np.exp(rng.standard_normal(shape)) for shape in ((tokens, 1), width))
+    return (rng.standard_normal((*lead, tokens, width)) * by_token * by_channel).astype(dtype)
+
+
+def awkward(rng, tokens, width, dtype):
+    """Tiles of ordinary tokens, with NaN, infinities, zeros, tiny and huge numbers, alike tokens, and of any bits."""
+    x = uneven(rng, (9,), tokens, width)
+    x[1, 3, 5], x[1, 7, 2], x[1, 7, 3] = np.nan, np.inf, -np.inf
+    x[2] = 0
+    x[3] = x[3, :1]
+    x[4] *= np.float32(1e-20)
+    x[5] *= np.float32(1e6)
+    x[6, :, 1], x[6, ::2, 2] = 0, 1e30
+    x[7] *= np.exp2(-rng.integers(0, 120, (tokens, 1))).astype(np.float32)
+    with np.errstate(all="ignore"):
+        x[8] = oracle.random_bits(rng, (tokens, width), dtype).astype(np.float32)
+        x = x.astype(dtype)
+    if x.dtype != np.float16:  # a device may take float32 subnormals for 0
+        x[abs(x.astype(np.float32)) < np.finfo(np.float32).tiny] = 0
+    return x
+
+
+def by_definition(tile, bits, of):
+    """(codes as rows, the tile that they stand for) of a tile G x D in float64, as KVarN states it, with logarithms."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < tile.shape[1]:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix /= np.sqrt(len(matrix))
+    x = tile.astype(np.float64) @ matrix
+    t, c = np.zeros((len(x), 1)), np.zeros((1, x.shape[1]))
+
+    def spread(axis):
+        return (x / np.exp(t) / np.exp(c)).std(axis, ddof=1, keepdims=True)
+
+    def imbalance():
+        return sum(a.max() / max(a.min(), 1e-8) for a in (spread(1), spread(0)))
+
+    iterates = [(imbalance(), t, c)]
+    for _ in range(16):
+        t = np.clip(t + np.log(np.clip(spread(1), 1e-3, 1e3)), -0.3, 10)
+        c = np.clip(c + np.log(np.clip(spread(0), 1e-3, 1e3)), -0.3, 10)
+        iterates.append((imbalance(), t, c))
+    _, t, c = min(reversed(iterates), key=lambda iterate: iterate[0])
+    balanced, axis, last = x / np.exp(t) / np.exp(c), 0 if of == "keys" else 1, 2**bits - 1
+    low, high = balanced.min(axis, keepdims=True), balanced.max(axis, keepdims=True)
+    scale = np.maximum((high - low) / last, 1e-10)
+    codes = np.clip(np.round((balanced - low) / scale), 0, last)
+    stands_for = (codes * scale + low) * np.exp(t) * np.exp(c) @ matrix.T
+    return codes.T if of == "keys" else codes, stands_for
+
+
+def codes_of(words, bits):
+    bit = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    return (bit.reshape(*words.shape[:-1], -1, bits) << np.arange(bits, dtype=np.uint8)).sum(-1)
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize(("group", "width", "bits"), [(128, 128, 4), (64, 64, 2), (64, 256, 4)])
+def test_the_reference_is_the_definition(rng, group, width, bits, of):
+    x = uneven(rng, (2,), group, width)
+    tiles = reference.quantize_tiles(x, bits, group, of)
+    back = reference.dequantize_tiles(*tiles, bits, of)
+    for i, tile in enumerate(x):
+        codes, stands_for = by_definition(tile, bits, of)
+        differences = abs(codes - codes_of(tiles[0][i, 0], bits))
+        assert differences.max() <= 1
+        assert differences.mean() < 1e-3, "only ties may be rounded to the other side"
+        error = abs(back[i] - stands_for).max() / abs(stands_for).max()
+        assert error < 2.0**-7 or differences.max() > 0
+
+
+def test_zeros_stay_zeros():
+    for of in OF:
+        zeros = reference.quantize_tiles(np.zeros((64, 32), np.float32), 4, 64, of)
+        assert not reference.dequantize_tiles(*zeros, 4, of).any()
+
+
+def test_few_bits_lose_less_than_groups_of_columns(rng):
+    """What balancing is for: on uneven tiles its 4 bits lose less than mlx's, which take as many bits."""
+    x = uneven(rng, (), 128, 128)
+    tiles = reference.dequantize_tiles(*reference.quantize_tiles(x, 4, 128, "keys"), 4, "keys")
+    groups = reference.dequantize_groups(*reference.quantize_groups(x, 4, 64, "affine"), 4, "affine")
+    size = np.linalg.norm(x, axis=1)
+    lost = [np.linalg.norm(y - x, axis=1) / size for y in (tiles, groups)]
+    assert lost[0].mean() < lost[1].mean()
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [("kvarn_k4v2_g64", 64, np.float32), ("kvarn_k4v4", 128, np.float16), ("kvarn_k4v2_g64", 96, BF16)],
+)
+def test_the_bits_of_the_reference(arch, rng, name, width, dtype, of):
+    form = formats.TILE_FORMATS[name]
+    x = awkward(rng, form.group, width, dtype)
+    expected = reference.quantize_tiles(x, form.bits(of), form.group, of)
+    tiles = tikv.quantize(oracle.place(x, arch), name, of=of)
+    for part, a, b in zip(("codes", "scales", "biases", "factors"), tiles, expected, strict=False):
+        oracle.assert_same_bits(a, b, what=part)
+    assert tiles.nbytes == sum(a.nbytes for a in expected)
+    for out_dtype in (np.float32, dtype):
+        out = oracle.place(oracle.random_bits(rng, x.shape, out_dtype), arch)
+        assert tikv.dequantize(tiles, out=out) is out
+        oracle.assert_same_bits(out, reference.dequantize_tiles(*expected, form.bits(of), of, out_dtype))
+
+
+def test_bits_per_number(arch, rng):
+    x = uneven(rng, (2,), 256, 128)
+    for of, bits in (("keys", 4.375), ("values", 2.375)):
+        tiles = tikv.quantize(x, "kvarn_k4v2", of=of)
+        assert tiles.nbytes * 8 / x.size == bits
+        assert tiles.codes.shape[:2] == (2, 2)
+
+
+def test_rows_with_strides(arch, rng):
+    """Tokens before heads, as models give them."""
+    x = uneven(rng, (3,), 128, 64, np.float16)
+    wide = oracle.random_bits(rng, (128, 3, 96), np.float16)
+    wide[:, :, :64] = x.swapaxes(0, 1)
+    strided = oracle.place(wide, arch)[:, :, :64].swapaxes(0, 1)
+    tiles = tikv.quantize(strided, "kvarn_k4v2_g64", of="values")
+    for a, b in zip(tiles, reference.quantize_tiles(x, 2, 64, "values"), strict=False):
+        oracle.assert_same_bits(a, b)
+    moved = tiles._replace(biases=np.array(tiles.biases.copy_to_host()), scales=np.array(tiles.scales.copy_to_host()))
+    if arch != "cuda":
+        oracle.assert_same_bits(tikv.dequantize(moved), tikv.dequantize(tiles))
+
+
+def test_nothing(arch):
+    tiles = tikv.quantize(np.zeros((0, 64, 32), np.float32), "kvarn_k4v2_g64", of="keys")
+    assert tiles.codes.shape == (0, 1, 32, 8)
+    assert tikv.dequantize(tiles).shape == (0, 64, 32)
+
+
+ROWS = np.ones((64, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: tikv.quantize(ROWS, "kvarn_k4v2_g64"), tikv.OptionError, "of=None is not supported .* of='keys'"),
+        (lambda: tikv.quantize(ROWS, "int8", of="keys"), tikv.OptionError, "of='keys' is only for 'kvarn_k4v2'"),
+        (
+            lambda: tikv.quantize(ROWS, "kvarn_k4v2_g64", of="keys", scale_dtype="float32"),
+            tikv.OptionError,
+            "scale_dtype does not apply to kvarn_k4v2_g64",
+        ),
+        (lambda: tikv.quantize(ROWS, "kvarn_k4v2", of="keys"), tikv.ShapeError, "whole tiles of 128 tokens"),
+        (lambda: tikv.quantize(ROWS[:, :24], "kvarn_k4v2_g64", of="keys"), tikv.ShapeError, "a multiple of 32"),
+        (lambda: tikv.quantize(ROWS[0], "kvarn_k4v2_g64", of="keys"), tikv.ShapeError, r"Pass \(\.\.\., T, D\)"),
+        (lambda: tikv.quantize(ROWS.astype(int), "kvarn_k4v2_g64", of="keys"), tikv.DTypeError, "Pass float32"),
+        (lambda: tikv.dequantize(_tiles(), np.ones(2)), tikv.OptionError, "a QuantizedTiles has its own scales"),
+        (lambda: tikv.dequantize(_tiles(factors=ROWS)), tikv.DTypeError, "factors is .*, not float16"),
+        (
+            lambda: tikv.dequantize(_tiles(factors=np.ones((1, 63), np.float16))),
+            tikv.ShapeError,
+            r"factors is .* where \(1, 64\) is needed",
+        ),
+        (lambda: tikv.dequantize(_tiles(shape=(63, 32))), tikv.ShapeError, "whole tiles of 64 tokens"),
+        (lambda: tikv.dequantize(_tiles(of="both")), tikv.OptionError, "of='both' is not supported"),
+        (lambda: tikv.dequantize(_tiles(), out=np.ones((64, 33), np.float32)), tikv.ShapeError, "out is"),
+    ],
+)
+@pytest.mark.archs("cpu")
+def test_refused(arch, call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def _tiles(**parts):
+    return tikv.quantize(ROWS, "kvarn_k4v2_g64", of="keys")._replace(**parts)

@@ -1,0 +1,307 @@
+"""Stores and pools of KVarN's tiles: the bits of the reference, and attention over what the codes stand for."""
+
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import formats, reference
+
+pytestmark = pytest.mark.thorough
+
+BATCH, HEADS, QUERIES = 2, 2, 4  # queries are of so many heads
+
+
+class Tokens:
+    """A store of tiles with one layer, and all rows that it was given."""
+
+    def __init__(self, rng, arch, name, width=64, dtype=np.float16, batch=BATCH, **options):
+        self.rng, self.arch, self.format, self.dtype = rng, arch, formats.TILE_FORMATS[name], dtype
+        self.batch, self.width, self.sinks, self.window = batch, width, options.get("sinks", 0), options.get("window")
+        self.store = tikv.KVCacheStore(
+            num_layers=1, num_kv_heads=HEADS, head_dim=width, capacity=900, batch_size=batch, dtype=name, **options
+        )
+        self.k, self.v = (np.zeros((batch, HEADS, 0, width), dtype) for _ in "kv")
+
+    def new(self, count, heads=HEADS):
+        """Rows as models give them, with channels and tokens of different size, on the device."""
+        x = self.rng.standard_normal((self.batch, count, heads, self.width))
+        x *= np.exp(self.rng.standard_normal((self.batch, count, heads, 1)) / 2)
+        x[..., ::7] *= 5
+        return oracle.place(x.astype(self.dtype), self.arch)
+
+    def note(self, k, v):
+        for name, rows in (("k", k), ("v", v)):
+            more = np.asarray(oracle.to_numpy(rows)).swapaxes(1, 2)
+            setattr(self, name, np.concatenate([getattr(self, name), more], axis=2))
+
+    def append(self, count):
+        k, v = self.new(count), self.new(count)
+        self.store.append(0, k, v)
+        self.note(k, v)
+
+    def trim(self, n):
+        self.store.trim(n)
+        self.k, self.v = self.k[:, :, :-n], self.v[:, :, :-n]
+
+    def expected(self):
+        """What the store stands for."""
+        coded, both = slice(self.sinks, self.sinks + self.store.quantised(0)), []
+        for of, rows in (("keys", self.k), ("values", self.v)):
+            rows = rows.astype(np.float16)  # as which the newest tokens are stored
+            numbers, bits = rows.astype(np.float32), self.format.bits(of)
+            if coded.stop > coded.start:
+                tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
+                numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
+            if self.window and numbers.shape[2] > self.window:
+                numbers = np.delete(numbers, range(self.sinks, numbers.shape[2] - self.window + self.sinks), axis=2)
+            both.append(numbers)
+        return both
+
+    def check(self):
+        """All that is held, bit for bit, and attention over it."""
+        k, v = self.expected()
+        for a, numbers in zip(self.store.tokens(0), (k, v), strict=True):
+            oracle.assert_same_bits(a, numbers)
+        q = self.new(1, QUERIES)
+        self.compare(self.store.attend(0, q), oracle.to_numpy(q), k, v)
+
+    def compare(self, out, q, k, v):
+        """Attention of the newest tokens' queries in float64."""
+        k, v = (np.repeat(a.astype(np.float64), QUERIES // HEADS, axis=1) for a in (k, v))
+        scores = q.astype(np.float64).swapaxes(1, 2) @ k.swapaxes(-1, -2) / np.sqrt(self.width)
+        queries, keys = scores.shape[2:]
+        visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
+        weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
+        exact = (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2)
+        limit = 2.0**-9 if q.dtype == np.float16 else 1e-5
+        assert abs(oracle.to_numpy(out) - exact).max() <= limit * abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "sinks", "dtype"),
+    [
+        pytest.param("kvarn_k4v2_g64", 64, 4, np.float16),
+        pytest.param("kvarn_k4v4", 128, 0, np.float32, marks=pytest.mark.archs("cpu", "cuda")),
+        pytest.param("kvarn_k4v2", 96, 1, np.float32, marks=pytest.mark.full),
+    ],
+)
+def test_the_bits_of_the_reference(arch, rng, tmp_path, name, width, sinks, dtype):
+    """A tile becomes codes with the first call after the one that fills it; sinks and the open tile stay float16."""
+    tokens = Tokens(rng, arch, name, width, dtype, sinks=sinks)
+    group = tokens.format.group
+    tokens.append(sinks + group - 1)
+    tokens.append(1)
+    tokens.check()
+    assert tokens.store.quantised(0) == 0
+    tokens.append(1)
+    tokens.check()
+    assert tokens.store.quantised(0) == group
+    tokens.append(3 * group)  # more than there is room for beside an open tile
+    tokens.check()
+    taken, path = tokens.store.snapshot(), tmp_path / "tiles.safetensors"
+    tokens.store.save(path)
+    tokens.append(2)
+    tokens.check()
+    again = tikv.KVCacheStore.load(path)
+    assert (again.dtype.name, again.sinks, again.nbytes) == (name, sinks, tokens.store.nbytes)
+    tokens.store.restore(taken)
+    for a, b in zip(again.tokens(0), tokens.store.tokens(0), strict=True):
+        oracle.assert_same_bits(a, b.copy_to_host())
+    tokens.store.reset()
+    assert (tokens.store.length, tokens.store.quantised(0)) == (0, 0)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
+    tokens = Tokens(rng, arch, "kvarn_k4v2_g64", sinks=2)
+    tokens.append(100)
+    for count in (1, 7, 200):
+        q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
+        tokens.store.extend(0, q, k, v, keep=False)
+        held = tokens.store.length
+        out, lse = tokens.store.extend(0, q, k, v, return_lse=True)
+        assert (tokens.store.length, lse.shape) == (held + count, (BATCH, count, QUERIES))
+        before = (held - 2) // 64 * 64  # of tokens that the call did not bring, whole tiles are codes
+        tokens.note(k, v)
+        seen = []
+        for of, rows in (("keys", tokens.k), ("values", tokens.v)):
+            numbers, bits = rows.astype(np.float32), tokens.format.bits(of)
+            if before:
+                tiles = reference.quantize_tiles(rows[:, :, 2 : 2 + before], bits, 64, of)
+                numbers[:, :, 2 : 2 + before] = reference.dequantize_tiles(*tiles, bits, of)
+            seen.append(numbers)
+        tokens.compare(out, oracle.to_numpy(q), *seen)
+        assert tokens.store.quantised(0) >= before
+        tokens.check()
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_drafts_enter_no_tile_before_the_next_call(arch, rng):
+    """Tokens of one call can be dropped one by one, wherever tiles end."""
+    tokens = Tokens(rng, arch, "kvarn_k4v4_g64")
+    tokens.append(60)
+    tokens.append(10)  # drafts, which fill a tile
+    tokens.trim(8)
+    tokens.check()
+    assert tokens.store.quantised(0) == 0
+    tokens.append(64)
+    tokens.trim(63)
+    tokens.check()
+    tokens.append(2)
+    tokens.append(1)
+    assert tokens.store.quantised(0) == 64
+    with pytest.raises(tikv.PositionError, match="Drop at most 2, or 66 for whole groups"):
+        tokens.store.trim(3)
+    tokens.trim(2)
+    tokens.check()
+    tokens.append(5)
+    tokens.check()
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_window_drops_whole_tiles(arch, rng):
+    tokens = Tokens(rng, arch, "kvarn_k4v2_g64", window=150, sinks=3)
+    for count in (100, 80, 1, 64, 130, 2):
+        tokens.append(count)
+        tokens.check()
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_tiles_that_are_decoded_in_turn(arch, rng):
+    """Memory for decoded tokens is limited: results over several pieces are merged, and each gets its mass."""
+    batch = 32  # sequences that make a piece of 128 tokens
+    tokens = Tokens(rng, arch, "kvarn_k4v4_g64", width=128, batch=batch, sinks=4)
+    tokens.append(4 + 6 * 64)
+    tokens.append(2)
+    assert tokens.store.quantised(0) == 6 * 64
+    q = tokens.new(1, QUERIES)
+    out, mass = tokens.store.attend(0, q, return_mass=True)
+    k, v = tokens.expected()
+    tokens.compare(out, oracle.to_numpy(q), k, v)
+    k = np.repeat(k.astype(np.float64), QUERIES // HEADS, axis=1)
+    scores = oracle.to_numpy(q).astype(np.float64).swapaxes(1, 2) @ k.swapaxes(-1, -2) / np.sqrt(128)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = weights.reshape(batch, HEADS, -1, weights.shape[-1]).sum(2)
+    np.testing.assert_allclose(oracle.to_numpy(mass), expected, atol=1e-4)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_sequences_and_chosen_tokens(arch, rng):
+    """Reordering, selecting and compaction of whole tiles, the sinks kept."""
+    tokens = Tokens(rng, arch, "kvarn_k4v2_g64", sinks=4)
+    tokens.append(4 + 130)
+    tokens.append(3)
+    tokens.store.reorder([1, 1])
+    tokens.k, tokens.v = tokens.k[[1, 1]], tokens.v[[1, 1]]
+    tokens.check()
+    k, v = tokens.expected()
+    order = [*range(4), *range(68, 132), 133, 136]
+    tokens.store.compact(0, np.broadcast_to(np.array(order), (BATCH, HEADS, len(order))))
+    for a, numbers in zip(tokens.store.tokens(0), (k, v), strict=True):
+        oracle.assert_same_bits(a, np.ascontiguousarray(numbers[:, :, order]))
+    with pytest.raises(tikv.PositionError, match="which share scales"):
+        tokens.store.compact(0, np.broadcast_to(np.array([0, 1, 2, 3, 5]), (BATCH, HEADS, 5)))
+
+
+@pytest.mark.parametrize("size", [64, 192])
+@pytest.mark.archs("cpu", "cuda")
+def test_pools(arch, rng, tmp_path, size):
+    """Sequences of different lengths hold what stores of one sequence do, also after forks, swaps and from files."""
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 64, "dtype": "kvarn_k4v2_g64"}
+    pool = tikv.PagedKVCacheStore(num_blocks=40, block_size=size, **form)
+    ids = [pool.add(), pool.add()]
+    stores = [tikv.KVCacheStore(capacity=900, **form) for _ in ids]
+
+    def rows(count, heads=HEADS):
+        return oracle.place(rng.standard_normal((count, heads, 64)).astype(np.float16), arch)
+
+    def check(pool, number, store):
+        for a, b in zip(pool.tokens(0, number), store.tokens(0), strict=True):
+            oracle.assert_same_bits(a, np.ascontiguousarray(b.copy_to_host()[0].swapaxes(0, 1)))
+
+    for counts in ((3, 130), (70, 1), (300, 0), (1, 1)):
+        bounds = np.array([0, counts[0], sum(counts)], np.int32)
+        k, v = rows(bounds[-1]), rows(bounds[-1])
+        pool.append(0, k, v, ids, bounds)
+        for i, store in enumerate(stores):
+            if counts[i]:
+                store.append(0, k[bounds[i] : bounds[i + 1]], v[bounds[i] : bounds[i + 1]])
+            check(pool, ids[i], store)
+        q = rows(2, QUERIES)
+        out, mass = pool.attend(0, q, ids, return_mass=True)
+        for i, store in enumerate(stores):
+            expected, of_store = store.attend(0, q[i : i + 1], return_mass=True)
+            assert abs(oracle.to_numpy(out)[i] - oracle.to_numpy(expected)[0]).max() <= 2.0**-9
+            weights = oracle.to_numpy(mass)[i, :, : store.length]
+            np.testing.assert_allclose(weights, oracle.to_numpy(of_store)[0], atol=1e-4)
+    bounds = np.array([0, 90, 240], np.int32)
+    q, k, v = rows(240, QUERIES), rows(240), rows(240)
+    with pytest.raises(tikv.OptionError, match="return_mass with kvarn_k4v2_g64"):
+        pool.extend(0, q, k, v, ids, bounds, return_mass=True)
+    out = oracle.to_numpy(pool.extend(0, q, k, v, ids, bounds))
+    for i, store in enumerate(stores):
+        part = slice(bounds[i], bounds[i + 1])
+        expected = oracle.to_numpy(store.extend(0, q[part], k[part], v[part]))
+        assert abs(out[part] - expected).max() <= 2.0**-9
+        check(pool, ids[i], store)
+    other = pool.fork(ids[1])
+    check(pool, other, stores[1])
+    before = stores[1].snapshot()
+    pool.truncate(other, stores[1].length - 3)
+    stores[1].trim(3)
+    for count in (5, 100):
+        pool.append(0, k[:count], v[:count], [other], np.array([0, count], np.int32))
+        stores[1].append(0, k[:count], v[:count])
+    check(pool, other, stores[1])
+    with pytest.raises(tikv.PositionError, match="are codes of whole groups"):
+        pool.truncate(other, 65)
+    pool.swap_out(other)
+    path = tmp_path / "pool.safetensors"
+    pool.save(path)
+    again = tikv.PagedKVCacheStore.load(path)
+    for each in (pool, again):
+        each.swap_in(other)
+        check(each, other, stores[1])
+        check(each, ids[0], stores[0])
+    stores[1].restore(before)
+    check(pool, ids[1], stores[1])
+
+
+FORM = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 300, "dtype": "kvarn_k4v2_g64"}
+ROW = np.ones((1, 1, 32), np.float32)
+
+
+def _store(**options):
+    return tikv.KVCacheStore(**{**FORM, **options})
+
+
+def _pool(**options):
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "num_blocks": 2, "block_size": 64}
+    return tikv.PagedKVCacheStore(**{**form, "dtype": "kvarn_k4v2_g64", **options})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: _store(head_dim=48), tikv.ShapeError, "head_dim is 48; kvarn_k4v2_g64 supports .* a multiple of 32"),
+        (lambda: _store(v_dtype="int8"), tikv.OptionError, "v_dtype='int8' does not apply to kvarn_k4v2_g64"),
+        (lambda: _store(scale_dtype="float32"), tikv.OptionError, "scale_dtype='float32' does not apply to kvarn"),
+        (lambda: _store(k_scale=2.0), tikv.OptionError, "k_scale with kvarn_k4v2_g64 is not supported"),
+        (lambda: _store(dtype="int8", v_dtype="kvarn_k4v2"), tikv.DTypeError, "kvarn_k4v2"),
+        (lambda: _pool(block_size=96), tikv.OptionError, "not a multiple of the group of 64"),
+        (lambda: _pool(dtype=tikv.Quant(4, 32, recent=3)), tikv.OptionError, "recent=3.* pools keep no sinks"),
+        (lambda: _pool(dtype=tikv.Quant(4, 32, "tokens", 32, sinks=3)), tikv.OptionError, "pools keep no sinks"),
+        (lambda: _pool(layout="HND"), tikv.OptionError, "layout='HND'"),
+        (lambda: _store(dtype="int8", sinks=2), tikv.OptionError, "sinks=2 needs a window"),
+        (lambda: _store().extend(0, ROW, ROW, ROW, return_mass=True), tikv.OptionError, "return_mass with kvarn_k4v2"),
+        (lambda: _store().extend(0, ROW, ROW, ROW, parents=np.array([[-1]])), tikv.OptionError, "parents"),
+        (lambda: _store().keys(0), tikv.OptionError, "Read tokens"),
+        (lambda: tikv.compile_step(_store()), tikv.OptionError, "compile_step"),
+    ],
+)
+@pytest.mark.archs("cpu")
+def test_refused(arch, call, error, match):
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,505 @@
+"""Encode and decode KVarN's tiles: a group of tokens x the channels of a head, rotated, balanced, and then codes.
+
+The rule is that of `reference.quantize_tiles`, in the same order of sums, so the bits are the same on every back end.
+It takes a few passes over a tile in each of 16 turns. A CPU makes them one after another, in memory of its thread. On
+GPUs each pass is a launch over all tiles, with a thread for each token, channel or tile, since a pass needs all results
+of the one before it.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+from tikv.formats import TILE_FORMATS, block_of
+from tikv.kernels.attention.parameters import FLOATS
+from tikv.kernels.codec import (
+    SIZE,
+    element_array,
+    make_bits_to_f32,
+    make_f32_to_bits,
+    make_load,
+    make_store,
+    word_array,
+)
+from tikv.kernels.exact import make_in_order, make_product, make_ratio, make_root, without_small
+from tikv.kernels.groups import INFINITE, make_whole_ratio
+from tikv.kernels.hadamard import steps_of
+from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop
+from tikv.runtime import ti
+
+TURNS = 16
+TOKEN_SUMS, CHANNEL_SUMS = 32, 4  # running sums over a token's channels, and over a channel's tokens
+BAND = 8  # channels that a CPU takes at a time
+EDGE = 65504.0  # float16's largest number
+LEAST_SCALE, LEAST_DEVIATION = 1e-10, 1e-8
+LOW, HIGH = 1e-3, 1e3  # between which a deviation counts
+LEAST_FACTOR, MOST_FACTOR = math.exp(-0.3), math.exp(10.0)
+TINY_BITS, TINY_DISTANCE_BITS = (127 - 80) << 23, (127 - 60) << 23
+
+
+class TileParams(NamedTuple):
+    """Numbers of a launch: items of work, extents, strides and first entries."""
+
+    items: int = 0
+    tokens: int = 1  # of a head that the launch reads or writes
+    heads: int = 1  # of a sequence
+    sequence: int = 0  # the strides of rows, which are numbered through all heads of all sequences
+    head: int = 0
+    token: int = 0
+    step: int = 1  # tiles from those of a head to those of the next
+    skip: int = 0  # tokens of a head's first tile that are not read
+    first: int = 0  # entries: of the rows, the codes, the scales and the factors
+    codes_first: int = 0
+    numbers_first: int = 0
+    factors_first: int = 0
+    work: int = 0  # the stride between the memory of tiles, or of workers
+
+
+class Tiles(NamedTuple):
+    """The compile-time choices of the kernels."""
+
+    name: str  # of the format
+    of: str  # "keys" or "values"
+    code: str  # dtype code of the rows
+    width: int  # channels
+
+
+class Places(NamedTuple):
+    """Where a tile's memory has what: its numbers, balanced ones, factors, deviations, the best factors, imbalance."""
+
+    balanced: int
+    tokens: int
+    channels: int
+    of_tokens: int
+    of_channels: int
+    best_tokens: int
+    best_channels: int
+    imbalance: int
+    end: int
+
+
+P = TileParams(*range(len(TileParams._fields)))
+PARAMS = ti.types.vector(len(P), ti.i32)
+
+
+@functools.cache
+def places_of(name, width):
+    """The `Places` of a tile."""
+    group, at = TILE_FORMATS[name].group, []
+    for size in (group * width, group * width, group, width, group, width, group, width, 1):
+        at.append(size + (at[-1] if at else 0))
+    return Places(*at)
+
+
+def make_row_of(c):
+    """row_of(number, params): the first entry of a token's row."""
+
+    @ti.func
+    def row_of(number, params):
+        head = number // params[P.tokens]
+        return (
+            params[P.first]
+            + head // params[P.heads] * params[P.sequence]
+            + head % params[P.heads] * params[P.head]
+            + number % params[P.tokens] * params[P.token]
+        )
+
+    return row_of
+
+
+@ti.func
+def without_tiny(x):
+    """x, or +0 if x is below 2**-80."""
+    return ti.select(ti.bit_cast(x, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(TINY_BITS), ti.f32(0.0), x)
+
+
+@ti.func
+def limited(x):
+    """x, a NaN as 0, limited to float16's numbers."""
+    is_nan = ti.bit_cast(x, ti.u32) & ti.u32(0x7FFFFFFF) > ti.u32(INFINITE)
+    return without_tiny(ti.min(ti.max(ti.select(is_nan, ti.f32(0.0), x), ti.f32(-EDGE)), ti.f32(EDGE)))
+
+
+@functools.cache
+def make_rotate(style, width):
+    """rotate(work, at, other, row): rotate the numbers at `at`, or at `other` if the number of steps is odd.
+
+    The other place holds numbers between steps; the result is at `at`, not yet multiplied by the norm.
+    """
+    n, in_order = block_of(width), make_in_order(style)
+    steps = steps_of(n)
+
+    @ti.func
+    def rotate(work: ti.template(), at, other, row):
+        for block in range(width // n):
+            first = block * n
+            for z in ti.static(range(steps)):
+                a, b = other + first, at + first
+                if ti.static((steps - z) % 2 == 0):
+                    a, b = at + first, other + first
+                for i in range(n // 2):
+                    x, y = work[a + 2 * i], work[a + 2 * i + 1]
+                    work[b + i] = in_order(x + y, row)
+                    work[b + i + n // 2] = in_order(x - y, row)
+
+    return rotate
+
+
+@functools.cache
+def make_deviation(style, sums, count):
+    """mean(sums, row) of running sums; square(x, mean, row) of a distance; deviation(sums, row) of sums of squares."""
+    product, in_order, ratio, root = make_product(style), make_in_order(style), make_ratio(style), make_root(style)
+    numbers, degrees = float(count), float(count - 1)
+
+    @ti.func
+    def total(running, row):
+        halves = running
+        for z in ti.static(range(sums.bit_length() - 1)):
+            for i in ti.static(range(sums >> (z + 1))):
+                halves[i] = in_order(halves[i] + halves[i + (sums >> (z + 1))], row)
+        return halves[0]
+
+    @ti.func
+    def mean(running, row):
+        return ratio(total(running, row), ti.f32(numbers))
+
+    @ti.func
+    def square(x, mean, row):
+        distance = in_order(x - mean, row)
+        is_tiny = ti.bit_cast(distance, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(TINY_DISTANCE_BITS)
+        distance = ti.select(is_tiny, ti.f32(0.0), distance)
+        return product(distance, distance, row)
+
+    @ti.func
+    def deviation(squares, row):
+        return root(ratio(total(squares, row), ti.f32(degrees)))
+
+    return mean, square, deviation
+
+
+class Passes(NamedTuple):
+    """The passes over a tile whose memory begins at `at`; each is for one token, channel, band of channels or tile."""
+
+    load: object  # load(rows, work, at, number of the row, t, params)
+    spread_channels: object  # (work, at, d, first)
+    spread_token: object  # (work, at, t)
+    choose: object  # (work, at, first)
+    encode: object  # (work, at, tile, r, codes, numbers, factors, params)
+
+
+def make_encode(style, c):
+    """encode(work, at, tile, r, codes, numbers, factors, params): row r of a tile's codes, with its scale and bias."""
+    form, at_of, width = TILE_FORMATS[c.name], places_of(c.name, c.width), c.width
+    (rows, columns), bits = form.sides(c.of, width), form.bits(c.of)
+    each, last_code = 32 // bits, float((1 << bits) - 1)
+    product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
+    whole_ratio, to_half = make_whole_ratio(style), make_f32_to_bits("f16", style)
+
+    @ti.func
+    def half(x):
+        return ti.cast(to_half(ti.min(ti.max(x, ti.f32(-EDGE)), ti.f32(EDGE))), ti.u16)
+
+    @ti.func
+    def encode(work: ti.template(), at, tile, r, codes: ti.template(), numbers: ti.template(),
+               factors: ti.template(), params):  # fmt: skip
+        # The column steps through a row's numbers: tokens of a channel, or channels of a token.
+        first, step, by_row, by_column = r * width, 1, at_of.best_tokens, at_of.best_channels
+        of_head = params[P.tokens] // form.group
+        place = tile // of_head * params[P.step] + tile % of_head
+        if ti.static(c.of == "keys"):
+            first, step, by_row, by_column = r, width, at_of.best_channels, at_of.best_tokens
+        of_row = work[at + by_row + r]
+        low, high = ti.f32(0.0), ti.f32(0.0)
+        for j in range(columns):
+            x, of_column = work[at + first + j * step], work[at + by_column + j]
+            if ti.static(c.of == "keys"):
+                x = ratio(ratio(x, of_column), of_row)
+            else:
+                x = ratio(ratio(x, of_row), of_column)
+            work[at + at_of.balanced + first + j * step] = x
+            low, high = ti.select(j == 0, x, ti.min(low, x)), ti.select(j == 0, x, ti.max(high, x))
+        last = ti.f32(last_code)
+        scale = ti.max(ratio(in_order(high - low, at), last), ti.f32(LEAST_SCALE))
+        for w in range(columns // each):
+            word = ti.u32(0)
+            for e in ti.static(range(each)):
+                x = work[at + at_of.balanced + first + (w * each + e) * step]
+                level = ti.min(whole_ratio(in_order(x - low, at), scale), last)
+                word = word | (ti.cast(ti.cast(level, ti.i32), ti.u32) << ti.u32(e * bits))
+            codes[params[P.codes_first] + (place * rows + r) * (columns // each) + w] = word
+        to = params[P.numbers_first] + (place * rows + r) * 2
+        numbers[to] = half(product(scale, of_row, at))
+        numbers[to + 1] = half(product(low, of_row, at))
+        for n in range((columns - r + rows - 1) // rows):
+            j = r + n * rows
+            factors[params[P.factors_first] + place * columns + j] = half(work[at + by_column + j])
+
+    return encode
+
+
+def make_passes(style, c):
+    """The `Passes` of a format."""
+    form, at_of = TILE_FORMATS[c.name], places_of(c.name, c.width)
+    group, width, norm, band = form.group, c.width, block_of(c.width) ** -0.5, BAND if style == "cpu" else 1
+    product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
+    load_row, row_of = make_load(c.code, 1, SIZE[c.code] * 8), make_row_of(c)
+    rotate, odd = make_rotate(style, width), steps_of(block_of(width)) % 2
+    token_mean, token_square, token_deviation = make_deviation(style, TOKEN_SUMS, width)
+    channel_mean, channel_square, channel_deviation = make_deviation(style, CHANNEL_SUMS, group)
+
+    @ti.func
+    def load(source: ti.template(), work: ti.template(), at, number, t, params):
+        first, to, other = row_of(number, params), at + t * width, at + at_of.balanced + t * width
+        for d in range(width):
+            x = limited(load_row(source, first + d)[0])
+            if ti.static(odd):
+                work[other + d] = x
+            else:
+                work[to + d] = x
+        rotate(work, to, other, first)
+        for d in range(width):
+            work[to + d] = without_tiny(product(work[to + d], ti.f32(norm), first))
+        work[at + at_of.tokens + t] = ti.f32(1.0)
+
+    @ti.func
+    def balanced(work: ti.template(), at, t, d):
+        factor = work[at + at_of.tokens + t]
+        values = ti.Vector([ti.f32(0.0)] * band)
+        for e in ti.static(range(band)):
+            values[e] = work[at + t * width + d + e]
+        for e in ti.static(range(band)):
+            values[e] = ratio(ratio(values[e], factor), work[at + at_of.channels + d + e])
+        return values
+
+    @ti.func
+    def channel_deviations(work: ti.template(), at, d):
+        """The deviations of a band of channels, whose balanced numbers are stored."""
+        running = ti.Vector([ti.f32(0.0)] * (CHANNEL_SUMS * band))
+        for turn in range(group // CHANNEL_SUMS):
+            for n in ti.static(range(CHANNEL_SUMS)):
+                t = turn * CHANNEL_SUMS + n
+                values = balanced(work, at, t, d)
+                for e in ti.static(range(band)):
+                    work[at + at_of.balanced + t * width + d + e] = values[e]
+                for e in ti.static(range(band)):
+                    running[n * band + e] = in_order(running[n * band + e] + values[e], at)
+        means = ti.Vector([ti.f32(0.0)] * band)
+        squares = ti.Vector([ti.f32(0.0)] * (CHANNEL_SUMS * band))
+        for e in ti.static(range(band)):
+            means[e] = channel_mean(ti.Vector([running[n * band + e] for n in range(CHANNEL_SUMS)]), at)
+        for turn in range(group // CHANNEL_SUMS):
+            for n in ti.static(range(CHANNEL_SUMS)):
+                first = at + at_of.balanced + (turn * CHANNEL_SUMS + n) * width + d
+                for e in ti.static(range(band)):
+                    more = channel_square(work[first + e], means[e], at)
+                    squares[n * band + e] = in_order(squares[n * band + e] + more, at)
+        deviations = ti.Vector([ti.f32(0.0)] * band)
+        for e in ti.static(range(band)):
+            deviations[e] = channel_deviation(ti.Vector([squares[n * band + e] for n in range(CHANNEL_SUMS)]), at)
+        return deviations
+
+    @ti.func
+    def spread_channels(work: ti.template(), at, d, first):
+        to, of = at + at_of.channels + d, at + at_of.of_channels + d
+        if first == 1:
+            for e in ti.static(range(band)):
+                work[to + e] = ti.f32(1.0)
+        for again in range(first, 2):  # the factors change between two passes over the channels
+            deviations = channel_deviations(work, at, d)
+            for e in ti.static(range(band)):
+                if again == 0:
+                    work[to + e] = next_factor(work[to + e], deviations[e], at)
+                else:
+                    work[of + e] = deviations[e]
+
+    @ti.func
+    def next_factor(factor, deviation, row):
+        limited_deviation = ti.min(ti.max(deviation, ti.f32(LOW)), ti.f32(HIGH))
+        return ti.min(ti.max(product(factor, limited_deviation, row), ti.f32(LEAST_FACTOR)), ti.f32(MOST_FACTOR))
+
+    @ti.func
+    def spread_token(work: ti.template(), at, t):
+        first = at + at_of.balanced + t * width
+        running = ti.Vector([ti.f32(0.0)] * TOKEN_SUMS)
+        for turn in range(width // TOKEN_SUMS):
+            for n in ti.static(range(TOKEN_SUMS)):
+                running[n] = in_order(running[n] + work[first + turn * TOKEN_SUMS + n], at)
+        mean = token_mean(running, at)
+        squares = ti.Vector([ti.f32(0.0)] * TOKEN_SUMS)
+        for turn in range(width // TOKEN_SUMS):
+            for n in ti.static(range(TOKEN_SUMS)):
+                more = token_square(work[first + turn * TOKEN_SUMS + n], mean, at)
+                squares[n] = in_order(squares[n] + more, at)
+        work[at + at_of.of_tokens + t] = token_deviation(squares, at)
+
+    @ti.func
+    def unevenness(work: ti.template(), first, count: ti.template()):
+        greatest, least = work[first], work[first]
+        for i in range(1, count):
+            greatest, least = ti.max(greatest, work[first + i]), ti.min(least, work[first + i])
+        return ratio(greatest, ti.max(least, ti.f32(LEAST_DEVIATION)))
+
+    @ti.func
+    def choose(work: ti.template(), at, first):
+        of_tokens = unevenness(work, at + at_of.of_tokens, group)
+        imbalance = in_order(of_tokens + unevenness(work, at + at_of.of_channels, width), at)
+        if first == 1 or imbalance <= work[at + at_of.imbalance]:
+            work[at + at_of.imbalance] = imbalance
+            for t in range(group):
+                work[at + at_of.best_tokens + t] = work[at + at_of.tokens + t]
+            for d in range(width):
+                work[at + at_of.best_channels + d] = work[at + at_of.channels + d]
+        for t in range(group):
+            to = at + at_of.tokens + t
+            work[to] = next_factor(work[to], work[at + at_of.of_tokens + t], at)
+
+    return Passes(load, spread_channels, spread_token, choose, make_encode(style, c))
+
+
+PASSES = ("load", "channels", "tokens", "choose", "encode")
+
+
+def items_of(name, c):
+    """How many items a pass has per tile."""
+    form = TILE_FORMATS[c.name]
+    by_pass = (form.group, c.width, form.group, 1, form.sides(c.of, c.width)[0])
+    return dict(zip(PASSES, by_pass, strict=True))[name]
+
+
+def make_tile_pass(style, name, first, c):
+    """tile_pass(rows, codes, numbers, factors, work, params) on GPUs: one pass over all tiles.
+
+    Args:
+        style: as in `lanes.make_loop`.
+        name: one of `PASSES`.
+        first: 1 if nothing was balanced yet, else 0.
+        c: `Tiles`.
+    """
+    passes, group, each = make_passes(style, c), TILE_FORMATS[c.name].group, items_of(name, c)
+    X, HALVES = element_array(c.code), word_array(16)
+
+    @ti.func
+    def item(i, arrays: ti.template(), params):
+        rows, codes, numbers, factors, work = ti.static(arrays)
+        tile, n = i // each, i % each
+        at = tile * params[P.work]
+        if ti.static(name == "load"):
+            passes.load(rows, work, at, tile * group + n, n, params)
+        elif ti.static(name == "channels"):
+            passes.spread_channels(work, at, n, first)
+        elif ti.static(name == "tokens"):
+            passes.spread_token(work, at, n)
+        elif ti.static(name == "choose"):
+            passes.choose(work, at, first)
+        else:
+            passes.encode(work, at, tile, n, codes, numbers, factors, params)
+
+    loop = make_loop(style, False, item, P.items)
+
+    @ti.kernel
+    def tile_pass(rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS):
+        loop(rows, params, ((rows, codes, numbers, factors, work), params))
+
+    return tile_pass
+
+
+def make_encode_tiles_cpu(workers, c):
+    """encode_tiles(rows, codes, numbers, factors, work, params) on CPU: each worker encodes one tile after another.
+
+    Args:
+        workers: threads; 1 runs in the calling thread.
+        c: `Tiles`.
+    """
+    passes, group, width = make_passes("cpu", c), TILE_FORMATS[c.name].group, c.width
+    X, HALVES = element_array(c.code), word_array(16)
+    lines = TILE_FORMATS[c.name].sides(c.of, width)[0]
+    iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
+
+    @ti.kernel
+    def encode_tiles(rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS):
+        ti.loop_config(serialize=workers == 1)
+        for i in range(iterations):
+            worker, count = i // every, 0
+            if i % every == 0:
+                count = (params[P.items] - worker + workers - 1) // workers
+            at = worker * params[P.work]
+            for number in range(count):
+                tile = number * workers + worker
+                for t in range(group):
+                    passes.load(rows, work, at, tile * group + t, t, params)
+                for turn in range(TURNS + 1):
+                    first = ti.select(turn == 0, 1, 0)
+                    for b in range(width // BAND):
+                        passes.spread_channels(work, at, b * BAND, first)
+                    for t in range(group):
+                        passes.spread_token(work, at, t)
+                    passes.choose(work, at, first)
+                for r in range(lines):
+                    passes.encode(work, at, tile, r, codes, numbers, factors, params)
+
+    return encode_tiles
+
+
+def make_decode_tiles(style, workers, c):
+    """decode_tiles(rows, codes, numbers, factors, work, params): the rows that tiles stand for, one item for each.
+
+    `work` holds two rows for each worker on CPU, and for each item on GPUs.
+    """
+    form, width = TILE_FORMATS[c.name], c.width
+    group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
+    each, norm = 32 // bits, block_of(width) ** -0.5
+    product, in_order, half = make_product(style), make_in_order(style), make_bits_to_f32("f16")
+    rotate, odd, row_of = make_rotate(style, width), steps_of(block_of(width)) % 2, make_row_of(c)
+    store = make_store(c.code, 1, SIZE[c.code] * 8, style)
+    X, HALVES = element_array(c.code), word_array(16)
+    iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
+
+    @ti.func
+    def decode(number, at, arrays: ti.template(), params):
+        rows, codes, numbers, factors, work = ti.static(arrays)
+        token, to = number % params[P.tokens] + params[P.skip], row_of(number, params)
+        tile, t = number // params[P.tokens] * params[P.step] + token // group, token % group
+        for d in range(width):
+            r, j = t, d
+            if ti.static(c.of == "keys"):
+                r, j = d, t
+            r = tile * lines + r
+            word = codes[params[P.codes_first] + r * (columns // each) + j // each]
+            code = (word >> ti.cast(j % each * bits, ti.u32)) & ti.u32((1 << bits) - 1)
+            first = params[P.numbers_first] + r * 2
+            scale, bias = half(numbers[first]), half(numbers[first + 1])
+            x = in_order(product(ti.cast(ti.cast(code, ti.i32), ti.f32), scale, to) + bias, to)
+            x = without_small(product(x, half(factors[params[P.factors_first] + tile * columns + j]), to))
+            if ti.static(odd):
+                work[at + width + d] = x
+            else:
+                work[at + d] = x
+        rotate(work, at, at + width, to)
+        for d in range(width):
+            store(rows, to + d, ti.Vector([product(work[at + d], ti.f32(norm), to)]), ti.f32(1.0))
+
+    @ti.func
+    def item(i, arrays: ti.template(), params):
+        decode(i, i * params[P.work], arrays, params)
+
+    loop = make_loop(style, False, item, P.items)
+
+    @ti.kernel
+    def decode_tiles(rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS):
+        loop(rows, params, ((rows, codes, numbers, factors, work), params))
+
+    @ti.kernel
+    def decode_tiles_cpu(
+        rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS
+    ):
+        ti.loop_config(serialize=workers == 1)
+        for i in range(iterations):
+            worker, count = i // every, 0
+            if i % every == 0:
+                count = (params[P.items] - worker + workers - 1) // workers
+            for number in range(count):
+                decode(
+                    number * workers + worker, worker * params[P.work], (rows, codes, numbers, factors, work), params
+                )
+
+    return decode_tiles_cpu if style == "cpu" else decode_tiles

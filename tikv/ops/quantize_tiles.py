@@ -1,0 +1,240 @@
+"""KVarN's tiles as plain functions: tokens in whole groups to codes, and back; see `kernels/tiles.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import Array, ArrayView, CacheArray, describe, new_array, view
+from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.formats import TileFormat
+from tikv.ops import checks
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantized_arrays import copied_together, merged_axes, parts_of, side_by_side, target_of
+
+TILES_OF = ("keys", "values")
+COLUMNS = 32  # that a row has a multiple of
+SERIAL_ROWS = 128  # on CPU, up to as many are decoded before another thread wakes
+
+
+class QuantizedTiles(NamedTuple):
+    """Tokens as KVarN's codes, which `quantize` makes; `dequantize` turns them back into numbers.
+
+    A tile's codes are R rows of C: D channels of G tokens for keys, G tokens of D channels for values.
+
+    Attributes:
+        codes: (..., T / G, R, C * bits / 32) uint32, the first code of a row in the lowest bits.
+        scales: (..., T / G, R) float16, one per row.
+        biases: the same.
+        factors: (..., T / G, C) float16: what a row's numbers are multiplied by, for each column.
+        format: the format, as `tikv.formats` defines it.
+        of: "keys" or "values".
+        shape: the shape of the tokens, (..., T, D).
+    """
+
+    codes: Array
+    scales: Array
+    biases: Array
+    factors: Array
+    format: TileFormat
+    of: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of codes, scales, biases and factors together."""
+        return int(sum(a.nbytes for a in (self.codes, self.scales, self.biases, self.factors)))
+
+
+def quantize_tiles(
+    live: runtime.Runtime, operation: str, x: Array, format: TileFormat, of: str | None, others: Mapping[str, Any]
+) -> QuantizedTiles:
+    """`quantize` for KVarN; `others` are arguments of other formats."""
+    if of not in TILES_OF:
+        raise OptionError(
+            f"{operation}: of={of!r} is not supported with {format}, which encodes keys and values differently. Use "
+            f"of='keys' or of='values'."
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise OptionError(
+                f"{operation}: {name} does not apply to {format}, whose scales are float16. Leave it out."
+            )
+    rows = view(x, "x", operation)
+    checks.on_device([("x", rows)], live, operation)
+    if rows.dtype not in dtypes.QUANTIZABLE:
+        raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
+    checks.readable(rows, "x", operation)
+    shapes = shapes_of(operation, format, of, rows.shape, describe(rows))
+    codes, numbers, factors = (
+        new_array(shape, dtype, live)
+        for shape, dtype in zip(shapes, (dtypes.uint32, dtypes.float16, dtypes.float16), strict=True)
+    )
+    if 0 not in rows.shape:
+        _run(live, operation, format, of, (rows, codes, numbers, factors), writes_tiles=True)
+    scales, biases = (a.restrided(a.shape[:-1], a.strides[:-1]) for a in parts_of(numbers, 2))
+    made = [CacheArray(a, live) for a in (codes, scales, biases, factors)]
+    return QuantizedTiles(made[0], made[1], made[2], made[3], format, of, rows.shape)
+
+
+def dequantize_tiles(live: runtime.Runtime, operation: str, tiles: QuantizedTiles, out: Array) -> Any:
+    """`dequantize` for KVarN."""
+    format, of, shape = tiles.format, tiles.of, tuple(tiles.shape)
+    if of not in TILES_OF:
+        raise OptionError(f"{operation}: of={of!r} is not supported. Use 'keys' or 'values'.")
+    shapes = shapes_of(operation, format, of, shape, f"shape {shape}")
+    named = {name: view(getattr(tiles, name), name, operation) for name in ("codes", "scales", "biases", "factors")}
+    checks.on_device([*named.items()], live, operation)
+    expected = (shapes[0], shapes[1][:-1], shapes[1][:-1], shapes[2])
+    for (name, a), needed in zip(named.items(), expected, strict=True):
+        dtype = dtypes.uint32 if name == "codes" else dtypes.float16
+        if a.dtype is not dtype:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}, not {dtype.name}.")
+        if a.shape != needed:
+            raise ShapeError(f"{operation}: {name} is {describe(a)} where {needed} is needed.")
+    codes, factors = named["codes"], named["factors"]
+    apart = [a.restrided((*a.shape, 1), (*a.strides, 2)) for a in (named["scales"], named["biases"])]
+    numbers = side_by_side(apart)
+    if numbers is None:
+        numbers = copied_together(apart, live)
+    for name, a in (("codes", codes), ("scales", numbers), ("factors", factors)):
+        _, strides = merged_axes(a.shape, [a.strides])
+        if 0 not in a.shape and strides[0] not in ((1,), ()):
+            raise ShapeError(f"{operation}: {name} is not contiguous. Pass what tikv.quantize returned, or copies.")
+    target, out = target_of(live, operation, out, shape)
+    if 0 not in shape:
+        _run(live, operation, format, of, (target, codes, numbers, factors), writes_tiles=False)
+    return out
+
+
+def shapes_of(
+    operation: str, format: TileFormat, of: str, shape: Sequence[int], described: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The shapes of codes, scales with biases, and factors of tokens (..., T, D).
+
+    Raises:
+        ShapeError: the number of tokens is not a multiple of the group, or channels do not fill whole words.
+    """
+    if len(shape) < 2 or shape[-2] % format.group:
+        raise ShapeError(
+            f"{operation}: x is {described}; {format} encodes whole tiles of {format.group} tokens. Pass (..., T, D) "
+            f"with T a multiple of {format.group}."
+        )
+    *lead, tokens, width = shape
+    check_width(operation, format, width, f"x is {described}")
+    rows, columns = format.sides(of, width)
+    count = tokens // format.group
+    words = columns * format.bits(of) // 32
+    return (*lead, count, rows, words), (*lead, count, rows, 2), (*lead, count, columns)
+
+
+def check_width(operation: str, format: TileFormat, width: int, what: str) -> None:
+    """Raise ShapeError unless the channels of a head fill whole words."""
+    if width == 0 or width % COLUMNS:
+        raise ShapeError(
+            f"{operation}: {what}; {format} supports heads whose width is a multiple of {COLUMNS}. Use another format."
+        )
+
+
+class TileRows(NamedTuple):
+    """Tokens of several heads, and the tiles that they become or come from.
+
+    Attributes:
+        sequences, heads, tokens: how many there are; those of a head follow each other.
+        sequence, head, token: the steps from one row to the next, in elements.
+        firsts: where the first row begins, and the codes, the scales and the factors of the first head's first tile.
+        step: how many tiles lie between those of a head and those of the next.
+        skip: how many tokens of a head's first tile are not read.
+    """
+
+    sequences: int
+    heads: int
+    tokens: int
+    sequence: int
+    head: int
+    token: int
+    firsts: tuple[int, int, int, int]
+    step: int
+    skip: int = 0
+
+
+def _run(
+    live: runtime.Runtime, operation: str, format: TileFormat, of: str, arrays: Sequence[ArrayView], writes_tiles: bool
+) -> None:
+    """Encode rows, or decode them: rows (..., T, D), codes, scales with biases, and factors."""
+    x = arrays[0]
+    extents, strides = merged_axes(x.shape[:-1], [x.strides[:-1]])
+    if len(extents) > 2:
+        name = "x" if writes_tiles else "out"
+        raise ShapeError(
+            f"{operation}: {name} ({describe(x)}, strides {x.strides} elements) has more than two axes that cannot be "
+            "merged into one. Pass a contiguous array."
+        )
+    sequences, tokens = (1,) * (2 - len(extents)) + tuple(extents)
+    sequence, token = (0,) * (2 - len(extents)) + strides[0]
+    first, *others = (a.offset // a.dtype.itemsize for a in arrays)
+    rows = TileRows(
+        sequences, 1, tokens, sequence, 0, token, (first, others[0], others[1], others[2]), tokens // format.group
+    )
+    run_tiles(live, operation, format, of, arrays, rows, x.shape[-1], writes_tiles)
+
+
+def run_tiles(
+    live: runtime.Runtime,
+    operation: str,
+    format: TileFormat,
+    of: str,
+    arrays: Sequence[ArrayView],
+    rows: TileRows,
+    width: int,
+    writes_tiles: bool,
+) -> None:
+    """Encode rows, or decode tiles to rows; `arrays` are those of rows, codes, scales with biases, and factors."""
+    count = rows.sequences * rows.heads * rows.tokens
+    tiles = count // format.group
+
+    from tikv.kernels import tiles as kernels
+
+    form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width)
+    each = kernels.places_of(form.name, form.width).end if writes_tiles else 2 * form.width
+    items = tiles if writes_tiles else count
+    serial = 1 if writes_tiles else SERIAL_ROWS
+    workers = min(live.threads, -(-items // serial)) if live.is_cpu else items
+    checks.integer(workers * each, "floats between the passes over tiles", operation, high=2**31 - 1)
+    work = new_array((workers * each,), dtypes.float32, live)  # launches keep no memory alive: this function does
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        for name, a in zip(names, arrays, strict=True):
+            checks.addressable(a, a.dtype.itemsize, live, name, operation)
+        taken = [*arrays, work]
+        params = kernels.TileParams(
+            items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts,
+            each,
+        )  # fmt: skip
+
+        def launched(items: int, maker: Any, *choices: Any) -> Launch:
+            kernel = launch.kernel(live, maker, *choices)
+            return Launch(kernel.bind(items, *taken, tuple(params._replace(items=items))), taken)
+
+        style = live.kernel_style
+        if not writes_tiles:
+            threads = 1 if live.is_cpu else count
+            kernel = launch.kernel(live, kernels.make_decode_tiles, style, workers if live.is_cpu else 1, form)
+            return [Launch(kernel.bind(threads, *taken, tuple(params)), taken)]
+        if live.is_cpu:
+            kernel = launch.kernel(live, kernels.make_encode_tiles_cpu, workers, form)
+            return [Launch(kernel.bind(workers, *taken, tuple(params)), taken)]
+
+        def passes(*named: str, first: int = 0) -> list[Launch]:
+            return [
+                launched(tiles * kernels.items_of(name, form), kernels.make_tile_pass, style, name, first, form)
+                for name in named
+            ]
+
+        start = [*passes("load"), *passes("channels", first=1), *passes("tokens"), *passes("choose", first=1)]
+        turn = passes("channels", "tokens", "choose")
+        return [*start, *turn * kernels.TURNS, *passes("encode")]
+
+    names = ("x" if writes_tiles else "out", "codes", "scales", "factors")
+    Plan(live, operation, names, (not writes_tiles, *[writes_tiles] * 3), bind).run(arrays)
