@@ -95,7 +95,7 @@ def in_each(method: Callable[[Prompt, int, int], object]) -> Callable[[Prompt, i
 
 
 def most_attended(prompt: Prompt, layer: int, count: int) -> np.ndarray:
-    """What H2O keeps after a prompt; half of these are the newest tokens."""
+    """What H2O keeps after a prompt; half are the newest tokens."""
     return methods.highest(prompt.mass[layer], count, recent=count // 2)
 
 

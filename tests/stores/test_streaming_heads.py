@@ -94,6 +94,8 @@ def test_what_fails_leaves_all_heads_as_they_were(arch, rng):
     store.append(1, *rows[:, :3])
     store.restore(mark)
     np.testing.assert_array_equal(store.positions(0), before)
+    with pytest.raises(tikv.OptionError, match="not what snapshot"):
+        store.restore(mark[:1])
     with pytest.raises(tikv.PositionError):
         store.trim(41)
     assert store.length == 40
@@ -108,6 +110,7 @@ def test_what_fails_leaves_all_heads_as_they_were(arch, rng):
         ({"whole": np.ones(4)}, tikv.ShapeError, "whole is float64"),
         ({"dtype": "float8_e4m3fn", "k_scale": [1.0, 2.0, 1.0, 1.0]}, tikv.OptionError, "k_scale has several numbers"),
         ({"sinks": 9}, tikv.TikvError, "sinks"),
+        ({"window": None}, tikv.TikvError, "window"),
     ],
 )
 def test_refused(arch, options, error, says):

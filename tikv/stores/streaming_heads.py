@@ -79,6 +79,7 @@ class StreamingHeadsStore(runtime.DeepCopied):
                 f"{NAME}: whole is {mask.dtype} {mask.shape}; it must be bool {shapes[0]}, or {shapes[1]} for all "
                 "layers."
             )
+        window = checks.integer(window, "window", NAME, low=1)
         for name in ("k_scale", "v_scale"):
             if np.ndim(form.get(name, 0)):
                 raise OptionError(f"{NAME}: {name} has several numbers, and heads lie in two stores. Use one number.")
@@ -171,7 +172,9 @@ class StreamingHeadsStore(runtime.DeepCopied):
         return [part.store.snapshot() for part in self._all()]
 
     def restore(self, snapshot: Sequence[Snapshot]) -> None:
-        """Go back to what a `snapshot` of this store remembers."""
+        """Go back to what a `snapshot` of this store remembers; OptionError for anything else."""
+        if not isinstance(snapshot, list) or len(snapshot) != len(self._all()):
+            raise OptionError(f"{NAME}.restore: this is not what snapshot() of this store returned.")
         for part, of_part in zip(self._all(), snapshot, strict=True):
             part.store.restore(of_part)
 

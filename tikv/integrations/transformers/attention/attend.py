@@ -69,7 +69,7 @@ def attend(
     call = _Call(module, query, key, value, attention_mask, dropout, scaling, softcap, kwargs)
     weighing = getattr(key, "tikv_weighing", None)
     if weighing is not None:
-        return attend_weighed(call, weighing, call.mask if type(call.mask) is PromptMask else None), None
+        return attend_weighed(call, weighing), None
     in_place = _by_compiled_step(call) or _by_kernels(call) or _in_training(call) or _over_selected_keys(call)
     if in_place is not None:
         return in_place

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tikv.errors import OptionError
+from tikv.integrations.transformers.attention.keywords import causal_mask
+from tikv.integrations.transformers.attention.prompts import PromptMask
 from tikv.integrations.transformers.memory.slots import request_of
 from tikv.integrations.transformers.memory.stored import in_rows
 from tikv.integrations.transformers.names import ATTENTION_CALL
@@ -44,25 +46,25 @@ class HeldMass:
         self.is_due = False
 
 
-def attend_weighed(call: Any, weighing: HeldMass, mask: Any) -> Any:
+def attend_weighed(call: Any, weighing: HeldMass) -> Any:
     """Attention of new tokens that are not kept, by this library's kernels: (batch, T, heads, head_dim_v).
 
     Args:
-        call: the call of `attend`.
+        call: the call of `attend`; its mask may say no more than that queries are the newest tokens.
         weighing: what accumulates the mass.
-        mask: None, or a `PromptMask`; another says something that the mass cannot know.
 
     Raises:
         OptionError: the call has padding, keywords that change scores, dropout, or gradients.
     """
-    if call.traced or not call.served or call.said or (call.mask is not None and mask is None):
+    mask = call.mask
+    if call.traced or not call.served or call.said or not (mask is None or _is_causal(call)):
         raise OptionError(
             f"{ATTENTION_CALL}: return_mass of a replay needs attention without padding, dropout, gradients, "
             f"torch.compile or keywords that change scores{' ' if call.said else ''}{', '.join(call.said)}. Call the "
             "model under torch.no_grad(), with sequences of one length; or leave return_mass out."
         )
     request = request_of(call.scale, call.softcap, call.causal or mask is not None)
-    request = request._replace(sink_logits=call.logits, window=None if mask is None else mask.window)
+    request = request._replace(sink_logits=call.logits, window=mask.window if type(mask) is PromptMask else None)
     query, kind = in_rows(call.query), weighing.kind
     caches = Caches(CONTIGUOUS, in_rows(call.key), in_rows(call.value), call.held)
     weighed = attention_call(ATTENTION_CALL, query, caches, request, kind)
@@ -70,3 +72,11 @@ def attend_weighed(call: Any, weighing: HeldMass, mask: Any) -> Any:
     out, mass = weighed.attend(query, results)
     weighing.add(mass)
     return out.transpose(1, 2)
+
+
+def _is_causal(call: Any) -> bool:
+    """Whether a mask says only that each query sees the keys up to its own, or a window of them."""
+    mask = call.mask
+    if type(mask) is PromptMask:
+        return True
+    return mask.dtype is torch.bool and bool((mask == causal_mask(call.query, call.key)).all())
