@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lives import families, life
-from lives.families import FAMILIES, FULL, STATE
+from lives.families import FAMILIES, FULL
 
 FORMATS = (
     "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
@@ -63,8 +63,8 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
     if rng.random() < 0.25:
         found["model"] = str(rng.choice(NARROW))
         formats = tuple(name for name in formats if name not in NARROW)
-    both = FAMILIES[family].encoder
-    if both:  # groups along tokens are refused beside an encoder
+    more = FAMILIES[family].encoder or FAMILIES[family].beside  # than the keys and values of the text
+    if more:  # groups along tokens are refused then
         formats = tuple(name for name in formats if not _along(name))
     memory = rng.random()
     if memory < 0.35:
@@ -75,7 +75,7 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
         formats = tuple(name for name in formats if not _along(name))
     if formats and rng.random() < 0.5:
         found["dtype"] = str(rng.choice(formats))
-        plain = [name for name in formats if not _along(name)]
+        plain = [name for name in formats if not _along(name) and not name.endswith("hadamard")]
         if rng.random() < 0.3 and not _along(found["dtype"]):
             found["v_dtype"] = str(rng.choice(plain))
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
@@ -83,9 +83,9 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
         stored = found["dtype"], found.get("v_dtype", found["dtype"])
         if rng.random() < 0.3 and (stored == ("nvfp4", "nvfp4") or all(name.startswith("float8") for name in stored)):
             found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
-    if STATE in FAMILIES[family].layers and life.RECORDS and rng.random() < 0.6:
+    if FAMILIES[family].states and life.RECORDS and rng.random() < 0.6:
         found["record_states"] = int(rng.choice([1, 3, 8, 40]))
-    full = set(FAMILIES[family].layers) == {FULL} and not both
+    full = set(FAMILIES[family].layers) == {FULL} and not more
     if full and not {"window", "dtype"} & found.keys() and rng.random() < 0.2:
         found["place"] = "host"
     return found

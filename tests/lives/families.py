@@ -38,6 +38,7 @@ class Family(NamedTuple):
         config: the configuration's name, if it does not begin with `name` alone.
         shared: how many of the last layers read the keys of an earlier layer of their kind.
         encoder: whether the layers also read what an encoder gave.
+        beside: whether each layer keeps a state beside its keys.
     """
 
     name: str
@@ -46,6 +47,12 @@ class Family(NamedTuple):
     config: str = ""
     shared: int = 0
     encoder: bool = False
+    beside: bool = False
+
+    @property
+    def states(self) -> bool:
+        """Whether layers keep a state."""
+        return self.beside or STATE in self.layers
 
     @property
     def with_memory(self) -> int:
@@ -153,6 +160,19 @@ FAMILIES = {
             "num_experts": 0,
             "mlp_only_layers": [0, 1],
         },
+    ),
+    "falcon_h1": Family(
+        "FalconH1",
+        (FULL, FULL),
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+        beside=True,
     ),
 }
 

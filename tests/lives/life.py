@@ -174,7 +174,7 @@ class Life:
         padding[seed % len(padding)] = 0 if seed % 4 else padding[seed % len(padding)]
         text = self.text
         self.start(padding, seed)
-        if any(padding) and STATE in self.family.layers and min(padding):
+        if any(padding) and self.family.states and min(padding):
             text.starts = text.starts - text.starts.min()
         self._feed(tokens, seed)
 
@@ -192,7 +192,7 @@ class Life:
 
     def tokens(self, count: int, seed: int) -> Any:
         """New tokens at once."""
-        if STATE in self.family.layers and count > 1 and not RECORDS:
+        if self.family.states and count > 1 and not RECORDS:
             count = 1  # a state takes single tokens after the prompt
         return self._feed(count, seed) if self._fits(count) else False
 
@@ -206,7 +206,7 @@ class Life:
         """Single tokens in compiled steps, of `generate` or by hand."""
         if self.family.encoder or self.along is not None:
             return False
-        if STATE in self.family.layers and not self.text.cache.is_compileable:
+        if self.family.states and not self.text.cache.is_compileable:
             return False
         for i in range(count):
             if self._fits(1):
@@ -262,7 +262,7 @@ class Life:
         recorded = text.recorded is not None and target >= text.recorded
         if self.along is not None and target and target < max(text.coded.values(), default=0):
             return False  # codes can be dropped in whole groups only, if a layer's groups end there
-        if STATE in kinds and (not self.options.get("record_states") or target < text.reach):
+        if self.family.states and (not self.options.get("record_states") or target < text.reach):
             return False
         if self.window is not None and text.longest > self.window and target < text.longest - 1:
             return False
@@ -356,7 +356,7 @@ class Life:
     def interrupt(self, layer: int, after: bool, count: int, seed: int) -> Any:
         """Ctrl-C in the middle of a step, which is then repaired."""
         layers, layer = self.family.with_memory, layer % len(self.family.layers)
-        if STATE in self.family.layers and not RECORDS:
+        if self.family.states and not RECORDS:
             count = 1
         if not self._fits(count):
             return False
@@ -612,7 +612,10 @@ def live(family: str, options: dict[str, Any], operations: list[tuple[Any, ...]]
         Wrong: something is not as it should be; `args` are what, and the number of the operation.
     """
     traced.install()
-    life = Life(family, options, folder)
+    try:
+        life = Life(family, options, folder)
+    except tikv.TikvError as error:
+        raise Wrong(f"refused when made: {error}", 0) from error
     ending = [("steps", 1, 0), ("swap",), ("steps", 2, 1)]
     for number, operation in enumerate([*operations, *ending]):
         try:
