@@ -11,7 +11,8 @@ nats per token, and tokens per second: for the model, and for attention alone ov
 random numbers), which takes most of the time in longer texts.
 
 "_hadamard" rotates keys before they are quantised. "_tokens" quantises keys by channel over groups of tokens, and keeps
-the newest 32 to 64 in float16.
+the newest 32 to 64 in float16; "_recent" does so too, and quantises older ones by token. "kvarn" quantises
+full tiles of 64 tokens.
 """
 
 import argparse
@@ -44,6 +45,8 @@ FORMATS = {
     **{f"quant{bits}_32": tikv.Quant(bits=bits, group=32) for bits in (8, 4, 3, 2)},
     **{f"quant{bits}_32_hadamard": tikv.Quant(bits=bits, group=32, rotate="hadamard") for bits in (4, 3, 2)},
     **{f"quant{bits}_32_tokens": tikv.Quant(bits=bits, group=32, axis="tokens", residual=32) for bits in (4, 3, 2)},
+    **{f"quant{bits}_32_recent": tikv.Quant(bits=bits, group=32, recent=32) for bits in (4, 3, 2)},
+    **{name: name for name in ("kvarn_k4v4_g64", "kvarn_k4v2_g64")},
 }
 PLAIN = "float32"  # what the others are compared with
 TURNS = 7  # of the timing over a long cache, of which the median counts

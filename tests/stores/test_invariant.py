@@ -53,6 +53,7 @@ def random_chunks(rng, tokens):
             {"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=[pytest.mark.thorough, pytest.mark.full("vulkan")]
         ),
         pytest.param({"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)}, id="tokens", marks=pytest.mark.thorough),
+        pytest.param({"dtype": tikv.Quant(4, 32, sinks=3, recent=20)}, id="recent", marks=pytest.mark.thorough),
     ],
 )
 def test_chunks_of_a_prompt(arch, rng, config):
@@ -112,3 +113,10 @@ def test_per_head_pages_after_a_compaction(arch, rng, dtype):
             rows = [np.moveaxis(a[:1, keep[h], h : h + 1], 1, 2).astype(np.float16) for a in (k, v)]
             alone = tikv.decode_attention(place(q[:, 2 * h : 2 * h + 2]), *map(place, rows), int(keep[h].sum()))
             same(got[:, 2 * h : 2 * h + 2], alone)
+
+
+@pytest.mark.archs("cpu")
+def test_tiles_are_refused(arch):
+    refused = r"kvarn_k4v2 under tikv.init\(invariant=True\) is not supported"
+    with invariant(KEYS), pytest.raises(tikv.OptionError, match=refused):
+        store_of(1, 8, {"dtype": "kvarn_k4v2"})

@@ -49,8 +49,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         num_blocks: blocks of the pool, for all sequences together; with ``per_head``, of each layer.
         block_size: tokens of a block.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
-            scale for each token and head; or groups: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4", see
-            `tikv.quantize`.
+            scale for each token and head; or groups: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
+            "kvarn_k4v2" or "kvarn_k4v4", see `tikv.quantize`.
         layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
             K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.

@@ -73,11 +73,11 @@ class KVCacheStore(runtime.DeepCopied):
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
-            scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
-            "nvfp4", see `tikv.quantize`; "_hadamard" after a name rotates keys first.
+            scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4",
+            "nvfp4", "kvarn_k4v2" or "kvarn_k4v4", see `tikv.quantize`; "_hadamard" after a name rotates keys first.
         window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
             or a list with one of these for each layer.
-        sinks: first tokens that a sliding layer always keeps.
+        sinks: first tokens that a sliding layer always keeps, and that KVarN never quantises.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
         v_dtype: the format of stored values, if it differs from that of keys.

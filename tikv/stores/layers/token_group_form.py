@@ -227,14 +227,20 @@ class TokenGroupForm(NamedTuple):
                 "for V, or leave v_dtype out."
             )
         if isinstance(quant, TileFormat):
-            return cls._of_tiles(operation, heads, quant, rows, row_dtype)
+            return cls._of_tiles(operation, live, heads, quant, rows, row_dtype)
         return cls._of_groups(operation, live, heads, quant, rows, row_dtype)
 
     @classmethod
     def _of_tiles(
-        cls, operation: str, heads: int, tiles: TileFormat, rows: Mapping[str, Any], row_dtype: Any
-    ) -> TokenGroupForm:
+        cls, operation: str, live: runtime.Runtime, heads: int, tiles: TileFormat, rows: Mapping[str, Any],
+        row_dtype: Any,
+    ) -> TokenGroupForm:  # fmt: skip
         """`checked` for KVarN, whose newest rows are float16 unless `row_dtype` says otherwise."""
+        if live.invariant:
+            raise OptionError(
+                f"{operation}: {tiles} under tikv.init(invariant=True) is not supported: the tokens of a call see each "
+                "other unquantised, so results depend on which call brought a token. Use another format."
+            )
         for name, default in (("v_dtype", None), ("scale_dtype", "float16")):
             value = rows.get(name, default)
             if value is not None and str(value) != default:

@@ -64,11 +64,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             eighth as needed, one layer after another.
         dtype: the format: None for the model's dtype; "float16" or "bfloat16" for a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
-            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim. Attention "tikv" reads it in place when it
-            decodes; for all others, narrower dtypes are widened for each read.
+            "mxfp8", "mxfp4" or "nvfp4", whose group must divide head_dim; "kvarn_k4v2", "kvarn_k4v4". Attention "tikv"
+            reads it when it decodes; for all others, narrower dtypes are widened for each read.
         window: tokens that a query of a full-attention layer sees, itself and the sinks included, so that text can
             continue endlessly in the memory of that many tokens. With None, it sees all tokens.
-        sinks: first tokens that stay visible in spite of the window; 4 are enough for most models.
+        sinks: first tokens that stay visible in spite of the window, or that KVarN leaves as they are; 4 are enough.
         v_dtype: the format of values, if it differs from that of keys; not groups along tokens.
         k_scale, v_scale: scales, as in `tikv.KVCacheStore`, the same for all layers: for 8-bit floats, one number or
             (num_kv_heads,); for "nvfp4", one number.
