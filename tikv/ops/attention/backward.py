@@ -56,14 +56,14 @@ def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: A
     for of_heads, of_group in parts:
         q, out, of_out, lse, of_lse = (a[:, of_heads, of_group].flatten(2, 3).float() for a in arrays)
         centre = (of_out * out).sum(-1, keepdim=True) - of_lse[..., None]
-        part = _Part(q, of_out, lse[..., None], centre, call.scale, call.softcap, tokens)
+        part = _Queries(q, of_out, lse[..., None], centre, call.scale, call.softcap, tokens)
         to = of_q[:, of_heads, of_group].flatten(2, 3), of_k[:, of_heads], of_v[:, of_heads]
         for start in range(0, held, step):
             part.add(keys[:, of_heads], values[:, of_heads], start, min(held, start + step), first, to)
     return of_q.flatten(1, 2), of_k, of_v
 
 
-class _Part(NamedTuple):
+class _Queries(NamedTuple):
     """The queries of some heads, those that share a head of keys one after the other, as `Attended`; in float32.
 
     Attributes:
