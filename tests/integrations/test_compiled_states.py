@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
-from tikv.integrations.transformers.memory import stored_ops  # noqa: E402
 from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
@@ -114,29 +113,45 @@ def test_forks_snapshots_and_other_sequences_go_on(arch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def interrupt_attention(monkeypatch, after):
-    """Have Ctrl-C come within a step, when attention is called so many times."""
-    calls, call = [], stored_ops.attention_call
+STOP = []  # at how many more calls of `stop` Ctrl-C comes
 
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        return call(*args)
 
-    monkeypatch.setattr(stored_ops, "attention_call", interrupted)
+@torch.library.custom_op("tikv_tests::stop", mutates_args=())
+def stop(a: torch.Tensor) -> torch.Tensor:
+    """A copy, in compiled programs too; or Ctrl-C."""
+    STOP[:] = [calls - 1 for calls in STOP]
+    if 0 in STOP:
+        raise KeyboardInterrupt
+    return a.clone()
+
+
+@stop.register_fake
+def _(a):
+    return torch.empty_like(a)
+
+
+def write_until_interrupted(model, cache, ids, **how):
+    """Text until Ctrl-C comes before the last layer of the second step after the prompt."""
+    STOP[:] = [3]
+    with pytest.raises(KeyboardInterrupt):
+        write(model, cache, ids, **how)
+    STOP.clear()
+
+
+@pytest.fixture
+def stoppable():
+    model = build("qwen3_next")
+    model.model.layers[-1].register_forward_pre_hook(lambda layer, args: (stop(args[0]), *args[1:]))
+    return model
 
 
 @torch.no_grad()
-def test_after_an_interrupt_within_a_step_the_next_use_is_refused(arch, monkeypatch):
-    model, ids, how = build("qwen3_next"), tokens(1, 9), compiling(arch)
+def test_after_an_interrupt_within_a_step_the_next_use_is_refused(arch, stoppable):
+    model, ids, how = stoppable, tokens(1, 9), compiling(arch)
     want = write(model, TikvCache(model.config, **ROOM), ids, disable_compile=True)
     cache = TikvCache(model.config, **ROOM)
     before = cache.snapshot()
-    interrupt_attention(monkeypatch, 3)
-    with pytest.raises(KeyboardInterrupt):
-        write(model, cache, ids, **how)
-    monkeypatch.undo()
+    write_until_interrupted(model, cache, ids, **how)
     for use in (
         lambda: model(ids[:, :1], **given(cache)),
         lambda: cache.snapshot(),
@@ -149,22 +164,16 @@ def test_after_an_interrupt_within_a_step_the_next_use_is_refused(arch, monkeypa
     for go_back in (lambda: cache.restore(before), cache.reset):
         go_back()
         assert torch.equal(write(model, cache, ids, **how).sequences, want.sequences)
-        interrupt_attention(monkeypatch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            write(model, cache, torch.cat((want.sequences, ids), 1), **how)
-        monkeypatch.undo()
+        write_until_interrupted(model, cache, torch.cat((want.sequences, ids), 1), **how)
 
 
 @torch.no_grad()
-def test_an_interrupt_leaves_no_half_of_a_step_where_states_are_written_at_its_end(arch, monkeypatch):
+def test_an_interrupt_leaves_no_half_of_a_step_where_states_are_written_at_its_end(arch, stoppable):
     """Compilers other than the eager one may write all states after everything else."""
-    model, ids, how = build("qwen3_next"), tokens(1, 9), compiling(arch)
+    model, ids, how = stoppable, tokens(1, 9), compiling(arch)
     how["compile_config"].backend = "aot_eager"
     cache = TikvCache(model.config, **ROOM)
-    interrupt_attention(monkeypatch, 3)
-    with pytest.raises(KeyboardInterrupt):
-        write(model, cache, ids, **how)
-    monkeypatch.undo()
+    write_until_interrupted(model, cache, ids, **how)
     length = cache.get_seq_length()
     eager = TikvCache(model.config, **ROOM)
     text = write(model, eager, ids, disable_compile=True).sequences

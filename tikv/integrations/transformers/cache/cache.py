@@ -424,7 +424,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             ...     tuple(cache.update(states, states, 0)[0].shape), cache.get_seq_length()
             ((1, 2, 6, 8), 3)
         """
-        self._step.refuse_half()
+        self.step_use.refuse_half()
         appended = [layer.appended for layer in self._with_keys]
         if any(appended[1:]):
             refuse_unequal(appended)

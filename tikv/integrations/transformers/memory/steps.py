@@ -23,13 +23,13 @@ from tikv.integrations.transformers.memory.stored import stored_tensors
 class Steps:
     """Tokens that compiled steps have added and the host has not counted yet, one link for each step.
 
-    A link without tokens is a use of a state, see `Counted.note_use`.
+    A link may be a use of a state instead, see `Counted.note_use`.
 
     A number that changes with each step would make torch compile again; a new object of the same class does not.
     """
 
-    def __init__(self, before: Steps | None, tokens: int) -> None:
-        self.before, self.tokens = before, tokens
+    def __init__(self, before: Steps | None, tokens: int, uses: int = 0) -> None:
+        self.before, self.tokens, self.uses = before, tokens, uses
 
 
 class Counted:
@@ -96,7 +96,7 @@ class Counted:
         """How many tokens compiled steps have added since the last call of this method."""
         tokens, step = 0, self.steps
         while step.before is not None:
-            self._finished += not step.tokens
+            self._finished += step.uses
             tokens, step = tokens + int(step.tokens), step.before
         self.steps = self._noted = Steps(None, 0)
         self.stepped = self.stepped or tokens > 0
@@ -108,7 +108,7 @@ class Counted:
         The device counts it before the state changes, and the host after the program, of which this is a part.
         """
         ops.note_use_of_state(state, self.uses)
-        self.steps = Steps(self.steps, 0)
+        self.steps = Steps(self.steps, 0, 1)
 
     def is_half_used(self) -> bool:
         """Whether a compiled step has used states and did not run to its end. The host has counted its tokens."""
