@@ -297,7 +297,9 @@ def _pool(**options):
         (lambda: _store(dtype="int8", sinks=2), tikv.OptionError, "sinks=2 needs a window"),
         (lambda: _store().extend(0, ROW, ROW, ROW, return_mass=True), tikv.OptionError, "return_mass with kvarn_k4v2"),
         (lambda: _store().extend(0, ROW, ROW, ROW, parents=np.array([[-1]])), tikv.OptionError, "parents"),
-        (lambda: _store().keys(0), tikv.OptionError, "Read tokens"),
+        (lambda: _store().keys(0), tikv.OptionError, "a store of kvarn_k4v2_g64 .*Read tokens"),
+        (lambda: _store().commit(0), tikv.OptionError, "a store of kvarn_k4v2_g64 does not support this"),
+        (lambda: _pool().commit([0], []), tikv.OptionError, "a pool of kvarn_k4v2_g64"),
         (lambda: tikv.compile_step(_store()), tikv.OptionError, "compile_step"),
     ],
 )

@@ -125,8 +125,8 @@ class LayerStorage(abc.ABC):
     """
 
     place: str = "device"
-    title: ClassVar[str]
-    remedy: ClassVar[str] = "Use another dtype."
+    title: str
+    remedy: str = "Use another dtype."
     file_kind: ClassVar[str] = ""
     keeps_summaries: ClassVar[bool] = False
 

@@ -143,6 +143,11 @@ class TokenGroupForm(NamedTuple):
         return self.quant.newest + self.quant.group
 
     @property
+    def has_axis(self) -> bool:
+        """Whether keys are grouped along tokens, and another axis would be a way out of what that excludes."""
+        return isinstance(self.codes, CodeForm)
+
+    @property
     def closes_early(self) -> bool:
         """Whether a full group becomes codes with the next call, instead of when there is no more room."""
         return isinstance(self.quant, TileFormat)

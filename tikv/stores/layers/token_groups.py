@@ -87,6 +87,8 @@ class TokenGroupLayers(LayerStorage):
         rows = dict(config.rows)
         form = self.form = TokenGroupForm.checked("KVCacheStore", live, config.num_kv_heads, rows, row_dtype)
         quant = form.quant
+        if not form.has_axis:
+            self.title, self.remedy = f"a store of {quant}", "Use another format."
         if sinks is None:
             sinks = form.sinks("KVCacheStore", config.sinks, any(config.windows))
         slots = sinks + form.slots
@@ -281,7 +283,8 @@ class TokenGroupLayers(LayerStorage):
         return mass.array(operation, like, shape, self.runtime, others)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        request.refuse(operation, REFUSED, f"{self.title} does not support", "Leave it out, or use axis='head_dim'.")
+        way = "axis='head_dim'" if self.form.has_axis else "another format"
+        request.refuse(operation, REFUSED, f"{self.title} does not support", f"Leave it out, or use {way}.")
 
     def _ring_plan(
         self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView],

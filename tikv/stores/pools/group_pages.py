@@ -205,6 +205,8 @@ class TokenGroupPages(Pages[BlockPools]):
         assert config.groups is not None
         super().__init__(live, config, num_layers, BlockPools(config, num_layers, live))
         self.form = config.groups
+        if not self.form.has_axis:
+            self.title, self.remedy = f"a pool of {self.form.quant}", "Use another format."
         self.new, self.coded = NewPages(config, self.form, num_layers, live), dict[int, list[int]]()
         self.quant, self.scratch = self.form.quant, ScoreMemory(live)
         self._codes = [coded_of(self.form.codes, arrays) for arrays in self.pools.layers]
@@ -601,7 +603,8 @@ class TokenGroupPages(Pages[BlockPools]):
             self._codes[layer].weigh(operation, q, weighing, request.scores, slots, self.scratch)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        title, remedy = f"{self.title} does not support", "Leave it out, or use axis='head_dim'."
+        way = "axis='head_dim'" if self.form.has_axis else "another format"
+        title, remedy = f"{self.title} does not support", f"Leave it out, or use {way}."
         request.refuse(operation, (*REFUSED, "window"), title, remedy)
         request.check_choices(operation, ("auto", "taichi"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from tikv.arrays import ArrayView, CacheArray, Host
 from tikv.errors import OptionError, TikvError
@@ -41,8 +41,8 @@ class Pages(abc.ABC, Generic[Memory]):
         block: tokens and bytes of a block of a layer.
     """
 
-    title: ClassVar[str]
-    remedy: ClassVar[str]
+    title: str
+    remedy: str
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int, pools: Memory) -> None:
         self.runtime, self.config, self.pools = live, config, pools
