@@ -24,6 +24,9 @@ from tikv.launch.cuda import keys
 from tikv.runtime.cache import BoundedCache
 
 
+LEAST_CORES = 3  # with two, starting the processes costs what the second core gains: docs/first_minutes.md
+
+
 class KernelShare(NamedTuple):
     """The kernels that a process compiles, as factories and choices, and the start of its engine."""
 
@@ -38,7 +41,8 @@ def processes_for(live: runtime.Runtime, asked: int | None) -> int:
     config = live.program.config()
     if live.has_compiled or live.is_cuda or not config.offline_cache or not sys.executable:
         return 1
-    return asked or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return asked or (cores if cores >= LEAST_CORES else 1)
 
 
 def kernels_of(calls: Sequence[Callable[[], None]], live: runtime.Runtime) -> list[launch.CompiledKernel]:
