@@ -51,8 +51,9 @@ def warmup(
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
         steps: also compile the decode step of `tikv.compile_step`, for each layer.
         processes: how many processes compile side by side, before this one loads what they made; None for one per core
-            if there are at least 3, 1 for only this one. They are used on CPU, Vulkan and Metal if this process has compiled no kernel yet,
-            without ``steps``, and if the engine's cache on disk is on. If one fails, a warning says so.
+            if there are at least 3, 1 for only this one. They are used on CPU, Vulkan and Metal if this process has
+            compiled no kernel yet, without ``steps``, and if the engine's cache on disk is on. If one fails, a warning
+            says so.
         quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
             appears after 2 seconds of compilation.
         num_kv_heads, head_dim: for named variants, the shape to compile for.

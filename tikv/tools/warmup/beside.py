@@ -23,7 +23,6 @@ from tikv import launch, runtime
 from tikv.launch.cuda import keys
 from tikv.runtime.cache import BoundedCache
 
-
 LEAST_CORES = 3  # with two, starting the processes costs what the second core gains: docs/first_minutes.md
 
 
