@@ -1,6 +1,11 @@
 """tikv.warmup: what follows compiles nothing, and a store, a pool or a cache is as it was."""
 
+import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import oracle
@@ -166,7 +171,7 @@ def test_a_bar_shows_each_kernel_unless_quiet(arch, made, monkeypatch):
     monkeypatch.setattr(warmups, "is_shown", lambda: True)
     monkeypatch.setattr(warmups, "progress", progress)
     store = tikv.KVCacheStore(**FORM, capacity=32, dtype="float32")
-    names = tikv.warmup(store, query_heads=4)
+    names = tikv.warmup(store, query_heads=4, processes=1)
     total = seen[0][1]
     assert {(title, n) for title, n, _, _ in seen} == {("warmup", total)}
     assert [done for *_, done in seen] == sorted(done for *_, done in seen)
@@ -176,3 +181,68 @@ def test_a_bar_shows_each_kernel_unless_quiet(arch, made, monkeypatch):
     seen.clear()
     tikv.warmup(store, query_heads=4, quiet=True)
     assert seen == []
+
+
+BESIDE = """
+import json, sys, numpy as np, tikv
+from tikv.tools.warmup import beside
+live = tikv.init(sys.argv[1])
+store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=32, capacity=64, dtype="float16", window=[None, 24])
+{before}
+names = tikv.warmup(store, query_heads=4, tokens=(20, 1), processes=2, quiet=True)
+compiled = sum(kernel.seconds_compiled for kernel in live.kernels.values())
+rows = np.random.default_rng(0).standard_normal((2, 20, 4, 32)).astype(np.float16)
+outs = [store.extend(layer, rows[layer], rows[0][:, :2], rows[1][:, :2]).astype(np.float32) for layer in range(2)]
+print(json.dumps([len(names), compiled, np.stack(outs).tolist()]))
+"""
+
+
+def beside_in(folder, arch, before=""):
+    """(kernels, seconds of their compilation, results, stderr) of a process with its cache of kernels in a folder."""
+    child = subprocess.run(
+        [sys.executable, "-c", BESIDE.replace("{before}", before), arch],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+        env={**os.environ, "TI_OFFLINE_CACHE_FILE_PATH": str(folder), "QD_OFFLINE_CACHE_FILE_PATH": str(folder)},
+    )
+    return *json.loads(child.stdout.splitlines()[-1]), child.stderr
+
+
+@pytest.mark.archs("cpu")
+def test_processes_compile_side_by_side(arch, tmp_path):
+    """This one then loads what they made; a later one starts none. The results are those of a single process."""
+    count, seconds, results, said = beside_in(tmp_path, arch)
+    marks = list(pathlib.Path(tmp_path).rglob("tikv-warmed-*"))
+    assert (len(marks), said) == (1, "")
+    again = beside_in(tmp_path, arch, "beside.subprocess = None  # which would raise")
+    assert (again[0], again[2], again[3]) == (count, results, "")
+    # Here they fail, which is said once, and the same kernels are compiled in this process.
+    alone = beside_in(tmp_path / "other", arch, "sys.executable = '/bin/false'")
+    assert (alone[0], alone[2]) == (count, results)
+    assert alone[3].count("a process that compiles failed") == 1
+    assert 3 * seconds < alone[1]
+
+
+@pytest.mark.archs("cpu")
+def test_processes_end_with_an_interrupt(arch, tmp_path):
+    interrupted = """
+def stop(title, done): raise KeyboardInterrupt
+children = []
+popen = beside.subprocess.Popen
+beside.subprocess.Popen = lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
+from tikv.tools.warmup import stores, asked
+jobs = stores.jobs_of_store(store, asked.Asked.checked(4, 1, None, False))
+kernels = beside.kernels_of([job.run for job in jobs], live)
+try:
+    beside.compile_beside(kernels, live, 2, stop)
+except KeyboardInterrupt:
+    assert len(children) == 2 and all(child.poll() is not None for child in children)
+else:
+    raise AssertionError
+store.reset()
+"""
+    count, _, results, _ = beside_in(tmp_path, arch, interrupted)
+    assert count > 1
+    assert np.isfinite(results).all()

@@ -46,6 +46,18 @@ class CompiledKernel:
         self.traced: Any = None
         self.compiled: Any = None
 
+    def trace(self) -> None:
+        """Let the engine read the kernel's source, unless it has done so."""
+        with self.runtime.lock, self.runtime.compiling(self.fast_math):
+            self._trace()
+
+    def _trace(self) -> None:
+        if self.traced is None:
+            placeholders = [self._placeholder(i) for i in range(len(self.words))]
+            begin = time.perf_counter()
+            self.traced = self.runtime.engine.traced(self.primal, placeholders)
+            self.seconds_read += time.perf_counter() - begin
+
     def compile(self) -> None:
         """Compile for the engine's launcher, in this process, unless it is compiled already."""
         if self.compiled is not None:
@@ -53,13 +65,11 @@ class CompiledKernel:
         live = self.runtime
         with live.lock, live.compiling(self.fast_math):
             if self.compiled is None:
-                placeholders = [self._placeholder(i) for i in range(len(self.words))]
+                self._trace()
                 begin = time.perf_counter()
-                self.traced = live.engine.traced(self.primal, placeholders)
-                traced = time.perf_counter()
+                live.has_compiled = True
                 self.compiled = live.engine.compiled(live.program, self.traced)
-                self.seconds_read += traced - begin
-                self.seconds_compiled = time.perf_counter() - traced
+                self.seconds_compiled = time.perf_counter() - begin
 
     def _placeholder(self, i: int) -> Any:
         if word := self.words[i]:

@@ -105,6 +105,7 @@ class Runtime(NotCopied):
         # Empty: kernels use subgroups. None: not tried yet, see `launch`.
         self.why_no_subgroups: str | None = None if self.is_spirv else f"kernels on {self.arch} have no use for them"
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
+        self.has_compiled = False  # whether the engine has read the list of its cache on disk, at the first kernel
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self._scratch: list[Any] = []
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on

@@ -1,6 +1,6 @@
 """Compiles ahead what a store, a pool or a model's cache will need, by making its own calls while it is empty.
 
-`asked` holds what a caller wants; `stores` and `models` make the calls.
+`asked` holds what a caller wants; `stores` and `models` make the calls; `beside` compiles in other processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from tikv import launch, runtime
 from tikv.arrays import runtime_of
 from tikv.compat.seeds import variants
 from tikv.errors import OptionError
+from tikv.ops import checks
 from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.store import KVCacheStore
 from tikv.tools.progress import is_shown, progress
-from tikv.tools.warmup import stores
+from tikv.tools.warmup import beside, stores
 from tikv.tools.warmup.asked import OPERATION, Asked, Job, require_empty
 
 
@@ -28,6 +29,7 @@ def warmup(
     tokens: int | Sequence[int] = (1,),
     formats: str | Sequence[str] | None = None,
     steps: bool = False,
+    processes: int | None = None,
     quiet: bool = False,
     num_kv_heads: int = 8,
     head_dim: int = 128,
@@ -48,6 +50,10 @@ def warmup(
         formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
         steps: also compile the decode step of `tikv.compile_step`, for each layer.
+        processes: how many processes compile side by side, before this one loads what they made; None for one per core
+            if there are at least 3, 1 for only this one. They are used on CPU, Vulkan and Metal if this process has
+            compiled no kernel yet, without ``steps``, and if the engine's cache on disk is on. If one fails, a warning
+            says so.
         quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
             appears after 2 seconds of compilation.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
@@ -81,17 +87,21 @@ def warmup(
     if len(what) > 1:
         raise OptionError(f"{OPERATION}: {len(what)} objects were given. Warm up one store or cache at a time.")
     asked, target = Asked.checked(query_heads, tokens, formats, steps), what[0]
+    if processes is not None:
+        processes = checks.integer(processes, "processes", OPERATION, low=1)
+    if asked.steps:  # the recording of a step cannot be recorded
+        processes = 1
     if isinstance(target, KVCacheStore):
         with target.lock:
             require_empty(target, max(target.layer_length(i) for i in range(target.num_layers)))
             try:
-                return _done(stores.jobs_of_store(target, asked), target.runtime, quiet)
+                return _done(stores.jobs_of_store(target, asked), target.runtime, processes, quiet)
             finally:
                 target.reset()
     if isinstance(target, PagedKVCacheStore):
         with target.lock:
             require_empty(target, len(target), "sequences")
-            return _done(stores.jobs_of_pool(target, asked), target.runtime, quiet)
+            return _done(stores.jobs_of_pool(target, asked), target.runtime, processes, quiet)
     module = sys.modules.get("tikv.integrations.transformers")
     if module is None or not isinstance(target, module.TikvCache):
         raise OptionError(
@@ -100,17 +110,22 @@ def warmup(
         )
     from tikv.tools.warmup.models import jobs_of_cache
 
-    return _done(list(jobs_of_cache(target, asked)), runtime_of(), quiet)
+    return _done(list(jobs_of_cache(target, asked)), runtime_of(), processes, quiet)
 
 
 def _say_nothing(now: str, done: int) -> None:
     pass
 
 
-def _done(jobs: Sequence[Job], live: runtime.Runtime, quiet: bool) -> list[str]:
+def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, quiet: bool) -> list[str]:
     """Do all jobs; return the titles of the kernels that were compiled for them."""
     before = set(live.kernels)
     shown = is_shown() and not quiet
+    count = beside.processes_for(live, processes)
+    if count > 1:
+        kernels = beside.kernels_of([job.run for job in jobs], live)
+        with progress(OPERATION, len(kernels)) if shown else contextlib.nullcontext(_say_nothing) as step:
+            beside.compile_beside(kernels, live, count, step)
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
         for i, job in enumerate(jobs):
             step(job.title, i)
