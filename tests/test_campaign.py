@@ -51,18 +51,27 @@ def test_a_signal_ends_it_with_its_table(tmp_path, processes):
     assert file.read_text() == table
 
 
-def test_a_fault_of_the_campaign_itself_does_not_cost_the_table(monkeypatch, capsys):
-    from campaign import operations, run
+FAULT = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from campaign import operations, run
 
-    def fail(settings, progress):
-        progress.count(3)
-        raise ZeroDivisionError
+def fail(settings, progress):
+    progress.count(3)
+    raise ZeroDivisionError
 
-    monkeypatch.setattr(operations, "run", fail)
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    with pytest.raises(ZeroDivisionError):
-        run.main(["operations"])
-    assert done_in(capsys.readouterr().out) == 3
+operations.run = fail
+run.main(["operations"])
+"""
+
+
+def test_a_fault_of_the_campaign_itself_does_not_cost_the_table():
+    tests = RUN.parent.parent
+    command = [sys.executable, "-c", FAULT, str(tests), str(tests.parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "ZeroDivisionError" in ended.stderr
+    assert ended.returncode == 1
+    assert done_in(ended.stdout[ended.stdout.index("cpu, seed") :]) == 3
 
 
 def done_in(table):

@@ -125,7 +125,7 @@ class Compacted:
             held[:] = [row for row, kept in zip(held, mask[b, h], strict=False) if kept]
 
     def tree(self):
-        """Draft a tree in every layer, and keep a path of it; refused where a layer's heads hold unequal numbers."""
+        """Draft a tree in every layer, and keep a path of it; refused where heads hold unequal numbers."""
         if len({*self.length}) > 1:
             self.align()
         tokens = self.chance.choice((2, 4))
@@ -142,7 +142,7 @@ class Compacted:
             self.store.extend(layer, oracle.place(q, self.arch), *given, parents=parents)
             for t in range(tokens):
                 self.take(layer, stored, t)
-        if any(len({len(held) for heads in layer for held in heads}) > 1 for layer in self.held):
+        if len({len(held) for layer in self.held for heads in layer for held in heads}) > 1:
             refuses(tikv.PositionError, lambda: self.store.commit(paths))
             return
         self.store.commit(paths)

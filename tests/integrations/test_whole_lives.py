@@ -118,24 +118,37 @@ def rolled(crop, layers):
     return planted
 
 
+def one_wrong(update):
+    """An `update` that gets the 20th of 50 tokens a second time, instead of the 21st."""
+
+    def planted(cache, key, value, *args, **options):
+        if key.shape[2] == 50:
+            key, value = (torch.cat((rows[:, :, :20], rows[:, :, 19:20], rows[:, :, 21:]), 2) for rows in (key, value))
+        return update(cache, key, value, *args, **options)
+
+    return planted
+
+
 def plant(what, monkeypatch):
-    if what == "slots that move on at a crop":
-        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop, slice(None)))
-    elif what == "no reorder":
-        monkeypatch.setattr(TikvCache, "reorder_cache", lambda *_: None)
-    elif what == "slots that move on where other layers read the keys":
-        monkeypatch.setattr(TikvCache, "crop", rolled(TikvCache.crop, slice(1)))
-    elif what == "what the encoder gave stays in its order":
-        alone = lambda cache, index: cache.self_attention_cache.batch_select_indices(index)  # noqa: E731
-        monkeypatch.setattr(OfEncoderDecoder, "batch_select_indices", alone)
-    elif what == "a copy that shares its memory":
-        monkeypatch.setattr(TikvLayer, "__deepcopy__", lambda layer, memo: layer)
-    elif what == "another format":
-        monkeypatch.setattr(life.expected, "as_stored", lambda rows, *_: rows)
-    elif what == "a mask that is left out":
+    if what == "a mask that is left out":
         attend = by_name.attend
         unmasked = lambda module, q, k, v, mask, *a, **o: attend(module, q, k, v, None, *a, **o)  # noqa: E731
         monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "tikv", unmasked)
+        return
+    faults = {
+        "slots that move on at a crop": (TikvCache, "crop", rolled(TikvCache.crop, slice(None))),
+        "slots that move on where other layers read the keys": (TikvCache, "crop", rolled(TikvCache.crop, slice(1))),
+        "no reorder": (TikvCache, "reorder_cache", lambda *_: None),
+        "what the encoder gave stays in its order": (
+            OfEncoderDecoder,
+            "batch_select_indices",
+            lambda cache, index: cache.self_attention_cache.batch_select_indices(index),
+        ),
+        "a copy that shares its memory": (TikvLayer, "__deepcopy__", lambda layer, memo: layer),
+        "another format": (life.expected, "as_stored", lambda rows, *_: rows),
+        "one wrong token": (TikvCache, "update", one_wrong(TikvCache.update)),
+    }
+    monkeypatch.setattr(*faults[what])
 
 
 @pytest.mark.parametrize(
@@ -165,16 +178,9 @@ def test_one_wrong_token_is_found_in_half_precision(arch, tmp_path, monkeypatch,
     """Of fifty: by what attention gives, and by the logits alone."""
     it = chosen.Chosen("llama", {"model": numbers}, [("begin", 50, [0], 1), ("attention", attention), ("steps", 1, 1)])
     assert not fails(it, tmp_path)
-    update = TikvCache.update
-
-    def wrong(cache, key, value, *args, **options):
-        if key.shape[2] == 50:
-            key, value = (torch.cat((rows[:, :, :20], rows[:, :, 19:20], rows[:, :, 21:]), 2) for rows in (key, value))
-        return update(cache, key, value, *args, **options)
-
-    monkeypatch.setattr(TikvCache, "update", wrong)
+    plant("one wrong token", monkeypatch)
     assert "attention" in fails(it, tmp_path)
-    monkeypatch.setattr(life, "OFF", dict.fromkeys(life.OFF, torch.inf))
+    monkeypatch.setitem(life.OFF, numbers, torch.inf)
     assert "logits" in fails(it, tmp_path)
 
 

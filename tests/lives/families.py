@@ -26,6 +26,7 @@ COMMON = {
 OF_BOTH = {key: COMMON[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 FULL, SLIDING, CHUNKED, STATE = "full", "sliding", "chunked", "state"
 HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+CAPPED = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}
 
 
 class Family(NamedTuple):
@@ -69,7 +70,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("Llama", (FULL, FULL), {}),
     "mistral": Family("Mistral", (SLIDING, SLIDING), {"sliding_window": WINDOW}),
-    "gemma2": Family("Gemma2", (SLIDING, FULL), {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "gemma2": Family("Gemma2", (SLIDING, FULL), {**HYBRID, **CAPPED}),
     "gemma3": Family("Gemma3", (SLIDING, FULL), {**HYBRID, "query_pre_attn_scalar": 16}, "Gemma3TextConfig"),
     # Each token goes to all experts: a choice among them would turn a last bit into another result.
     "gpt_oss": Family("GptOss", (SLIDING, FULL), {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 2}),
@@ -144,7 +145,7 @@ FAMILIES = {
     "t5gemma": Family(
         "T5Gemma",
         (SLIDING, FULL),
-        {**OF_BOTH, **{part: {**COMMON, **HYBRID, "query_pre_attn_scalar": 16} for part in ("encoder", "decoder")}},
+        {**OF_BOTH, **{part: {**COMMON, **HYBRID, **CAPPED} for part in ("encoder", "decoder")}},
         encoder=True,
     ),
     "lfm2": Family("Lfm2", (STATE, FULL), {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
