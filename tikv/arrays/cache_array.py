@@ -12,6 +12,7 @@ import numpy as np
 
 from tikv import dtypes, extras, runtime
 from tikv.arrays import dlpack, mps
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView, describe
 from tikv.arrays.memory import as_numpy, new_array, read_host, to_device
 from tikv.dtypes import DType
@@ -261,10 +262,10 @@ class CacheArray(runtime.NotCopied):
         copied.flags.writeable = False  # otherwise writes to the copy would be lost silently
         return copied
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Array) -> Any:
         return self._native()[index]
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: Array, value: Any) -> None:
         if self.device in runtime.SPIRV_ARCHS:
             raise ArchError(
                 f"CacheArray: memory on {self.device} cannot be written through an index. Append to the store, or use "

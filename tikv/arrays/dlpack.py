@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from tikv import dtypes
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView, contiguous_strides, require_memory, unknown_dtype
 from tikv.arrays.memory import as_numpy
 from tikv.errors import ArchError, DTypeError
@@ -75,7 +76,7 @@ def is_traced(value: Any) -> bool:
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
-def read(array: Any, name: str, operation: str) -> ArrayView:
+def read(array: Array, name: str, operation: str) -> ArrayView:
     """View an array that supports DLPack; the view keeps it and its capsule alive."""
     try:
         try:

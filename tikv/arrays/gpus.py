@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from tikv import engines, runtime
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView
 from tikv.runtime import start
 
@@ -29,7 +30,7 @@ def runtime_of(*arrays: Any) -> runtime.Runtime:
     return live.on_gpu(torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0)
 
 
-def _gpu_of(array: Any) -> int | None:
+def _gpu_of(array: Array) -> int | None:
     """The number of the GPU that an array lies on; None if it lies elsewhere, or does not say."""
     if type(array) is not ArrayView:
         array = getattr(array, "codes", array)

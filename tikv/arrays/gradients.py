@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+from tikv.arrays.annotations import Array
 from tikv.errors import OptionError
 
 
@@ -79,7 +80,7 @@ class GradedTokens:
         other.tokens = list(self.tokens)
         return other
 
-    def add(self, first: int, key_states: Any, value_states: Any) -> None:
+    def add(self, first: int, key_states: Array, value_states: Array) -> None:
         """Note tokens that were appended, the first at this position."""
         if is_followed(key_states, value_states):
             self.tokens.append((first, key_states, value_states))
@@ -92,6 +93,6 @@ class GradedTokens:
             if first < length
         ]
 
-    def select(self, rows: Any) -> None:
+    def select(self, rows: Array) -> None:
         """Follow sequences that were selected."""
         self.tokens = [(first, *(a[rows.to(a.device)] for a in pair)) for first, *pair in self.tokens]

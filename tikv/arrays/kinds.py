@@ -16,6 +16,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import dlpack
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.cache_array import CacheArray
 from tikv.arrays.gradients import refuse_backward
@@ -67,7 +68,7 @@ def handed_over(result: Any) -> Any:
     return result.hand_over() if type(result) is _ForAnother else result
 
 
-def _from_dlpack_of(array: Any) -> Callable[[Any], Any] | None:
+def _from_dlpack_of(array: Array) -> Callable[[Any], Any] | None:
     """`from_dlpack` of an array's library, which is imported already; None if the library lacks it."""
     if not hasattr(array, "__dlpack_device__"):
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides, numpy_address
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError
@@ -266,7 +267,7 @@ class StagedNdarray:
     It owns the memory that views of it see; after writing to a view, call `write_back`.
     """
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         self.array = array
         with runtime.current().engine_calls():
             self.host = np.ascontiguousarray(array.to_numpy())

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from tikv import dtypes, runtime
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.memory import Memory
 from tikv.dtypes import DType
@@ -28,7 +29,7 @@ class MpsStorage:
     buffer's object, so neighbouring addresses have no meaning.
     """
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Array) -> None:
         torch = sys.modules["torch"]
         self.bytes = tensor.detach().new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
@@ -36,7 +37,7 @@ class MpsStorage:
 _storages: weakref.WeakValueDictionary[int, MpsStorage] = weakref.WeakValueDictionary()
 
 
-def view_of(tensor: Any, dtype: DType) -> ArrayView:
+def view_of(tensor: Array, dtype: DType) -> ArrayView:
     """A tensor on MPS as a view that keeps it alive."""
     address = tensor.untyped_storage().data_ptr()
     storage = _storages.get(address)

@@ -15,6 +15,7 @@ import numpy as np
 
 from tikv import dtypes, engines, runtime
 from tikv.arrays import dlpack, mps
+from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import (
     ALIGNMENT,
     MAX_FORMS,
@@ -35,7 +36,7 @@ from tikv.runtime.cache import BoundedCache
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 
-def known_numpy_view(array: Any) -> ArrayView | None:
+def known_numpy_view(array: Array) -> ArrayView | None:
     """The view of a NumPy array that was seen before and is unchanged; None for anything else."""
     held: Any = _numpy_views.get(id(array))
     if held is None or held[0]() is not array:
@@ -50,7 +51,7 @@ def known_numpy_view(array: Any) -> ArrayView | None:
     return None
 
 
-def view(array: Any, name: str, operation: str) -> ArrayView:
+def view(array: Array, name: str, operation: str) -> ArrayView:
     """View `array` as an `ArrayView`, which keeps it alive. Nothing is copied.
 
     Args:
@@ -70,7 +71,7 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
     return array_view
 
 
-def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
+def view_without_owner(array: Array, name: str, operation: str) -> ArrayView:
     """`view` for views that are kept from call to call; the caller keeps NumPy arrays and torch tensors alive.
 
     Raises:
@@ -83,7 +84,7 @@ def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
     return reader(array, name, operation)
 
 
-def view_of_new(array: Any, name: str, operation: str) -> ArrayView:
+def view_of_new(array: Array, name: str, operation: str) -> ArrayView:
     """`view_without_owner` of an array that `new_like` made for this call: it is neither remembered nor checked."""
     if type(array) is np.ndarray:
         return _see_numpy(array, name, operation)
@@ -93,7 +94,7 @@ def view_of_new(array: Any, name: str, operation: str) -> ArrayView:
     return view_without_owner(array, name, operation)
 
 
-def view_bits(array: Any, name: str, operation: str) -> ArrayView:
+def view_bits(array: Array, name: str, operation: str) -> ArrayView:
     """As `view`, for code that moves bits without reading numbers: NumPy and torch arrays of any dtype of 1 to 8 bytes.
 
     Elements of a dtype that this library does not store are viewed as a dtype of the same size that it does.
@@ -116,7 +117,7 @@ _Reader = Callable[[Any, str, str], "ArrayView"]
 _readers: BoundedCache[type, _Reader] = BoundedCache()
 
 
-def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
+def _reader_of(array: Array, kind: type, name: str, operation: str) -> _Reader:
     """The reader for arrays of this type."""
     if kind is ArrayView:
         return _of_view
@@ -141,14 +142,14 @@ def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
     )
 
 
-def _has(array: Any, attribute: str) -> bool:
+def _has(array: Array, attribute: str) -> bool:
     try:
         return hasattr(array, attribute)
     except Exception:  # a property that raises
         return True
 
 
-def _refuse_masked(array: Any, name: str, operation: str) -> ArrayView:
+def _refuse_masked(array: Array, name: str, operation: str) -> ArrayView:
     raise DTypeError(
         f"{operation}: {name} is a masked array, and its mask would be lost. Pass {name}.filled(value), or "
         f"{name}.data, which has the masked values too."
@@ -171,7 +172,7 @@ def _is_torch_subclass(kind: type) -> bool:
 _numpy_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
-def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
+def _of_numpy(array: Array, name: str, operation: str) -> ArrayView:
     seen = known_numpy_view(array)
     if seen is not None:
         return seen
@@ -181,7 +182,7 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return array_view
 
 
-def _see_numpy(array: Any, name: str, operation: str) -> ArrayView:
+def _see_numpy(array: Array, name: str, operation: str) -> ArrayView:
     pointer = numpy_address(array)
     form = (array.shape, array.strides, array.dtype, array.flags.writeable, pointer % ALIGNMENT)
     like = _numpy_forms.get(form)
@@ -190,7 +191,7 @@ def _see_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return like.at_address(pointer)
 
 
-def _view_of_numpy(array: Any, pointer: int, name: str, operation: str) -> ArrayView:
+def _view_of_numpy(array: Array, pointer: int, name: str, operation: str) -> ArrayView:
     dtype = dtypes.of_numpy(array.dtype)
     if dtype is None:
         raise unknown_dtype(name, operation, array.dtype)
@@ -207,7 +208,7 @@ def _view_of_numpy(array: Any, pointer: int, name: str, operation: str) -> Array
 _torch_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
-def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
+def _of_torch(array: Array, name: str, operation: str) -> ArrayView:
     # A model makes new tensors of the same form in each step, so what follows from the form is kept, not the tensor.
     try:
         pointer = array.data_ptr()
@@ -230,11 +231,11 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     return mps.view_of(array, seen.dtype) if seen.device == "mps" else seen
 
 
-def _torch_form(array: Any, pointer: int) -> tuple[Any, ...]:
+def _torch_form(array: Array, pointer: int) -> tuple[Any, ...]:
     return array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT
 
 
-def _see_torch(array: Any, pointer: int, form: tuple[Any, ...], name: str, operation: str) -> ArrayView:
+def _see_torch(array: Array, pointer: int, form: tuple[Any, ...], name: str, operation: str) -> ArrayView:
     seen = _torch_forms.get(form)
     if seen is None:
         _check_strided(array, name, operation)
@@ -247,7 +248,7 @@ def _see_torch(array: Any, pointer: int, form: tuple[Any, ...], name: str, opera
     return seen if seen.ptr == pointer else seen.at_address(pointer)
 
 
-def check_torch_memory(array: Any, pointer: int, seen: ArrayView, name: str, operation: str) -> None:
+def check_torch_memory(array: Array, pointer: int, seen: ArrayView, name: str, operation: str) -> None:
     """Check that a torch tensor has memory, and as much as its shape needs.
 
     Raises:
@@ -276,7 +277,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _check_strided(array: Any, name: str, operation: str) -> None:
+def _check_strided(array: Array, name: str, operation: str) -> None:
     if str(array.layout) != "torch.strided":
         raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
 
@@ -291,7 +292,7 @@ def _torch_device_name(device: Any, name: str, operation: str) -> str:
     raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a tensor on CPU, CUDA or MPS.")
 
 
-def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
+def _of_engine(array: Array, name: str, operation: str) -> ArrayView:
     used, of = runtime.engine_in_use(), engines.ALL[type(array).__module__.partition(".")[0]]
     if of is not used:
         raise ArchError(
@@ -325,7 +326,7 @@ def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
     return ArrayView(pointer, shape, contiguous_strides(shape), dtype, device, owner=array)
 
 
-def _wait_for_producer(array: Any, stream: int | None, number: int) -> None:
+def _wait_for_producer(array: Array, stream: int | None, number: int) -> None:
     """Wait until an array is computed, unless the order of streams already makes tikv's launches wait.
 
     JAX computes on streams of its own, which the interface does not name; CuPy and others name the stream.
@@ -341,7 +342,7 @@ def _wait_for_producer(array: Any, stream: int | None, number: int) -> None:
         torch.cuda.ExternalStream(stream, device=f"cuda:{number}").synchronize()
 
 
-def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
+def _of_cuda_interface(array: Array, name: str, operation: str) -> ArrayView:
     try:
         described = array.__cuda_array_interface__
     except Exception as error:

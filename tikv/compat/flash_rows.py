@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, for_operation, refuse_option
 from tikv.compat.kvcache import MOST, Sight, seen_keys, sight_of, softcap_of
@@ -235,7 +235,7 @@ class _Ragged:
             lengths = index.library.minimum(lengths.clip(0), most)
         return first, lengths
 
-    def _check_pages(self, lengths: Any) -> None:
+    def _check_pages(self, lengths: Array) -> None:
         """Check the table, if the host knows its values."""
         index, (blocks, page) = self.index, self.k.shape[:2]
         table = index.array("block_table", (self.batch, None), "(B, pages)")
@@ -268,7 +268,7 @@ class _Ragged:
         return int(most)
 
 
-def _emptied(array: Any, number: float) -> Any:
+def _emptied(array: Array, number: float) -> Any:
     """The array, filled with a number."""
     array[...] = number
     return array

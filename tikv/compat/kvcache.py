@@ -591,6 +591,6 @@ def _by_query_head(descale: Any, heads: int) -> Any:
     return spread[:, None, :, None]
 
 
-def _repeated(array: Any, times: int) -> Any:
+def _repeated(array: Array, times: int) -> Any:
     """Each row repeated `times` times."""
     return np.repeat(array, times, 0) if isinstance(array, np.ndarray) else array.repeat_interleave(times, 0)

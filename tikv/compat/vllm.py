@@ -52,7 +52,7 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
     paged.slots_call(operation, k, v, key_cache, value_cache, slots, layout=layout, **scales).run()
 
 
-def _first_rows(array: Any, tokens: int, name: str, operation: str) -> ArrayView:
+def _first_rows(array: Array, tokens: int, name: str, operation: str) -> ArrayView:
     """The rows that have slots; later rows are padding.
 
     Raises:

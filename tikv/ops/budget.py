@@ -71,7 +71,7 @@ def budget(scores: Array, total: int, *, over: str = "heads", least: int = 0, si
     return _as_mask(handed_over(out))
 
 
-def _as_mask(out: Any) -> Any:
+def _as_mask(out: Array) -> Any:
     """An int8 array of 0 and 1 as bool, without a copy."""
     if isinstance(out, CacheArray):
         return out.numpy().view(np.bool_)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Host, as_numpy, describe, read_host, view
+from tikv.arrays import Array, ArrayView, Host, as_numpy, describe, read_host, view
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import host_indices, index_array, view_indices
@@ -186,7 +186,7 @@ def counts_of(index: Host) -> Host:
     return counts
 
 
-def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime, operation: str) -> Any:
+def held_lengths(lengths: Array, rows: tuple[int, int, int], live: runtime.Runtime, operation: str) -> Any:
     """How many of (batch, heads, rows) are in use, per sequence or head: all if `lengths` is None or on the device.
 
     Raises:

@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+from tikv.arrays import Array
 from tikv.arrays.gradients import GradedTokens, is_followed
 from tikv.dtypes import DType
 from tikv.errors import OptionError
@@ -77,7 +78,7 @@ def require(store: Any, operation: str, layer: int, arrays: dict[str, Any], aske
     )
 
 
-def append(store: Any, layer: int, rows: tuple[Any, Any], positions: Any, layout: str) -> None:
+def append(store: Any, layer: int, rows: tuple[Any, Any], positions: Array, layout: str) -> None:
     """`KVCacheStore.append` of tokens to which later calls pass gradients on."""
     k, v = rows
     require(store, "KVCacheStore.append", layer, {"k": k, "v": v}, {"positions": positions})
@@ -106,7 +107,7 @@ def extend(store: Any, layer: int, arrays: tuple[Any, Any, Any], request: Attend
     return (out, lse) if request.return_lse else out
 
 
-def _note(store: Any, layer: int, first: int, k: Any, v: Any, layout: str) -> GradedTokens:
+def _note(store: Any, layer: int, first: int, k: Array, v: Array, layout: str) -> GradedTokens:
     """A layer's tokens with a gradient, these new ones included."""
     if store._graded is None:
         store._graded = GradedLayers()
@@ -132,7 +133,9 @@ class _Read:
         self._before = self._changes[0]
         self._rows = [a.torch()[:, :, :held] for a in (store.keys(layer), store.values(layer))]
 
-    def gradients(self, q: Any, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    def gradients(
+        self, q: Array, out: Array, lse: Array, grad_out: Array, grad_lse: Array
+    ) -> tuple[Any, list[tuple[Any, Any]]]:
         """Of queries, and of the keys and values from each of the places on.
 
         Raises:
@@ -162,7 +165,7 @@ def _function() -> Any:
         """The autograd node of a result that this library's kernels have computed."""
 
         @staticmethod
-        def forward(ctx: Any, what: _Read, out: Any, lse: Any, q: Any, *sources: Any) -> Any:
+        def forward(ctx: Any, what: _Read, out: Array, lse: Array, q: Array, *sources: Any) -> Any:
             """The results themselves."""
             ctx.what, ctx.like = what, [(a.shape[2], a.dtype) for a in sources]
             ctx.save_for_backward(q, out, lse)
@@ -170,7 +173,7 @@ def _function() -> Any:
             return out, lse
 
         @staticmethod
-        def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+        def backward(ctx: Any, grad_out: Array, grad_lse: Array) -> Any:
             """The gradients of queries, and of tokens that came with one."""
             q, out, lse = ctx.saved_tensors
             of_q, pairs = ctx.what.gradients(q, out, lse, grad_out, grad_lse)

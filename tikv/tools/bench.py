@@ -413,7 +413,7 @@ def check(name: str, case: str, contender: Contender) -> None:
             )
 
 
-def _is_torch(array: Any) -> bool:
+def _is_torch(array: Array) -> bool:
     return type(array).__module__.split(".")[0] == "torch"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tikv import dtypes
 from tikv.arrays import Array, describe, view
 from tikv.compat.flashinfer.pools import check_layout, pools_of, slots_of_page
@@ -164,7 +162,7 @@ def get_batch_indices_positions(
     return results[0], results[1]
 
 
-def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
+def _check_filled(array: Array, name: str, entries: int, operation: str) -> None:
     """Check that a caller's array takes so many indices.
 
     Raises:

@@ -184,7 +184,7 @@ class PlannedAttention:
         counts = self.requests.counts[self.requests.of_queries]
         return numbers if self.rows is None else self.size - 1 - (counts - 1 - numbers) % self.size
 
-    def _plan_pages(self, lists: PageLists, sequence: Any, lengths: Any) -> None:
+    def _plan_pages(self, lists: PageLists, sequence: Any, lengths: Array) -> None:
         """The pages and lengths that attention reads."""
         page, table = self.requests.page, None
         if self.scores.mode == "ROPE_LLAMA":
@@ -202,7 +202,7 @@ class PlannedAttention:
             table = _padded(table, max(1, self.room.pages), axis=1)
         self.table, self.lengths = for_operation(table, self.like), for_operation(lengths, self.like)
 
-    def _plan_rows(self, first: Any, sequence: Any, lengths: Any) -> None:
+    def _plan_rows(self, first: Any, sequence: Any, lengths: Array) -> None:
         """The rows that attention reads; for queries that read tokens of their own, each row is a page."""
         ends = first + self.requests.lengths
         if self.scores.mode == "ROPE_LLAMA":
@@ -328,7 +328,13 @@ class PlannedAttention:
             )
 
     def _result(
-        self, array: Any, name: str, like: Any, shape: tuple[int, ...], q: ArrayView, dtype: dtypes.DType | None = None
+        self,
+        array: Array,
+        name: str,
+        like: Any,
+        shape: tuple[int, ...],
+        q: ArrayView,
+        dtype: dtypes.DType | None = None,
     ) -> Any:
         """The caller's array for a result, checked, or a new one."""
         dtype = dtype or q.dtype
@@ -413,7 +419,7 @@ class PlannedAttention:
         else:
             to.detach().copy_(source)
 
-    def _shift(self, lse: Any) -> None:
+    def _shift(self, lse: Array) -> None:
         """Add to log-sum-exps what FlashInfer's slopes add to all scores of a query.
 
         They multiply the key's position less the query's number in its request, and not less its position.
@@ -437,7 +443,7 @@ def attend_single(operation: str, run: Run, scores: Scores, masks: tuple[Any, An
     return PlannedAttention(operation, requests, heads, scores, run.q, tokens).run(run)
 
 
-def _padded(array: Any, extent: int, axis: int = 0) -> Any:
+def _padded(array: Array, extent: int, axis: int = 0) -> Any:
     """The array with zeros after its end along an axis."""
     shape = [*array.shape]
     shape[axis] = extent
@@ -446,7 +452,7 @@ def _padded(array: Any, extent: int, axis: int = 0) -> Any:
     return whole
 
 
-def _detached(array: Any) -> Any:
+def _detached(array: Array) -> Any:
     """The same memory, which autograd does not follow."""
     return array.detach() if hasattr(array, "detach") else array
 

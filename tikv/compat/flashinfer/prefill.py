@@ -454,13 +454,13 @@ def _tokens(operation: str, custom_mask: Any, packed_custom_mask: Any, requests:
     return read_tokens(operation, (custom_mask, packed_custom_mask), requests.counts, requests.lengths, before)
 
 
-def _heads(operation: str, queries: Any, keys: Any, width: Any, width_v: Any) -> Heads:
+def _heads(operation: str, queries: Array, keys: Any, width: Any, width_v: Any) -> Heads:
     """The sizes that a plan names."""
     width_v = width if width_v is None else width_v
     return Heads(*heads_of(operation, num_qo_heads=queries, num_kv_heads=keys, head_dim_qk=width, head_dim_vo=width_v))
 
 
-def _refuse_items(operation: str, prefix: Any, positions: Any, count: Any, longest: Any) -> None:
+def _refuse_items(operation: str, prefix: Any, positions: Array, count: Any, longest: Any) -> None:
     """Refuse the arguments of several items that follow one prompt."""
     refuse_passed(operation, prefix_len_ptr=prefix, token_pos_in_items_ptr=positions, max_item_len_ptr=longest)
     if type(count) is not int or count:

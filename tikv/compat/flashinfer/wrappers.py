@@ -127,7 +127,7 @@ class Wrapper:
         else:
             before.follow(plan)
 
-    def _planned(self, operation: str, q: Any, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
+    def _planned(self, operation: str, q: Array, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
         """The plan, once q and the keys have the dtypes that it was made for.
 
         Raises:
@@ -226,7 +226,7 @@ def heads_of(operation: str, **numbers: Any) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-def starts_of(operation: str, name: str, starts: Any) -> np.ndarray[Any, Any]:
+def starts_of(operation: str, name: str, starts: Array) -> np.ndarray[Any, Any]:
     """(B + 1,) int64 on the host, ascending from 0.
 
     Raises:

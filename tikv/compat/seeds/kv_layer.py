@@ -235,7 +235,7 @@ class KVLayer(runtime.DeepCopied):
         )
 
 
-def _rank_3(array: Any, name: str, operation: str) -> ArrayView:
+def _rank_3(array: Array, name: str, operation: str) -> ArrayView:
     rows = view(array, name, operation)
     checks.rank(rows, (3,), name, "(T, heads, D) or (heads, T, D)", operation)
     return rows

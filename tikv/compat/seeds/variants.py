@@ -324,7 +324,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
     return selected
 
 
-def _device_array(array: Any, live: runtime.Runtime) -> arrays.CacheArray:
+def _device_array(array: Array, live: runtime.Runtime) -> arrays.CacheArray:
     dtype = dtypes.parse(array.dtype, "warmup")
     return arrays.CacheArray(arrays.new_array(array.shape, dtype, live), live)
 

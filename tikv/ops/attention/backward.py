@@ -6,6 +6,8 @@ import math
 import sys
 from typing import Any, NamedTuple
 
+from tikv.arrays import Array
+
 MOST_SCORES = 1 << 20  # that exist at once: 4 MB, and as much for each of a few others of their shape
 MOST_STEPS = 256  # over the keys, where there is less room than for these
 FEW_QUERIES = 256  # of all heads and sequences, which need no steps of their own
@@ -28,7 +30,9 @@ class Attended(NamedTuple):
     window: int | None = None
 
 
-def gradients(call: Attended, keys: Any, values: Any, grad_out: Any, grad_lse: Any, first: int) -> tuple[Any, Any, Any]:
+def gradients(
+    call: Attended, keys: Array, values: Array, grad_out: Array, grad_lse: Array, first: int
+) -> tuple[Any, Any, Any]:
     """The gradients of queries, and of the keys and values from position `first` on, in float32.
 
     Args:
@@ -82,7 +86,7 @@ class _QueriesOfHeads(NamedTuple):
     window: int | None
     tokens: int
 
-    def add(self, keys: Any, values: Any, start: int, end: int, first: int, to: tuple[Any, Any, Any]) -> None:
+    def add(self, keys: Array, values: Array, start: int, end: int, first: int, to: tuple[Any, Any, Any]) -> None:
         """Add what some keys contribute to the gradients of queries, and of keys and values from `first` on."""
         torch: Any = sys.modules["torch"]
         held, (q, of_q, of_k, of_v) = keys.shape[2], (self.q, *to)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from tikv import runtime
-from tikv.arrays import ArrayView, describe, runtime_of, view, view_all
+from tikv.arrays import Array, ArrayView, describe, runtime_of, view, view_all
 from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
@@ -85,7 +85,7 @@ class AttentionCall(NamedTuple):
 
 
 def attention_call(
-    operation: str, q: Any, caches: Caches, request: AttendRequest, mass: str = "",
+    operation: str, q: Array, caches: Caches, request: AttendRequest, mass: str = "",
     terms: Mapping[str, ArrayView] | None = None,
 ) -> AttentionCall:  # fmt: skip
     """A checked call of attention over contiguous caches or pages, under the operation name that errors give.
@@ -156,7 +156,7 @@ def _views_of(
     return {role: by_role[role] for role in arrays}
 
 
-def _values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
+def _values_of(k: ArrayView, v: Array, head_dim_v: Any, name: str, operation: str) -> ArrayView:
     """The values: a given array, or else the first `head_dim_v` columns of the keys.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like, view, view_without_owner, write_host
+from tikv.arrays import Array, ArrayView, describe, new_like, view, view_without_owner, write_host
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks
 
@@ -60,7 +60,7 @@ class Mass(NamedTuple):
         checks.disjoint([("mass_into", a, True), *named], operation)
         return self.into
 
-    def start(self, array: Any) -> None:
+    def start(self, array: Array) -> None:
         """Prepare an array from `array` for the launch that weighs keys, which accumulates."""
         if self.into is not None and self.kind == "last":
             fill(array, 0.0)
@@ -98,7 +98,7 @@ def _unknown(value: Any, operation: str) -> OptionError:
     return OptionError(f"{operation}: return_mass is {value!r}. Use one of {choices}, True for 'sum', or False.")
 
 
-def fill(array: Any, value: float) -> None:
+def fill(array: Array, value: float) -> None:
     """Set all elements of a float32 array."""
     if hasattr(array, "fill_"):
         array.fill_(value)

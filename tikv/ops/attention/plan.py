@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
+from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.families import Form, family_for, log_choice
@@ -82,7 +82,7 @@ class ReadyAttention(NamedTuple):
         return _handed_over(self.results, self.lse)
 
 
-def _handed_over(results: tuple[Any, ...], lse: Any) -> Any:
+def _handed_over(results: tuple[Any, ...], lse: Array) -> Any:
     """What the caller gets: one result or several, one of which may be an array that it gave."""
     if len(results) == 1:
         return handed_over(results[0])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tikv.arrays import Array
+
 
 class QueryTiles(NamedTuple):
     """Where the rows (total, ...) of queries lie in tiles (n, T, ...), and back.
@@ -24,14 +26,14 @@ class QueryTiles(NamedTuple):
     number: Any  # (total,) and its number there
     inside: Any  # (total,) whether a row belongs to a sequence
 
-    def lengths(self, lengths: Any, causal: bool) -> Any:
+    def lengths(self, lengths: Array, causal: bool) -> Any:
         """(n,) the keys up to the end of each tile, from (B,) lengths; all keys of its sequence if not `causal`."""
         of_sequence = lengths[self.sequence]
         ends = (of_sequence - self.behind).clip(0) if causal else of_sequence
         return ends * self.used
 
 
-def query_tiles(library: Any, starts: Any, positions: Any, size: int, sequences: int) -> QueryTiles:
+def query_tiles(library: Any, starts: Array, positions: Array, size: int, sequences: int) -> QueryTiles:
     """Tiles of `size` queries of the sequences that start at `starts`.
 
     Args:

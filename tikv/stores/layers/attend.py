@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, handed_over, view_without_owner
+from tikv.arrays import Array, ArrayView, handed_over, view_without_owner
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.attention.call import plan_key
@@ -95,7 +95,7 @@ def last_queries(q: ArrayView, lse: ArrayView, count: int | None) -> tuple[Array
     return q.part(2, first, tokens), lse.part(2, first, tokens)
 
 
-def results_of(out: Any, lse: Any, mass: Any) -> Any:
+def results_of(out: Array, lse: Array, mass: Any) -> Any:
     """What the caller asked for: the result alone, or a tuple with those of the others that are not None."""
     if lse is None and mass is None:
         return handed_over(out)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, Views, view, view_without_owner
+from tikv.arrays import Array, ArrayView, CacheArray, Views, view, view_without_owner
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import parse_aging
 from tikv.ops import checks
@@ -117,7 +117,7 @@ class ContiguousLayers(LayerStorage):
 
     # --- reads
 
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`: one launch, or two if the keys are split over several."""
         state, memory, live, seq_lens = self.counts[layer], self.memory, self.runtime, request.seq_lens
         q_view, beside = view_without_owner(q, "q", operation), request.terms.views(operation)
@@ -232,12 +232,12 @@ class ContiguousLayers(LayerStorage):
     def reset(self) -> None:
         self.memory.reset(self.counts)
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         """As `LayerStorage.reorder`: in place."""
         self.memory.reorder(operation, index)
         summarize(operation, self.memory, self.counts)
 
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         """As `LayerStorage.select`: in new memory."""
         self.memory.select(self.memory.sequences_of(operation, index))
         summarize(operation, self.memory, self.counts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tikv.arrays import ArrayView, Views, view, view_all
+from tikv.arrays import Array, ArrayView, Views, view, view_all
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
@@ -173,7 +173,7 @@ class _Extension(NamedTuple):
             yield first, end, q.part(2, first, end), Results(out.part(2, first, end), lse is not None, to_lse)
 
     def _over_layer(
-        self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results, causal: bool = True
+        self, q: Array, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results, causal: bool = True
     ) -> Any:
         """Attention over the first `length` tokens of the layer, for queries that end `ahead` tokens after them."""
         layer = self.layer
@@ -184,7 +184,7 @@ class _Extension(NamedTuple):
         return plan.attend(None, arrays, AttendedTokens(length, layer.valid_from, ahead), to)
 
     def _over_new(
-        self, q: Any, terms: Mapping[str, ArrayView], new: dict[str, ArrayView], end: int, to: Results
+        self, q: Array, terms: Mapping[str, ArrayView], new: dict[str, ArrayView], end: int, to: Results
     ) -> Any:
         """Attention of the queries up to token `end` over the new rows up to it."""
         layer, live, arrays = self.layer, self.appends.memory.runtime, {"q": q, **new, **terms}

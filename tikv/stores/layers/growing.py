@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, view_all
+from tikv.arrays import Array, CacheArray, last_call_test, new_array, runtime_of, view_all
 from tikv.dtypes import DType
 from tikv.errors import PositionError
 from tikv.ops import checks
@@ -49,7 +49,7 @@ def droppable(operation: str, n: int, length: int, end: int, whole_from: int) ->
     return n
 
 
-def takes_nothing(k: Any, v: Any, room: int) -> int:
+def takes_nothing(k: Array, v: Array, room: int) -> int:
     """An `append_alike` that appends nothing."""
     return 0
 
@@ -82,18 +82,18 @@ class Growing(runtime.NotCopied, Generic[Storage]):
         """Bytes of all that is stored, filled or not."""
         return self._layers.nbytes
 
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: Array, v: Array) -> None:
         """Append (batch, H, T, D) tokens."""
         operation = "TikvCache.update"
         require_alive(self.runtime, operation)
         with self._layers.lock:
             self._layers.append(operation, 0, view_all((k, v), ROWS, operation), "head_major")
 
-    def reorder(self, index: Any) -> None:
+    def reorder(self, index: Array) -> None:
         """Replace each sequence ``b`` by sequence ``index[b]``, as `KVCacheStore.reorder`."""
         self._move("TikvCache.reorder_cache", index, self._layers.reorder)
 
-    def select(self, index: Any) -> None:
+    def select(self, index: Array) -> None:
         """Keep these sequences, in this order; as `KVCacheStore.select`."""
         self._select("TikvCache.batch_select_indices", index)
 
@@ -103,11 +103,11 @@ class Growing(runtime.NotCopied, Generic[Storage]):
         n = checks.integer(n, "n", operation, low=1)
         self._select(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
 
-    def _select(self, operation: str, index: Any) -> None:
+    def _select(self, operation: str, index: Array) -> None:
         self._move(operation, index, self._layers.select)
         self.append_alike = takes_nothing  # the old one is bound to the old memory
 
-    def _move(self, operation: str, index: Any, move: Callable[[str, Any], None]) -> None:
+    def _move(self, operation: str, index: Array, move: Callable[[str, Any], None]) -> None:
         """Let sequences continue from others."""
         require_alive(self.runtime, operation)
         with self._layers.lock:
@@ -181,7 +181,7 @@ class GrowingLayer(Growing[ContiguousLayers]):
         k, v = (None if a is None else CacheArray(a, self.runtime) for a in self._layer.read_scales)
         return k, v
 
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: Array, v: Array) -> None:
         """As `Growing.append`; `append_alike` then takes tokens of this form, if they are torch tensors."""
         super().append(k, v)
         self.append_alike = self._like_the_last("TikvCache.update")
@@ -203,7 +203,7 @@ class GrowingLayer(Growing[ContiguousLayers]):
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
         lock, program, move_to = plan.lock, live.program, plan.move_to
 
-        def append_alike(k: Any, v: Any, room: int) -> int:
+        def append_alike(k: Array, v: Array, room: int) -> int:
             length = layer.length
             end = length + tokens
             if end > room or end > slots:

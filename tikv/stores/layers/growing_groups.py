@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import CacheArray, Host, new_array, read_host, runtime_of, to_device
+from tikv.arrays import Array, CacheArray, Host, new_array, read_host, runtime_of, to_device
 from tikv.dtypes import DType
 from tikv.formats import Aging
 from tikv.ops import checks
@@ -81,7 +81,7 @@ class GrowingGroups(Growing[TokenGroupLayers]):
     def origin(self, origin: int) -> None:
         self._before = origin - self._codes.dropped
 
-    def attend(self, q: Any, request: AttendRequest, first: int) -> Any:
+    def attend(self, q: Array, request: AttendRequest, first: int) -> Any:
         """Attention of (batch, Hq, T, D) queries of the newest tokens over those held from the `first` on, in place."""
         operation = "attention 'tikv'"
         require_alive(self.runtime, operation)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, Views, view_all
+from tikv.arrays import Array, CacheArray, Views, view_all
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import uninterrupted
@@ -163,7 +163,7 @@ class HostLayers(LayerStorage):
 
     # --- reads
 
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`, over the copy on the device.
 
         Raises:
@@ -223,11 +223,11 @@ class HostLayers(LayerStorage):
         with self._on_host():
             self.whole.commit(operation, path, drafted, draft)
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         with self._on_host():
             self.whole.reorder(operation, index)
 
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         batch = len(self.memory.sequences_of(operation, index))
         copies = self.residents if batch == self.batch_size else self._new_residents(batch)
         with self._on_host():

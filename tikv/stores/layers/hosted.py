@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray
+from tikv.arrays import Array, ArrayView, CacheArray
 from tikv.dtypes import DType
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.growing import AppendAlike, GrowingLayer
@@ -199,7 +199,7 @@ class HostedLayer(GrowingLayer):
     # --- writes
 
     @uninterrupted
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: Array, v: Array) -> None:
         """As `GrowingLayer.append`, to the copy and to the host."""
         content = self.bring()
         with self._places.of(self).writing(self.number, self._places.bring(self)):
@@ -220,7 +220,7 @@ class HostedLayer(GrowingLayer):
         with self._on_host():
             super().compact(keep)
 
-    def _move(self, operation: str, index: Any, move: Callable[[str, Any], None]) -> None:
+    def _move(self, operation: str, index: Array, move: Callable[[str, Any], None]) -> None:
         with self._on_host():
             super()._move(operation, index, move)
 

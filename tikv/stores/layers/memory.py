@@ -11,6 +11,7 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import (
     ALIGNMENT,
+    Array,
     ArrayView,
     CacheArray,
     Host,
@@ -303,7 +304,7 @@ class LayerMemory:
         shape = groups, self.num_kv_heads, most
         bind_in_place(self.runtime, operation, rows, widths, shape, index).bound.launch()
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         """Replace each sequence b by sequence index[b], in place; raises as `sequences_of`."""
         sequences = self.sequences_of(operation, index)
         if len(sequences) != self.batch_size:
@@ -342,7 +343,7 @@ class LayerMemory:
                     oldest = max(oldest, length - layer.ring)
                 self.recount(layer, length, history, oldest)
 
-    def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
+    def sequences_of(self, operation: str, index: Array) -> np.ndarray[Any, Any]:
         """A user's list of sequences as int32; raises if it is not a list of integers, is empty or leaves the batch."""
         try:
             host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, new_array, read_host, to_device, view
+from tikv.arrays import Array, ArrayView, Host, Views, as_numpy, describe, new_array, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import blocks, checks
 from tikv.ops.indices import index_array
@@ -151,7 +151,7 @@ def _refuse(operation: str, wrong: Host, to: Host, why: str) -> None:
 
 
 def _on_host(
-    array: Any, name: str, allowed: Any, shape: tuple[int, ...], operation: str, live: runtime.Runtime
+    array: Array, name: str, allowed: Any, shape: tuple[int, ...], operation: str, live: runtime.Runtime
 ) -> Host:
     """An array of the caller's on the host, of one of these dtypes and of this shape."""
     a = view(array, name, operation)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like, view_of_new, view_without_owner
+from tikv.arrays import Array, ArrayView, describe, new_like, view_of_new, view_without_owner
 from tikv.arrays.array_view import MAX_FORMS
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
@@ -52,7 +52,7 @@ class Queries(NamedTuple):
         """Queries of this form, or a result for them, in the kernels' order: (batch, Hq, T, ...), or without T."""
         return heads_first(a, self.axes)
 
-    def results(self, out: Any, return_lse: bool) -> Results:
+    def results(self, out: Array, return_lse: bool) -> Results:
         """`new`, or a caller's array, and whether the log-sum-exps are wanted too."""
         return self.new if out is None and not return_lse else self.new._replace(out=out, return_lse=return_lse)
 
@@ -64,7 +64,7 @@ class Queries(NamedTuple):
         """A new array of the kind of `like` for the log-sum-exps."""
         return new_like(like, self.q.shape[:-1], dtypes.float32, live)
 
-    def result(self, operation: str, like: Any, out: Any, width: int, live: runtime.Runtime) -> tuple[Any, ArrayView]:
+    def result(self, operation: str, like: Any, out: Array, width: int, live: runtime.Runtime) -> tuple[Any, ArrayView]:
         """An array for the result, new or a caller's `out`, which must fit, and its view."""
         if out is None:
             out = self.new_out(like, width, live)

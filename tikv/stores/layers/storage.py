@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
-from tikv.arrays import ArrayView, CacheArray, Views
+from tikv.arrays import Array, ArrayView, CacheArray, Views
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import TileFormat, parse_aging
 from tikv.ops import checks
@@ -204,7 +204,7 @@ class LayerStorage(abc.ABC):
         """Append K and V, stacked, to all layers or to none; `KVCacheStore.append_all`."""
 
     @abc.abstractmethod
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """Attention over what a layer holds; `KVCacheStore.attend`."""
 
     @abc.abstractmethod
@@ -289,11 +289,11 @@ class LayerStorage(abc.ABC):
         """Keep a path of the newest tokens, of which `draft` tells; `KVCacheStore.commit`."""
         self._refuse(operation, "Trim the drafted tokens that were not accepted.")
 
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         """Let sequences continue from others; `KVCacheStore.reorder`."""
         self._refuse(operation)
 
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         """Keep some of the sequences, in this order; `KVCacheStore.select`."""
         self._refuse(operation)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, Host, Views, new_array, view, view_all
+from tikv.arrays import Array, ArrayView, CacheArray, Host, Views, new_array, view, view_all
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import parse_aging
@@ -230,7 +230,7 @@ class TokenGroupLayers(LayerStorage):
         self.memory.gather(operation, ring, out, tokens=counts.length - plain, position=plain, at=fixed + plain - start)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
-    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`, both parts read in place.
 
         Raises:
@@ -240,7 +240,7 @@ class TokenGroupLayers(LayerStorage):
         """
         return self.attend_since(operation, layer, q, request, self.counts[layer].valid_from)
 
-    def attend_since(self, operation: str, layer: int, q: Any, request: AttendRequest, since: int) -> Any:
+    def attend_since(self, operation: str, layer: int, q: Array, request: AttendRequest, since: int) -> Any:
         """`attend` over the tokens from position `since` on, which are held."""
         ring, heads, live = self.newest.counts[layer], self.config.num_kv_heads, self.runtime
         self._refuse_options(operation, request)
@@ -507,7 +507,7 @@ class TokenGroupLayers(LayerStorage):
             codes.tokens = codes.dropped = 0
 
     @uninterrupted
-    def reorder(self, operation: str, index: Any) -> None:
+    def reorder(self, operation: str, index: Array) -> None:
         """As `LayerStorage.reorder`; codes are copied to new memory."""
         sequences = self.memory.sequences_of(operation, index)
         if len(sequences) == self.batch_size and (sequences == np.arange(self.batch_size)).all():
@@ -517,7 +517,7 @@ class TokenGroupLayers(LayerStorage):
         self._hold(sequences, taken)
 
     @uninterrupted
-    def select(self, operation: str, index: Any) -> None:
+    def select(self, operation: str, index: Array) -> None:
         """As `LayerStorage.select`: in new memory."""
         sequences = self.memory.sequences_of(operation, index)
         taken = [codes.selected(sequences, self.memory) for codes in self.codes]

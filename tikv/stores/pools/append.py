@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, describe, new_array
+from tikv.arrays import Array, ArrayView, Host, describe, new_array
 from tikv.errors import ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.indices import host_integers
@@ -24,7 +24,7 @@ Arrays = Sequence[ArrayView]
 
 
 def begin_append(
-    pages: Pages[Any], operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int, part: bool = False
+    pages: Pages[Any], operation: str, layer: int, seqs: Array, cu_seqlens: Array, rows: int, part: bool = False
 ) -> AppendStep:
     """Where the `rows` new rows of the sequences that a caller named go; see `Sequences.begin`.
 
@@ -122,7 +122,7 @@ class HeadWrite(RowWrite):
         return slots if self.together else slots.reshape(-1, self.heads).T.ravel()
 
 
-def cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
+def cumulated(cu_seqlens: Array, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
     """The cumulative numbers of tokens, which must agree with the number of rows."""
     if cu_seqlens is None:
         if rows != count:

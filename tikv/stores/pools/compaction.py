@@ -98,7 +98,7 @@ def move(operation: str, pages: Pages[LayerPools], layer: int, moves: Moves, rop
         summaries.summarize_slots(operation, moves.dst)
 
 
-def commit(operation: str, pages: Pages[LayerPools], seqs: Any, path: Array, drafted: int | None) -> None:
+def commit(operation: str, pages: Pages[LayerPools], seqs: Array, path: Array, drafted: int | None) -> None:
     """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
     pages.refuse_pieces(operation)
     ids, sequences = pages.ids(seqs, operation), pages.sequences

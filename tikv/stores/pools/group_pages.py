@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
+from tikv.arrays import Array, ArrayView, CacheArray, Host, describe, new_array, new_like, view
 from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks
 from tikv.ops.attention.call import attention_call
@@ -367,8 +367,8 @@ class TokenGroupPages(Pages[BlockPools]):
         operation: str,
         layer: int,
         rows: Sequence[ArrayView],
-        seqs: Any,
-        cu_seqlens: Any,
+        seqs: Array,
+        cu_seqlens: Array,
         layout: str,
         part: bool = False,
     ) -> AppendStep:
@@ -484,7 +484,7 @@ class TokenGroupPages(Pages[BlockPools]):
         for call in self._write(operation, layer, rows).calls(rows, self.tables.upload(f"rewritten {layer}", slots)):
             call.run()
 
-    def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, seqs: Array, request: AttendRequest) -> Any:
         """As in `Pages`; codes and new pages are read in place."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         self._refuse_options(operation, request)
@@ -525,8 +525,8 @@ class TokenGroupPages(Pages[BlockPools]):
 
     @uninterrupted
     def _extend_tiles(
-        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
-        cu_seqlens: Any, request: AttendRequest,
+        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Array,
+        cu_seqlens: Array, request: AttendRequest,
     ) -> Any:  # fmt: skip
         """`extend` of tiles: queries see the new tokens unquantised; then these are appended."""
         results = self._extend_unkept(operation, layer, like, asking, rows, seqs, cu_seqlens, request)
@@ -534,8 +534,8 @@ class TokenGroupPages(Pages[BlockPools]):
         return results
 
     def _extend_unkept(
-        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Any,
-        cu_seqlens: Any, request: AttendRequest,
+        self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Array,
+        cu_seqlens: Array, request: AttendRequest,
     ) -> Any:  # fmt: skip
         """`extend` with ``keep=False``, sequence by sequence."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
@@ -639,7 +639,7 @@ class TokenGroupPages(Pages[BlockPools]):
         merge_into(operation, (*newest, *older), False, to.out, to.lse)
 
     def extend(
-        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu_seqlens: Any,
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Array, cu_seqlens: Array,
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from tikv.arrays import ArrayView, CacheArray, Host
+from tikv.arrays import Array, ArrayView, CacheArray, Host
 from tikv.errors import OptionError, TikvError
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.indices import host_integers
@@ -51,7 +51,7 @@ class Pages(abc.ABC, Generic[Memory]):
         self.tables = DeviceTables(live)
         self.block = Block(config.block_size, pools.nbytes // max(1, num_layers * config.num_blocks))
 
-    def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
+    def ids(self, seqs: Array, operation: str) -> tuple[int, ...]:
         """The sequences that a caller named."""
         return tuple(host_integers(seqs, "seqs", operation, self.runtime))
 
@@ -64,17 +64,17 @@ class Pages(abc.ABC, Generic[Memory]):
 
     @abc.abstractmethod
     def append(
-        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str
+        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Array, cu_seqlens: Array, layout: str
     ) -> AppendStep:
         """Append views of K and V to one layer, and return where the tokens went; `PagedKVCacheStore.append`."""
 
     @abc.abstractmethod
-    def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, seqs: Array, request: AttendRequest) -> Any:
         """Attention of queries over the tokens of their sequences in one layer; `PagedKVCacheStore.attend`."""
 
     @abc.abstractmethod
     def extend(
-        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu_seqlens: Any,
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Array, cu_seqlens: Array,
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """Append new tokens of some sequences and attend with their queries; `PagedKVCacheStore.extend`."""
@@ -104,15 +104,15 @@ class Pages(abc.ABC, Generic[Memory]):
         """K and V of a layer in place, and its scales, for `PagedKVCacheStore.keys`, `values` and `scales`."""
         self._refuse(operation, "Read tokens().")
 
-    def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Any, cu_seqlens: Any, **options: Any) -> Any:
+    def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Array, cu_seqlens: Array, **options: Any) -> Any:
         """Split, norm, rotate and append fused rows, and return the queries; `PagedKVCacheStore.write_qkv`."""
         self._refuse(operation, "Write to arrays with tikv.write_qkv, and append them.")
 
-    def page_summaries(self, operation: str, layer: int, seqs: Any) -> tuple[CacheArray, CacheArray]:
+    def page_summaries(self, operation: str, layer: int, seqs: Array) -> tuple[CacheArray, CacheArray]:
         """The least and the greatest key of each page of sequences; `PagedKVCacheStore.page_summaries`."""
         self._refuse(operation)
 
-    def commit(self, operation: str, seqs: Any, path: Any, drafted: int | None) -> None:
+    def commit(self, operation: str, seqs: Array, path: Any, drafted: int | None) -> None:
         """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
         self._refuse(operation, "truncate() drops the newest tokens.")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view
+from tikv.arrays import Array, ArrayView, Host, handed_over, new_like, to_device, view
 from tikv.errors import ShapeError
 from tikv.ops.attention.call import AttentionCall, attention_call
 from tikv.ops.attention.launches import AttendedTokens
@@ -50,7 +50,7 @@ class RaggedAttention:
         operation: str,
         pages: Pages[LayerPools],
         layer: int,
-        q: Any,
+        q: Array,
         request: AttendRequest,
         sequences: int,
         terms: Mapping[str, ArrayView],
@@ -271,7 +271,7 @@ class _Run(NamedTuple):
         return self.lens
 
 
-def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live: Runtime) -> list[int]:
+def even_starts(operation: str, cu_seqlens: Array, sequences: int, rows: int, live: Runtime) -> list[int]:
     """Starts of sequences that have equally many new tokens each, on the host; or ShapeError."""
     starts = host_integers(cu_seqlens, "cu_seqlens", operation, live)
     if len(starts) == sequences + 1 and (starts[-1] != rows or len({b - a for a, b in itertools.pairwise(starts)}) > 1):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, to_device, view
+from tikv.arrays import Array, ArrayView, CacheArray, describe, new_array, to_device, view
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, attention_call
@@ -45,7 +45,7 @@ class RowPages(Pages[LayerPools]):
         super().__init__(live, config, num_layers, LayerPools(config, num_layers, live))
 
     def append(
-        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Any, cu_seqlens: Any, layout: str,
+        self, operation: str, layer: int, rows: Sequence[ArrayView], seqs: Array, cu_seqlens: Array, layout: str,
         check: Callable[[AppendStep], None] = lambda step: None,
     ) -> AppendStep:  # fmt: skip
         """As in `Pages`; `check` may raise before anything is written."""
@@ -78,7 +78,7 @@ class RowPages(Pages[LayerPools]):
                 raise
             raise DTypeError(f"{error} Or make the store with dtype={dtype.name!r}.") from None
 
-    def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Any, cu_seqlens: Any, **options: Any) -> Any:
+    def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Array, cu_seqlens: Array, **options: Any) -> Any:
         """As in `Pages`."""
         self._refuse_fused(operation)
         rows = view(qkv, "qkv", operation)
@@ -115,7 +115,7 @@ class RowPages(Pages[LayerPools]):
                 f"{operation}: the fused write {why}. Write to arrays with tikv.write_qkv and append them."
             )
 
-    def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+    def attend(self, operation: str, layer: int, q: Array, seqs: Array, request: AttendRequest) -> Any:
         """As in `Pages`."""
         config, live, sequences = self.config, self.runtime, self.sequences
         ids = self.ids(seqs, operation)
@@ -154,7 +154,9 @@ class RowPages(Pages[LayerPools]):
         weighing.weigh(their_lse, view(to_mass, "mass", operation), mass.kind)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
-    def _attend_shared(self, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall) -> Any:
+    def _attend_shared(
+        self, layer: int, q: Array, queries: Queries, request: AttendRequest, alone: AttentionCall
+    ) -> Any:
         """`attend` that reads each shared block once; None if each sequence is to be read `alone`."""
         config, live, operation = self.config, self.runtime, alone.plan.operation
         asking = with_tokens(alone.arrays["q"], 4)
@@ -174,7 +176,7 @@ class RowPages(Pages[LayerPools]):
         return results_of(result, lse, None)
 
     def extend(
-        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu_seqlens: Any,
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Array, cu_seqlens: Array,
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`."""
@@ -275,7 +277,7 @@ class RowPages(Pages[LayerPools]):
         """As in `Pages`."""
         return self.pools.layers[layer], self.pools.scales[layer]
 
-    def page_summaries(self, operation: str, layer: int, seqs: Any) -> tuple[CacheArray, CacheArray]:
+    def page_summaries(self, operation: str, layer: int, seqs: Array) -> tuple[CacheArray, CacheArray]:
         """As in `Pages`."""
         states = [self.sequences.state(seq, operation) for seq in self.ids(seqs, operation)]
         summaries = self.pools.pages[layer]
@@ -291,7 +293,7 @@ class RowPages(Pages[LayerPools]):
         slots = (slots_of(table, indices, self.config.block_size) for indices in (src, dst))
         compaction.move(operation, self, layer, Moves(*slots, *positions), rope)
 
-    def commit(self, operation: str, seqs: Any, path: Any, drafted: int | None) -> None:
+    def commit(self, operation: str, seqs: Array, path: Any, drafted: int | None) -> None:
         """As in `Pages`."""
         compaction.commit(operation, self, seqs, path, drafted)
 

@@ -25,10 +25,10 @@ _READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that
 
 def attend(
     module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -90,8 +90,8 @@ class _Call:
     """
 
     def __init__(
-        self, module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, scale: float | None,
-        softcap: float | None, options: dict[str, Any],
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float,
+        scale: float | None, softcap: float | None, options: dict[str, Any],
     ) -> None:  # fmt: skip
         self.module, self.query, self.key, self.value = module, query, key, value
         self.dropout, self.scale, self.softcap, self.options = dropout, scale, softcap, options
@@ -161,7 +161,7 @@ def _in_step(key: Any, mask: Any) -> bool:
     return counted is not None and counted.on_device
 
 
-def _says_what_is_read(mask: Any, key: Any, value: Any) -> bool:
+def _says_what_is_read(mask: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a mask of slots says no more than what attention to these keys reads by itself."""
     counted = getattr(mask, "tikv_of_slots", None)
     if counted is None:

@@ -25,7 +25,13 @@ _TOLD = {(), ("indices",), ("block_indices",)}
 
 
 def chosen_keys(
-    module: Any, query: Any, key: Any, mask: Any, causal: bool, said: Sequence[str], keywords: Mapping[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: Any,
+    mask: Any,
+    causal: bool,
+    said: Sequence[str],
+    keywords: Mapping[str, Any],
 ) -> Any:
     """The keys that each query reads, (batch, T, K) or (batch, KV heads, T, K) int32, -1 for none.
 
@@ -84,7 +90,7 @@ def _seen(mask: Any) -> Any:
     return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
-def _keys_seen(seen: Any, query: Any, key: Any) -> Any:
+def _keys_seen(seen: Any, query: torch.Tensor, key: Any) -> Any:
     """The numbers of the keys that a (batch, T, n) mask leaves visible; None if too many, or more than half."""
     most = int(seen.sum(-1).amax())
     if 2 * most > key.shape[2] or not _few(query, key, most):
@@ -104,7 +110,7 @@ def _keys_of_blocks(indexer: Any, blocks: Any) -> Any:
     return torch.where(blocks[..., None] < 0, -1, keys).flatten(-2)
 
 
-def _few(query: Any, key: Any, chosen: int) -> bool:
+def _few(query: torch.Tensor, key: Any, chosen: int) -> bool:
     """Whether reading this many rows for each query is faster than attention to all keys with a mask."""
     if query.shape[2] <= FEW:
         return True
@@ -112,7 +118,9 @@ def _few(query: Any, key: Any, chosen: int) -> bool:
     return chosen * longer <= int(key.shape[2])
 
 
-def attend_chosen(query: Any, key: Any, value: Any, numbers: Any, request: AttendRequest) -> Any:
+def attend_chosen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: Any, request: AttendRequest
+) -> Any:
     """Attention to the keys that `chosen_keys` returned: (batch, T, heads, head_dim_v)."""
     latents = latents_of(key, value)
     if latents is not None and numbers.ndim == 3:

@@ -116,7 +116,13 @@ def _find_own_function(kind: Any) -> None:
 
 
 def by_own_function(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, names: Sequence[str], keywords: Mapping[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    names: Sequence[str],
+    keywords: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The result of the model's own function for keywords that only it knows, called with a mask that it takes.
 
@@ -137,7 +143,7 @@ def by_own_function(
     return out, weights
 
 
-def causal_mask(query: Any, key: Any) -> Any:
+def causal_mask(query: torch.Tensor, key: Any) -> Any:
     """(T, n) bool: queries belong to the newest keys, and each sees the keys up to its own."""
     shape = query.shape[2], key.shape[2]
     return torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
@@ -151,7 +157,9 @@ def added(mask: Any, like: Any) -> Any:
     return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill(~mask, least)
 
 
-def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], keywords: Mapping[str, Any]) -> Any:
+def joined(
+    module: Any, query: torch.Tensor, key: Any, mask: Any, said: Sequence[str], keywords: Mapping[str, Any]
+) -> Any:
     """The mask combined with what keywords add to the scores.
 
     Args:
@@ -193,7 +201,7 @@ def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], ke
     return mask
 
 
-def _chosen(indices: Any, held: int) -> Any:
+def _chosen(indices: torch.Tensor, held: int) -> Any:
     """(batch, 1, T, held) bool: True for keys whose numbers are in `indices`, (batch, T, k); -1 stands for no key."""
     numbers = indices.long()
     numbers = torch.where((numbers >= 0) & (numbers < held), numbers, held)

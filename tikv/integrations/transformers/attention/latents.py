@@ -54,7 +54,7 @@ class Expansion:
         """None, since they are not stored."""
         return None
 
-    def attend(self, query: Any, request: AttendRequest) -> Any:
+    def attend(self, query: torch.Tensor, request: AttendRequest) -> Any:
         """None, so that attention reads `numbers`."""
         return None
 
@@ -163,7 +163,7 @@ def made_of_latents(key: Any) -> bool:
     return type(key) is StoredTensor and type(key.pair) is Expansion
 
 
-def latents_of(key: Any, value: Any) -> Expansion | None:
+def latents_of(key: torch.Tensor, value: torch.Tensor) -> Expansion | None:
     """The latents of these keys and values, if nothing has used them and autograd does not follow them."""
     if not made_of_latents(key) or type(value) is not StoredTensor or key.pair is not value.pair:
         return None
@@ -171,7 +171,7 @@ def latents_of(key: Any, value: Any) -> Expansion | None:
     return pair if pair._made is None and (key.which, value.which) == (0, 1) else None
 
 
-def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: AttendRequest) -> Any:
+def attend_latents(query: torch.Tensor, expansion: Expansion, numbers: Any, request: AttendRequest) -> Any:
     """Attention to selected tokens, which gathers only their latents: (batch, T, heads, head_dim_v).
 
     Args:

@@ -54,7 +54,7 @@ def _mask_of_slots(
     kv_offset: Any,
     kv_length: int,
     mask_function: Any,
-    attention_mask: Any = None,
+    attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -93,7 +93,7 @@ def _mask_of_slots(
     if padding is not None and padding.shape[1] < kv_length:
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
 
-    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: Any) -> Any:
         position = where[key] if where.ndim == 1 else where[batch, key]
         found = mask_function(batch, head, query, position) & (position <= newest)
         return found if padding is None else found & padding[batch, position.clamp(min=0, max=padding.shape[1] - 1)]
@@ -121,7 +121,7 @@ def _mask_of_slots(
     return mask
 
 
-def _begin_at(starts: Any, padding: Any) -> bool:
+def _begin_at(starts: torch.Tensor, padding: Any) -> bool:
     """Whether a mask (batch, n) of all tokens so far hides what is before each row's start, and nothing else."""
     positions = torch.arange(padding.shape[1], device=padding.device)
     return bool((padding.bool() == (positions >= starts[:, None].to(padding.device))).all())

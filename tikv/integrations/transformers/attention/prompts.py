@@ -48,7 +48,7 @@ def prompt_mask(
     kv_length: int,
     kv_offset: Any,
     mask_function: Any,
-    attention_mask: Any = None,
+    attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> PromptMask | None:
     """The mask that `make` makes, if it only says that the queries are the newest tokens; else None.
@@ -97,7 +97,12 @@ def _closure(function: Any) -> list[Any]:
 
 
 def attend_prompt(
-    query: Any, key: Any, value: Any, mask: PromptMask | None, request: AttendRequest, always: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: PromptMask | None,
+    request: AttendRequest,
+    always: bool,
 ) -> Any:
     """Attention of the newest tokens: (batch, T, heads, head_dim_v); None if torch's attention serves it.
 

@@ -78,8 +78,8 @@ class Batch:
     """
 
     def __init__(
-        self, layer: BatchedLayer, starts: Any, lengths: Any, most_queries: int, most_tokens: int, table: Any = None,
-        read: Any = None, write: Any = None,
+        self, layer: BatchedLayer, starts: torch.Tensor, lengths: torch.Tensor, most_queries: int, most_tokens: int,
+        table: Any = None, read: Any = None, write: Any = None,
     ) -> None:  # fmt: skip
         self.window, self.page = layer.window, layer.pages.page
         self.trash, self.sentinel = layer.trash, layer.sentinel
@@ -191,7 +191,13 @@ def _behind_older(batch: Batch, total: int) -> Any:
 
 
 def attend_pages(
-    module: Any, query: Any, key: Any, value: Any, scale: float | None, softcap: float | None, options: dict[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
+    options: dict[str, Any],
 ) -> Any:
     """Write the new keys and values of a batch into their pages, and attend: (1, T, heads, head_dim).
 
@@ -277,17 +283,19 @@ def _batch(cache: Any, allocator: Any, layer: BatchedLayer, options: dict[str, A
     return Batch(layer, starts, lengths, int(most_queries or 0), int(most_tokens or 0), read=read, write=write)
 
 
-def _write(layer: BatchedLayer, k: Any, v: Any, batch: Batch) -> None:
+def _write(layer: BatchedLayer, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
     layer.pages.write(OPERATION, k, v, batch.slots)
 
 
-def _newest(q: Any, layer: BatchedLayer, table: Any, lengths: Any, request: AttendRequest) -> Any:
+def _newest(q: torch.Tensor, layer: BatchedLayer, table: Any, lengths: torch.Tensor, request: AttendRequest) -> Any:
     """Attention of the newest token of each request, which is written: (B, Hq, D)."""
     pools = layer.pages.caches(lengths, table)
     return attention_call(OPERATION, q, pools, request._replace(causal=False)).attend(q)
 
 
-def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request: AttendRequest) -> Any:
+def _by_request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: BatchedLayer, batch: Batch, request: AttendRequest
+) -> Any:
     """On a CPU, where the host knows the numbers: the requests of one new token together, the others one by one."""
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
@@ -323,7 +331,7 @@ def _by_request(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, reque
     return out
 
 
-def _prompt(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest) -> Any:
+def _prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: BatchedLayer, request: AttendRequest) -> Any:
     """Attention of a whole prompt (1, Hq, n, D) over its own keys (n, H, D)."""
     inside = layer.window is None or q.shape[2] <= layer.window
     if not inside or is_invariant() or request.softcap is not None or request.sink_logits is not None:
@@ -334,13 +342,15 @@ def _prompt(q: Any, k: Any, v: Any, layer: BatchedLayer, request: AttendRequest)
     )
 
 
-def _over_rows(q: Any, rows: tuple[Any, ...], layer: BatchedLayer, request: AttendRequest) -> Any:
+def _over_rows(q: torch.Tensor, rows: tuple[Any, ...], layer: BatchedLayer, request: AttendRequest) -> Any:
     """Attention of the newest tokens (1, Hq, n, D) over stored rows in the order of their positions."""
     caches = layer.pages.contiguous(rows, rows[0].shape[0], 1, starts=False)
     return attention_call(OPERATION, q, caches, request._replace(window=layer.window)).attend(q)
 
 
-def _by_tiles(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request: AttendRequest) -> Any:
+def _by_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: BatchedLayer, batch: Batch, request: AttendRequest
+) -> Any:
     """On a device, without waiting for it: tiles of queries, over pages or, of a ring, over the window before them."""
     total, heads, width = q.shape
     tiles = batch.tiles(total, heads // k.shape[1])
@@ -364,10 +374,10 @@ def _by_tiles(q: Any, k: Any, v: Any, layer: BatchedLayer, batch: Batch, request
 
 def attend_batch(
     module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,

@@ -219,7 +219,7 @@ def check_attention(cache: Any) -> None:
 
 def _leaving_the_write(original: Any) -> Any:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         check_attention(self)
         if not self.in_pages:
             return original(self, key_states, value_states, *args, **kwargs)
@@ -230,7 +230,7 @@ def _leaving_the_write(original: Any) -> Any:
 
 
 def _filling_on_host(original: Any) -> Any:
-    def fill_block_table(self: Any, request_id: str, past: int, new: int, block_table: Any) -> None:
+    def fill_block_table(self: Any, request_id: str, past: int, new: int, block_table: torch.Tensor) -> None:
         if not self.in_pages:
             original(self, request_id, past, new, block_table)
             return

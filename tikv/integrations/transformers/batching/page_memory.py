@@ -144,7 +144,7 @@ class PageFormat:
         numbers = zip(SCALES, self.rows.divisors, strict=True)
         return {name: to_device(np.array(n, np.float32), runtime_of()) for name, n in numbers if n is not None}
 
-    def write(self, operation: str, k: Any, v: Any, arrays: dict[str, Any], slots: Any) -> None:
+    def write(self, operation: str, k: torch.Tensor, v: torch.Tensor, arrays: dict[str, Any], slots: Any) -> None:
         """Write rows k and v (n, heads, width) into pages, by their slots (n,), in one launch."""
         scales = {**arrays, **self.divisors}
         scaled = [name for name in SCALES if name in scales]
@@ -158,7 +158,7 @@ class PageFormat:
             plan = live.plans.keep(key, paged.check_write_slots(live, operation, views, "NHD", formats, scaled))
         PlannedCall(plan, views, arguments).run()
 
-    def caches(self, layout: Any, arrays: dict[str, Any], lengths: Any, table: Any = None) -> Caches:
+    def caches(self, layout: Any, arrays: dict[str, Any], lengths: torch.Tensor, table: Any = None) -> Caches:
         """Parts as attention takes them."""
         scales = {name: a for name, a in (arrays | self.divisors).items() if name not in ROWS}
         formats = None if self.plain else self.rows.formats
@@ -233,15 +233,15 @@ class PagesOfLayer:
         self.format, self.plain, self.page, self.shape = format, format.plain, page, (format.heads, width)
         self.arrays = {name: format.rows_of(name, a) for name, a in memory.items()}
 
-    def caches(self, lengths: Any, table: Any) -> Caches:
+    def caches(self, lengths: torch.Tensor, table: Any) -> Caches:
         """The pages of requests, as attention takes them."""
         return self.format.caches(PagedLayout(), self.arrays, lengths, table)
 
-    def write(self, operation: str, k: Any, v: Any, rows: Any) -> None:
+    def write(self, operation: str, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
         """Write new keys and values (n, heads, width) to these rows; rows below 0 are skipped."""
         self.format.write(operation, k, v, self.arrays, rows)
 
-    def stored(self, operation: str, k: Any, v: Any) -> tuple[Any, ...]:
+    def stored(self, operation: str, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
         """New keys and values in the format of the pages, one after the other: (n, heads, ...) of each part."""
         if self.plain:
             return k, v
@@ -250,18 +250,18 @@ class PagesOfLayer:
         self.format.write(operation, k, v, arrays, torch.arange(total, device=k.device))
         return tuple(a.flatten(0, 1)[:total] for a in arrays.values())
 
-    def taken(self, rows: Any) -> tuple[Any, ...]:
+    def taken(self, rows: torch.Tensor) -> tuple[Any, ...]:
         """A copy of what these rows hold, as `stored` returns it."""
         return tuple(_indexed(a.flatten(0, 1)).index_select(0, rows).view(a.dtype) for a in self.arrays.values())
 
-    def contiguous(self, stored: Sequence[Any], lengths: Any, batch: int, starts: bool) -> Caches:
+    def contiguous(self, stored: Sequence[Any], lengths: torch.Tensor, batch: int, starts: bool) -> Caches:
         """What `stored` or `taken` returned as a cache that `batch` sequences share."""
         rows = zip(self.arrays, stored, strict=True)
         arrays = {name: a.transpose(0, 1)[None].expand(batch, *[-1] * a.ndim) for name, a in rows}
         return self.format.caches(ContiguousLayout(starts=starts), arrays, lengths)
 
 
-def put_among(older: Sequence[Any], rows: Any, new: Sequence[Any]) -> None:
+def put_among(older: Sequence[Any], rows: torch.Tensor, new: Sequence[Any]) -> None:
     """Write what `PagesOfLayer.stored` returned to rows of what `taken` returned."""
     for to, a in zip(older, new, strict=True):
         _indexed(to).index_copy_(0, rows, _indexed(a))

@@ -273,7 +273,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """The layers that keep a state, alone or beside keys and values."""
         return self._with_states
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """Append new tokens to a layer; returns all keys and values that these tokens may see.
 
         Args:
@@ -518,7 +520,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         super().reset()
         self.step_use.clear()
 
-    def _require_memory(self, layer: Any, keys: Any, values: Any) -> None:
+    def _require_memory(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
         alike = [a for a in self._uncompared if a.sliding_window == getattr(layer, "sliding_window", None)]
         if layer in alike:
@@ -538,7 +540,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 self._require_memory(layer, like, like)
         super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
-    def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: torch.Tensor, layer_idx: int) -> tuple[int, int]:
         """(number of keys that a layer's `update` will return for these new tokens, position of the first key).
 
         Raises:
@@ -612,7 +614,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layer._cropped_to(tokens_to_remove)
         super().crop(tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each sequence b continue from the tokens of sequence ``beam_idx[b]``.
 
         Raises:
@@ -631,7 +633,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._refuse_states_outside("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order.
 
         Raises:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import cache_utils
 
+from tikv.arrays import Array
 from tikv.integrations.transformers.layers.layer import TikvLayer
 
 
@@ -65,7 +66,7 @@ class OfEncoderDecoder:
         for cache in (self.self_attention_cache, self._cross):
             cache.batch_repeat_interleave(repeats)
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: Array) -> None:
         """Keep these sequences, in this order."""
         for cache in (self.self_attention_cache, self._cross):
             cache.batch_select_indices(indices)

@@ -53,7 +53,7 @@ def require_for_one(layers: Sequence[Any], storage: Storage, text: Any, on_host:
 
 
 def require_for_batch(
-    layers: Sequence[Any], storage: Storage, keys: Any, values: Any, before: int, on_host: bool
+    layers: Sequence[Any], storage: Storage, keys: torch.Tensor, values: torch.Tensor, before: int, on_host: bool
 ) -> int:
     """The bytes that these layers need, which have tokens of one shape, added to those that others need.
 

@@ -33,7 +33,7 @@ def check_taken_by_all(tokens: int, held: int, with_keys: Sequence[Any], with_st
         )
 
 
-def check_continues(queries: Any, tokens: int, held: int, with_sinks: Sequence[Any]) -> None:
+def check_continues(queries: torch.Tensor, tokens: int, held: int, with_sinks: Sequence[Any]) -> None:
     """Check that new tokens continue the text in the cache, as far as the mask or the positions say it.
 
     Layers with sinks learn from the mask where each row begins.

@@ -7,6 +7,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv import runtime
+from tikv.arrays import Array
 from tikv.errors import OptionError
 from tikv.integrations.transformers.attention.weighing import HeldMass
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder
@@ -85,7 +86,7 @@ class TikvReplay(runtime.NotCopied):
         """What `TikvCache.get_mask_sizes` returns."""
         return sizes_unkept(self._layers[layer_idx], tokens)
 
-    def update(self, layer: Any, key_states: Any, value_states: Any, layer_idx: int) -> tuple[Any, Any]:
+    def update(self, layer: Any, key_states: Array, value_states: Array, layer_idx: int) -> tuple[Any, Any]:
         """What `TikvCache.update` returns."""
         if _is_traced() or self._cache.on_device:
             raise OptionError(f"{OPERATION}: a compiled step keeps its tokens. Call the model without torch.compile.")

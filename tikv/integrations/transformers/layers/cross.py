@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tikv.arrays import Array
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.layers.streaming import StreamingLayer
 
@@ -17,7 +18,7 @@ class _EncoderToo(TikvLayer):
 
     _written_once = False
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Array, value_states: Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
         first = self.get_seq_length() == 0
         pair = super().update(key_states, value_states, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import runtime_of
+from tikv.arrays import Array, runtime_of
 from tikv.formats import TileFormat
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.ops.attention.request import AttendRequest
@@ -30,7 +30,7 @@ class GroupsMemory:
         k, v = (a.torch(wait=False) for a in self._store.decoded(first, self._dtype))
         return k, v
 
-    def holds(self, tensor: Any) -> bool:
+    def holds(self, tensor: Array) -> bool:
         """Whether a tensor is in the memory: never."""
         return False
 
@@ -40,7 +40,7 @@ class GroupsMemory:
     def slots_from(self, first: int, end: int) -> None:
         """None, as `stored`."""
 
-    def attend(self, first: int, query: Any, request: AttendRequest) -> Any:
+    def attend(self, first: int, query: Array, request: AttendRequest) -> Any:
         """Attention of the newest token's queries over the tokens from slot `first` on, in place."""
         return self._store.attend(query, request, first)
 
@@ -74,7 +74,7 @@ class GroupsLayer(TikvLayer):
         alike = self.storage.v is self.storage.k or isinstance(self.storage.quant, TileFormat)
         return None if alike else self.storage.v
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Array, value_states: Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`; with tiles, several new tokens are returned unquantised."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         tokens = key_states.shape[2]

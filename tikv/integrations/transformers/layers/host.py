@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling as _is_traced
 
-from tikv.arrays import runtime_of
+from tikv.arrays import Array, runtime_of
 from tikv.integrations.transformers.layers import traced
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.memory.storage import Storage
@@ -59,13 +59,13 @@ class HostLayer(TikvLayer):
         self._recall()
         self._content = self._memory = None
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Array, value_states: Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
         if not _is_traced() and not self._staged:
             self._bring(ahead=True)
         return super().update(key_states, value_states)
 
-    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def _traced_update(self, key_states: Array, value_states: Array) -> tuple[Any, Any]:
         if not self.is_hosted:
             return super()._traced_update(key_states, value_states)
         return traced.update_outside(self, key_states, value_states)

@@ -90,7 +90,9 @@ class IndexedLayer(TikvLayer):
         super().__init__(index, window, max_cache_len, dtype, config)
         self.indexer_position_ids: Any = None
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """As `TikvLayer.update`; values may have no width if keys contain everything."""
         if value_states.shape[-1]:
             return super().update(key_states, value_states)
@@ -137,7 +139,7 @@ class IndexedLayer(TikvLayer):
             f"or reset()."
         )
 
-    def _set(self, which: str, tensor: Any) -> None:
+    def _set(self, which: str, tensor: torch.Tensor) -> None:
         """As `TikvLayer._set`, for as many tokens as the indexer has keys.
 
         Raises:
@@ -159,7 +161,7 @@ class IndexedLayer(TikvLayer):
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
 
-    def _follow_rows(self, rows: Any, batch: int) -> None:
+    def _follow_rows(self, rows: torch.Tensor, batch: int) -> None:
         if not batch:
             return
         self._indexer.choose(rows)

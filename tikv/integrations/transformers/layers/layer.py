@@ -135,7 +135,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._ring_first = to.first if to.ring else None
         self._store.recount(length=to.used, origin=to.end - to.used)
 
-    def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Allocate memory for keys and values of these shapes, dtype and device."""
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
@@ -161,7 +161,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._settled = 0
         self._attach()
 
-    def _tokens_of(self, key_states: Any) -> int:
+    def _tokens_of(self, key_states: torch.Tensor) -> int:
         if key_states.ndim != 4:
             raise ShapeError(
                 f"{self._name}: keys must be (batch, heads, tokens, head_dim), not {tuple(key_states.shape)}."
@@ -325,7 +325,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Tokens that `update` got since `reset`, less those cropped, whatever keys and values were set."""
         return self.get_seq_length() + self._set_aside
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """Append new tokens; returns all keys and values that these tokens may see.
 
         Arguments, results and errors are those of `TikvCache.update`. Of one token, if the storage dtype is not the
@@ -372,21 +374,21 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._count_on_device(tokens)
         return self._seen(key_states, held + tokens)
 
-    def update_in_order(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def update_in_order(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         """`update` outside of a compiled graph, whose mask was made for slots in temporal order."""
         return self.update(key_states, value_states)
 
-    def _without_gradient(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def _without_gradient(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         """`update` of tokens with a gradient, through which backward then raises."""
         keys, values = self.update(key_states.detach(), value_states.detach())
         return RefuseBackward.apply(keys, key_states), RefuseBackward.apply(values, value_states)
 
-    def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
+    def _seen(self, key_states: torch.Tensor, end: int) -> tuple[Any, Any]:
         """The keys and values that new tokens see, after their own were written to the slots before `end`."""
         first = max(0, end - key_states.shape[2] - self._past) if self.is_sliding else 0
         return self._returned(key_states, first, end)
 
-    def _returned(self, key_states: Any, first: int, end: int) -> tuple[Any, Any]:
+    def _returned(self, key_states: torch.Tensor, first: int, end: int) -> tuple[Any, Any]:
         """What `update` returns of slots first..end."""
         graded, memory = torch.is_grad_enabled(), self._memory
         one = key_states.shape[2] == 1
@@ -408,7 +410,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if pair is not None:
             pair.numbers()
 
-    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def _traced_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         """`update` in code that reads no numbers: a custom operator and views do the same, if there is room."""
         key_states, value_states = _alike(key_states, value_states)
         if self._goes_by_steps():
@@ -420,7 +422,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return traced.update_outside(self, key_states, value_states)
         return traced.append(self, key_states, value_states)
 
-    def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
+    def _refit(self, key_states: torch.Tensor, value_states: torch.Tensor, error: Exception | None) -> None:
         """Take on the form of another model or batch if the layer is empty; else raise."""
         store: Any = self.store
         form, same = self._form, self.is_form_of(key_states, value_states)
@@ -441,7 +443,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         form = tuple((self.batch_size, self.num_heads, "n", width) for width in (self.head_dim, self._v_width))
         return form  # type: ignore[return-value]
 
-    def is_form_of(self, key_states: Any, value_states: Any) -> bool:
+    def is_form_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether new tokens have the shapes, the dtype and the device of those that are held."""
         new = tuple((*a.shape[:2], "n", a.shape[-1]) for a in (key_states, value_states))
         return (self._form, self.dtype, self.device) == (new, key_states.dtype, key_states.device)
@@ -476,7 +478,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def values(self, values: Any) -> None:
         self._set("values", values)
 
-    def _set(self, which: str, tensor: Any) -> None:
+    def _set(self, which: str, tensor: torch.Tensor) -> None:
         """Replace keys or values; if the length changes, the first of both waits for the other."""
         if self._starts is not None and tensor is not None:
             raise OptionError(
@@ -523,7 +525,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     cumulative_length = property(get_seq_length)
 
-    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: torch.Tensor) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""
         counted, tokens = self._counted if self._goes_by_steps() else None, query_length(queries)
         if counted is not None and self.on_device:
@@ -644,7 +646,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """The oldest position, sinks aside, that a query at position `target` sees."""
         return max(min(self._starts or (0,)) + self.sinks, target - self._past)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace each sequence b by sequence ``beam_idx[b]``."""
         batch = self._change_rows("reorder", beam_idx)
         self._follow_rows(torch.as_tensor(beam_idx), batch)
@@ -655,7 +657,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if batch:
             self._follow_rows(torch.arange(batch).repeat_interleave(repeats), batch)
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order; -1 is the last one. A boolean mask is accepted too."""
         rows = torch.as_tensor(indices)
         rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
@@ -678,7 +680,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.graded = graded
         return batch
 
-    def _follow_rows(self, rows: Any, batch: int) -> None:
+    def _follow_rows(self, rows: torch.Tensor, batch: int) -> None:
         """Let what else is kept of each sequence follow: the storage now has these `rows` of its `batch`."""
         if self.graded:
             self.graded.select(rows)
@@ -717,7 +719,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 
-def update_with_gradients(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+def update_with_gradients(layer: TikvLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
     """`TikvLayer.update` whose results pass gradients on to the tokens that came with one."""
     first, graded = layer.get_seq_length(), layer.graded
     assert graded is not None
@@ -736,14 +738,14 @@ def _unclear_crop(name: str, n: int, length: int) -> OptionError:
     )
 
 
-def _made_alike(key_states: Any, value_states: Any) -> bool:
+def _made_alike(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
     """Whether `_alike` changes them: their dtypes differ, or the numbers of a row are not contiguous."""
     if key_states.dtype is not value_states.dtype:
         return True
     return any(a.ndim and a.shape[-1] > 1 and a.stride(-1) != 1 for a in (key_states, value_states))
 
 
-def _alike(key_states: Any, value_states: Any) -> tuple[Any, Any]:
+def _alike(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
     """Both in the wider dtype and with contiguous rows, since under torch.autocast a rotation widens only the keys."""
     if not _made_alike(key_states, value_states):
         return key_states, value_states

@@ -114,13 +114,15 @@ class RingLayer(TikvLayer):
         """Whether the slots are to be a ring for so many new tokens."""
         raise NotImplementedError
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """As `TikvLayer.update`."""
         if not self.on_device and (self._arrange(self._tokens_of(key_states)) or self._starts is not None):
             return self._write(key_states, value_states)
         return super().update(key_states, value_states)
 
-    def _write(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         """`update` of a token in a ring, or of tokens of rows that begin at different positions."""
         if layers._made_alike(key_states, value_states):
             return self._write(*layers._alike(key_states, value_states))
@@ -154,7 +156,7 @@ class RingLayer(TikvLayer):
         self._show_ring()
         return self._returned(key_states, 0, used)
 
-    def _append_at(self, slot: int, key_states: Any, value_states: Any) -> None:
+    def _append_at(self, slot: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write one token of each row to a slot."""
         store: Any = self._store
         store.recount(length=slot, origin=store.end - slot)
@@ -167,7 +169,7 @@ class RingLayer(TikvLayer):
         except (ShapeError, ArchError) as error:
             self._refit(key_states, value_states, error)
 
-    def _append_rows(self, to: SlotMap, key_states: Any, value_states: Any) -> None:
+    def _append_rows(self, to: SlotMap, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write the next tokens of rows that begin at different positions; padding is not written."""
         if not self._memory.takes(key_states, value_states):
             self._refit(key_states, value_states, None)
@@ -217,7 +219,7 @@ class SlidingRing(RingLayer):
     def _will_go_round(self, tokens: int) -> bool:
         return tokens == 1 and not self.record_past and self._goes_by_steps()
 
-    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: torch.Tensor) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`."""
         if not self.on_device:
             self._arrange(query_length(queries))
@@ -228,7 +230,7 @@ class SlidingRing(RingLayer):
         if self._ring_first is None:
             super().let_go_of_prompt()
 
-    def update_in_order(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def update_in_order(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         """As `TikvLayer.update_in_order`."""
         self._put_in_order()
         return TikvLayer.update(self, key_states, value_states)

@@ -150,7 +150,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
                 f"which the cache does not reach. {instead}"
             )
 
-    def reorder_cache(self, beam_idx: Any) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each sequence b continue from the state of sequence ``beam_idx[b]``.
 
         Raises:
@@ -175,7 +175,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         """Repeat each sequence: 0, 0, 1, 1 for 2."""
         self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order.
 
         Raises:
@@ -201,7 +201,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         states = (state for each in (self.conv_states, self.recurrent_states) for state in each.values())
         return next((state.shape[0] for state in states if state is not None), None)
 
-    def _check_sequences(self, operation: str, index: Any, low: int, high: int) -> None:
+    def _check_sequences(self, operation: str, index: torch.Tensor, low: int, high: int) -> None:
         """Raise unless indices on the host are those of existing sequences; it never waits for the device."""
         if index.device.type != "cpu":
             return
@@ -398,7 +398,7 @@ class _KeysBeside(StateLayer):
         StateLayer.reset(self)
         self._keys.reset(self)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """As `TikvLayer.reorder_cache`, of both."""
         StateLayer.reorder_cache(self, beam_idx)
         self._keys.reorder_cache(self, beam_idx)
@@ -408,7 +408,7 @@ class _KeysBeside(StateLayer):
         StateLayer.batch_repeat_interleave(self, repeats)
         self._keys.batch_repeat_interleave(self, repeats)
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """As `TikvLayer.batch_select_indices`, of both."""
         StateLayer.batch_select_indices(self, indices)
         self._keys.batch_select_indices(self, indices)

@@ -75,7 +75,9 @@ class StreamingLayer(RingLayer):
             return False
         return self._ring_first is not None or (store.end + 1 > self.window and self._can_go_round())
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """As `TikvLayer.update`: new tokens may see the sinks, the newest tokens and the new ones.
 
         Raises:
@@ -95,7 +97,7 @@ class StreamingLayer(RingLayer):
             self._settle(tokens)
         return super().update(key_states, value_states)
 
-    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def _traced_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         if self._goes_by_steps():
             return super()._traced_update(key_states, value_states)
         return traced.update_outside(self, key_states, value_states)
@@ -123,7 +125,7 @@ class StreamingLayer(RingLayer):
             self._settle(0)
         return super()._visible()
 
-    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: torch.Tensor) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`; if keys are left out, the second number also knows each key's position."""
         tokens = query_length(queries)
         goes_round = self._will_go_round(tokens) if self.on_device else self._arrange(tokens)
@@ -169,7 +171,7 @@ def _mask(
     offset: steps.StreamedOffset,
     *,
     mask_function: Callable[..., Any],
-    attention_mask: Any = None,
+    attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -184,7 +186,7 @@ def _mask(
     if padding is not None:
         padding = torch.nn.functional.pad(padding, (0, max(0, slots.end - padding.shape[1])))
 
-    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: Any) -> Any:
         position = where[key] if starts is None else where[batch, key]
         start = first[0] if starts is None else first[batch]
         near = (position < start + slots.sinks) | (position > query - (offset.window - slots.sinks))

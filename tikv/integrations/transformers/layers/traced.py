@@ -12,7 +12,7 @@ from tikv.integrations.transformers.memory.stored import decoded
 from tikv.integrations.transformers.names import CACHE
 
 
-def append(layer: Any, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+def append(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
     """`TikvLayer.update` by a custom operator and views, if there is room; else outside of the graph."""
     store, memory, tokens = layer.store, layer._memory, key_states.shape[2]
     held_back = layer._staged or layer._lent is not None
@@ -62,7 +62,7 @@ def _lengths_are_constants() -> bool:
 def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     """`TikvLayer.update` outside of compiled code; with ``fullgraph=True`` torch gives this reason in its error."""
 
-    def update(layer: Any, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    def update(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any]:
         keys, values = layer.update_in_order(key_states, value_states)
         layer._recall()  # torch cannot compile `StoredTensor`s
         keys, values = decoded(keys), decoded(values)

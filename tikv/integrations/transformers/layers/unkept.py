@@ -30,7 +30,7 @@ def sizes_unkept(layer: TikvLayer, tokens: int) -> tuple[int, int]:
     return held + tokens, KnownOffset(first) if layer.for_steps else first
 
 
-def unkept(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any, int]:
+def unkept(layer: TikvLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[Any, Any, int]:
     """Keys and values that new tokens see: copies of those held, decoded, then the new ones; and how many are held.
 
     Raises:

@@ -10,7 +10,7 @@ from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError
 
 
-def has_gradient(key_states: Any, value_states: Any) -> bool:
+def has_gradient(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
     """Whether autograd would follow new keys or values: `is_followed` for code that torch.compile traces."""
     return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
 
@@ -33,7 +33,7 @@ class RefuseBackward(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def through(graded: GradedTokens, keys: Any, values: Any, first: int) -> tuple[Any, Any]:
+def through(graded: GradedTokens, keys: torch.Tensor, values: torch.Tensor, first: int) -> tuple[Any, Any]:
     """Copies of stored keys and values, from a position on, through which gradients flow to those of `graded`."""
     if not graded:
         return keys.clone(), values.clone()

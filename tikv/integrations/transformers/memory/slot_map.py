@@ -56,7 +56,7 @@ class SlotMap(NamedTuple):
         held: Array = np.r_[start : min(start + self.sinks, self.end), behind : self.end].astype(np.int64)
         return held
 
-    def slots(self, positions: Any, start: int = 0) -> Array:
+    def slots(self, positions: Array | int, start: int = 0) -> Array:
         """The slots of held or next positions of a row that begins at `start`; negative for its padding."""
         token: Array = np.asarray(positions) - start
         if self.ring:

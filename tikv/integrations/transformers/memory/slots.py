@@ -38,7 +38,7 @@ class CacheSlots:
 
     __slots__ = ("_again", "_length", "_places", "_request", "_slots", "_window", "caches")
 
-    def __init__(self, k: Any, v: Any, k_scale: Any, v_scale: Any, formats: Any) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, formats: Any) -> None:
         self.caches = Caches(CONTIGUOUS, k, v, 0, None, k_scale, v_scale, formats=formats)
         self._slots = k.shape[2]
         self._places = self._places_of(k, v)
@@ -62,14 +62,14 @@ class CacheSlots:
         self._length, self._window = length, window
 
     @staticmethod
-    def _places_of(k: Any, v: Any) -> tuple[Any, ...]:
+    def _places_of(k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
         return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype, v.dtype
 
-    def are(self, key: Any, value: Any) -> bool:
+    def are(self, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether these are views of the first slots, and not tensors that a model has made from them."""
         return self._places == self._places_of(key, value)
 
-    def attend(self, query: Any, length: int, request: AttendRequest) -> Any:
+    def attend(self, query: torch.Tensor, length: int, request: AttendRequest) -> Any:
         """Attention of (batch, heads, T, width) queries over the first `length` slots, or over what `sees` said."""
         if self._length is not None:
             if self._window is None:
@@ -122,7 +122,7 @@ class Again:
         self._from_q, self._from_out, self._shape = q.ptr % ALIGNMENT, out.ptr % ALIGNMENT, out.shape
 
     @classmethod
-    def of(cls, caches: Caches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
+    def of(cls, caches: Caches, query: torch.Tensor, request: AttendRequest, first: int, last: int) -> Again | None:
         """A call for lengths from `first` on, up to `last` or as long as the keys are split in the same way."""
         guard = torch_guard((query,))
         if guard is None:
@@ -133,7 +133,7 @@ class Again:
             return None
         return cls(guard, request, first, call.plan.alike_until(first, last), ready)
 
-    def attend(self, query: Any, length: int) -> Any:
+    def attend(self, query: torch.Tensor, length: int) -> Any:
         """Attention over `length` tokens; None if the queries have another form."""
         if not self._live.alive:
             require_alive(self._live, ATTENTION_CALL)
@@ -146,7 +146,7 @@ class Again:
         return out if self._launches.attend_again((at, *self._stored, to), length) else None
 
 
-def attend_contiguous(query: Any, caches: Caches, length: Any, request: AttendRequest) -> Any:
+def attend_contiguous(query: torch.Tensor, caches: Caches, length: Any, request: AttendRequest) -> Any:
     """Attention over the first `length` slots of caches, or of each sequence: (batch, heads, T, width of values)."""
     lengths: Any = length
     if not query.is_cpu and isinstance(length, int):

@@ -158,7 +158,7 @@ class Counted:
         """(batch,) the number of the next token, counted from the first token of its row."""
         return self.count if self.starts is None else self.count - self.starts
 
-    def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
         """Write the new tokens of a step on the device, count them and return `read()`."""
         append: Any = ops.append_stored if _is_traced() else ops.append
         append(
@@ -198,7 +198,12 @@ class Counted:
         return both[0], both[1]
 
     def attend(
-        self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sink_logits: Any,
+        starts: torch.Tensor | None = None,
     ) -> Any:
         """In a step on the device, attention of the newest tokens' queries: (batch, heads, 1, value width)."""
         length = self._of_rows()  # of a ring with room for more than its window: of all tokens

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
+from tikv.arrays import Array
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError, OptionError
 from tikv.formats import GROUP_FORMATS, OR_FORMATS, Aging, GroupFormat, Quant, TileFormat, parse_aging, parse_format
@@ -63,7 +64,7 @@ def _stored_as(dtype: Any, name: str, operation: str) -> DType | GroupFormat | N
     return format
 
 
-def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
+def check_storage(name: str, storage: Storage, keys: Array, values: Array) -> None:
     """Check that keys and values of these dtypes and widths can be stored so; `name` is the layer's.
 
     Raises:

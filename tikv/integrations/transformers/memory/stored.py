@@ -37,7 +37,7 @@ class Pair:
             self._layer = None
         return self._numbers
 
-    def attend(self, query: Any, request: AttendRequest) -> Any:
+    def attend(self, query: torch.Tensor, request: AttendRequest) -> Any:
         """Attention of (batch, heads, 1, head_dim) queries by the layer itself; None if others can read its memory.
 
         It is None too after they were decoded, and for selected keys, which such layers do not support.
@@ -123,31 +123,31 @@ def stored_tensors(pair: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...]
     return keys, values
 
 
-def decoded(tensor: Any) -> Any:
+def decoded(tensor: torch.Tensor) -> Any:
     """A plain tensor, decoded if it was not one; other things as they are."""
     return tensor.numbers() if isinstance(tensor, StoredTensor) else tensor
 
 
-def pair_of(keys: Any, values: Any) -> Any:
+def pair_of(keys: torch.Tensor, values: torch.Tensor) -> Any:
     """The pair that one `update` returned, if these are its tensors and autograd does not follow them; else None."""
     if type(keys) is not StoredTensor or type(values) is not StoredTensor:
         return None
     return keys.pair if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
 
 
-def stored_pair(keys: Any, values: Any) -> Any:
+def stored_pair(keys: torch.Tensor, values: torch.Tensor) -> Any:
     """`Pair.stored`, if these are the tensors of one `update`, unused and not followed by autograd; else None."""
     pair = pair_of(keys, values)
     return None if pair is None else pair.stored()
 
 
-def reads_in_place(key: Any, value: Any) -> bool:
+def reads_in_place(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether attention reads these keys and values where they are stored."""
     slots = getattr(key, "tikv_slots", None)
     return pair_of(key, value) is not None if slots is None else slots.are(key, value)
 
 
-def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
+def attend_in_place(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: AttendRequest) -> Any:
     """Attention of (batch, heads, T, head_dim) queries to all keys or to selected ones, reading them as stored."""
     query, held = in_rows(query), key.shape[2]
     slots = getattr(key, "tikv_slots", None)

@@ -110,13 +110,15 @@ class TorchMemory:
             words = words[:, :, first : first + empty.shape[1]]
             words.masked_fill_(hidden if words.ndim == 3 else hidden[..., None], 0)
 
-    def append_rows(self, key_states: Any, value_states: Any, tokens: Any, ring: int, sinks: int) -> None:
+    def append_rows(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: Any, ring: int, sinks: int
+    ) -> None:
         """Write the next tokens of each row, the first of which is the row's token `tokens`: (batch,)."""
         where = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
         formats = [ops.name_of(format) for format in self._store.rows.formats]
         ops.append_stored(key_states, value_states, self.k, self.v, *self.scales, where, ring, sinks, *formats)
 
-    def takes(self, key_states: Any, value_states: Any) -> bool:
+    def takes(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether tokens have the form of the memory and the model's dtype, and no gradient."""
         if key_states.shape[2] != value_states.shape[2] or has_gradient(key_states, value_states):
             return False
@@ -147,7 +149,7 @@ class TorchMemory:
             part(self.v, v_shape, self.v_strides, first * v_width),
         )
 
-    def holds(self, tensor: Any) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in the memory of keys or of values."""
         address = tensor.untyped_storage().data_ptr()
         return address in (self.k.untyped_storage().data_ptr(), self.v.untyped_storage().data_ptr())

@@ -20,12 +20,12 @@ MASKS_PROMPTS_OF_COMPILED = "allow_is_causal_skip" not in inspect.signature(mask
 MASKS_BY_VMAP = "use_vmap" not in inspect.signature(masking_utils.sdpa_mask).parameters
 
 
-def query_length(queries: Any) -> int:
+def query_length(queries: torch.Tensor) -> int:
     """The number of new tokens, from the argument of `get_mask_sizes`: that number or their positions."""
     return queries if isinstance(queries, int) else int(queries.shape[0])
 
 
-def said_of_tokens(queries: Any) -> tuple[Any, Any]:
+def said_of_tokens(queries: torch.Tensor) -> tuple[Any, Any]:
     """The attention_mask (batch, n) and the position_ids that the caller of `get_mask_sizes` has.
 
     Either is None if the caller has none of this form. transformers passes neither to a cache, and from 5.4 on not even
