@@ -63,7 +63,7 @@ def test_help_names_what_people_look_for():
         ("support", "abacus"),
         ("bench", "--arch", "abacus"),
         ("bench", "--seconds", "0"),
-        ("bench", "--plot", "out.png"),
+        ("bench", "--plot", "out.gif"),
         ("bench", "--plot", "no/such/folder/out.svg"),
     ],
 )

@@ -194,7 +194,7 @@ MISTAKES = {
     "a shallow copy": (lambda: copy.copy(store()), "copy", "copy.deepcopy()"),
     "a file that is not there": (lambda: tikv.KVCacheStore.load("nowhere.safetensors"), "no file", "Give the path"),
     "a file of something else": (lambda: tikv.KVCacheStore.load(__file__), "cannot read", "Save the cache again"),
-    "a picture in another format": (lambda: store().draw("picture.png"), "'picture.png'", ".svg"),
+    "a picture in another format": (lambda: store().draw("picture.gif"), "'picture.gif'", ".svg"),
     "a back end that does not exist": (lambda: tikv.init("gpu"), "unknown arch 'gpu'", "cuda"),
 }
 

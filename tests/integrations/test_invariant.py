@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from invariance import invariant, same
-from model_cache import given
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from model_cache import given  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache  # noqa: E402
