@@ -559,7 +559,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 if getattr(self.layers[layer_idx], "appended", 0) > min(appended):  # some models ask between layers
                     refuse_unequal(appended)
             check_continues(queries, tokens, self.get_seq_length(layer_idx), self._with_sinks)
-            if self._with_states and self._updated is self._with_keys[-1]:
+            if self._with_states and (self._updated is None or self._updated is self._with_keys[-1]):
                 held = self.get_seq_length() if tokens > 1 else 0
                 check_taken_by_all(tokens, held, self._with_keys, self._with_states)
             if self.running_replay is not None:
