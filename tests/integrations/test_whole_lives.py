@@ -94,6 +94,12 @@ AFTER_AN_INTERRUPT = [
         ("deepseek", {"max_cache_len": 300}, BY_ANOTHER_NAME),
         ("llama", {"max_cache_len": 300}, BY_ANOTHER_NAME),
         ("gemma2", {"window": 12, "sinks": 4}, [("begin", 77, [0], 1), ("begin", 12, [8, 7], 1)]),
+        # After a crop of the keys, the state's own crop asked again whether they could be cropped, and was refused.
+        (
+            "falcon_h1",
+            {"window": 8, "sinks": 0, "record_states": 8},
+            [("interrupt", 1, True, 5, 1), ("steps", 4, 1), ("crop", 1)],
+        ),
         # A state took tokens that a layer with keys then refused: in a cache that is new, loaded or restored.
         ("qwen3_next", {"max_cache_len": 300}, [("begin", 1, [0], 1), ("save",), ("beyond", 1, 1)]),
         # Slots that compiled steps reach for the longest row stay empty in others, where attention read NaN.

@@ -357,6 +357,10 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             PositionError: that state is no longer known. Nothing is changed.
         """
         self._cropped_to(tokens_to_remove)
+        self._crop_states(tokens_to_remove)
+
+    def _crop_states(self, tokens_to_remove: int) -> None:
+        """`crop` after its check."""
         if self.record_states:
             if tokens_to_remove:
                 for i in self.records:
@@ -437,8 +441,8 @@ class _KeysBeside(StateLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `TikvLayer.crop`, for both or for neither."""
-        self._keys.crop(self, tokens_to_remove)  # asks `_cropped_to` first
-        StateLayer.crop(self, tokens_to_remove)
+        self._keys.crop(self, tokens_to_remove)  # asks `_cropped_to` first, which may refuse what is left after it
+        self._crop_states(tokens_to_remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         layer = self._keys.__deepcopy__(self, memo)
