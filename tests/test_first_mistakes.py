@@ -234,7 +234,7 @@ def test_a_first_mistake_with_transformers_raises_one_error(arch):
             "Use model.config",
         ),
         (lambda: TikvCache("a/model"), "str is not a configuration", "Use model.config"),
-        (lambda: TikvCache(config, dtype="int4"), "unknown dtype 'int4'", "Use one of float32"),
+        (lambda: TikvCache(config, dtype="int5"), "unknown dtype 'int5'", "Use one of float32"),
     ):
         with pytest.raises(tikv.TikvError, match=fault) as caught:
             call()

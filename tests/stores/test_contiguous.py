@@ -714,7 +714,7 @@ def test_an_empty_store_is_true(arch):
         ({"dtype": "int32"}, tikv.DTypeError, "dtype int32 cannot be stored"),
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype 'float8'"),
         (
-            {"dtype": "int4"},
+            {"dtype": "int5"},
             tikv.DTypeError,
             "int8, int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits",
         ),

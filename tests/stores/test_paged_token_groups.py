@@ -227,7 +227,7 @@ def test_files_of_other_pools_change_nothing(arch, rng, tmp_path):
         (lambda facts: facts["form"].update(head_dim=64), "is needed"),
         (lambda facts: facts["form"].update(head_dim="x"), "head_dim"),
         (lambda facts: facts["form"].update(block_size=48), "not a multiple of the group"),
-        (lambda facts: facts["form"].update(v_dtype="int4"), "int4"),
+        (lambda facts: facts["form"].update(v_dtype="int5"), "int5"),
         (lambda facts: facts["form"].update(per_head=True), "per_head"),
         (lambda facts: facts["form"]["dtype"].update(axis="head_dim", residual=0), "not along tokens"),
         (lambda facts: facts["form"]["dtype"].update(bits=8), "is needed"),
