@@ -43,7 +43,11 @@ def random_chunks(rng, tokens):
     "config",
     [
         pytest.param({"dtype": "float16"}, id="float16"),
-        pytest.param({"dtype": "float16", "window": 40, "sinks": 3}, id="ring", marks=pytest.mark.thorough),
+        pytest.param(
+            {"dtype": "float16", "window": 40, "sinks": 3},
+            id="ring",
+            marks=[pytest.mark.thorough, pytest.mark.full("vulkan")],
+        ),
         pytest.param(
             {"dtype": "float16", "window": 40, "sinks": 3, "rows": np.float16},
             id="half-ring",
@@ -52,8 +56,16 @@ def random_chunks(rng, tokens):
         pytest.param(
             {"dtype": "q8_0", "v_dtype": "q4_0"}, id="codes", marks=[pytest.mark.thorough, pytest.mark.full("vulkan")]
         ),
-        pytest.param({"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)}, id="tokens", marks=pytest.mark.thorough),
-        pytest.param({"dtype": tikv.Quant(4, 32, sinks=3, recent=20)}, id="recent", marks=pytest.mark.thorough),
+        pytest.param(
+            {"dtype": tikv.Quant(4, 32, axis="tokens", residual=32)},
+            id="tokens",
+            marks=[pytest.mark.thorough, pytest.mark.full("vulkan")],
+        ),
+        pytest.param(
+            {"dtype": tikv.Quant(4, 32, sinks=3, recent=20)},
+            id="recent",
+            marks=[pytest.mark.thorough, pytest.mark.full("vulkan")],
+        ),
     ],
 )
 def test_chunks_of_a_prompt(arch, rng, config):

@@ -145,6 +145,7 @@ def codes(pool):
     return found
 
 
+@pytest.mark.full("vulkan", unless=lambda params: params["values"] is None)
 @pytest.mark.parametrize("values", [None, "float8_e4m3fn", tikv.Quant(8, 32)], ids=str)
 def test_files(arch, rng, tmp_path, values):
     """What is loaded has the bits that were saved, shares what was shared, and goes on alike."""

@@ -78,6 +78,7 @@ def test_a_block_of_rows(arch, rng, form):
         oracle.assert_same_bits(got, oracle.to_numpy(want))
 
 
+@pytest.mark.full("vulkan", unless=lambda params: params["form"]["dtype"] in ("float32", "int8"))
 @pytest.mark.parametrize("form", [form for form in FORMS if "place" not in form], ids=str)
 def test_queries_of_a_block(arch, rng, form):
     """After an append, a rewrite and `extend`; also with their mass, and with new tokens that are not kept."""

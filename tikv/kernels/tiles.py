@@ -121,7 +121,7 @@ def limited(x):
 
 
 @functools.cache
-def make_rotate(style, width):
+def make_block_rotation(style, width):
     """rotate(work, at, other, row): rotate the numbers at `at`, or at `other` if the number of steps is odd.
 
     The other place holds numbers between steps; the result is at `at`, not yet multiplied by the norm.
@@ -243,7 +243,7 @@ def make_passes(style, c):
     group, width, norm, band = form.group, c.width, block_of(c.width) ** -0.5, BAND if style == "cpu" else 1
     product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
     load_row, row_of = make_load(c.code, 1, SIZE[c.code] * 8), make_row_of(c)
-    rotate, odd = make_rotate(style, width), steps_of(block_of(width)) % 2
+    rotate, odd = make_block_rotation(style, width), steps_of(block_of(width)) % 2
     token_mean, token_square, token_deviation = make_deviation(style, TOKEN_SUMS, width)
     channel_mean, channel_square, channel_deviation = make_deviation(style, CHANNEL_SUMS, group)
 
@@ -449,7 +449,7 @@ def make_decode_tiles(style, workers, c):
     group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
     each, norm = 32 // bits, block_of(width) ** -0.5
     product, in_order, half = make_product(style), make_in_order(style), make_bits_to_f32("f16")
-    rotate, odd, row_of = make_rotate(style, width), steps_of(block_of(width)) % 2, make_row_of(c)
+    rotate, odd, row_of = make_block_rotation(style, width), steps_of(block_of(width)) % 2, make_row_of(c)
     store = make_store(c.code, 1, SIZE[c.code] * 8, style)
     X, HALVES = element_array(c.code), word_array(16)
     iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
