@@ -57,6 +57,7 @@ uint32 = DType("uint32", "u32", np.dtype(np.uint32), (1, 32))  # words of codes,
 
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
+FP8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}  # as other libraries name them
 ALL = (*STORED, *INDICES, uint32, float8_e8m0fnu)
 QUANTIZABLE = (float32, float16, bfloat16)  # to int8, and with a scale to 8-bit floats
 SCALES = (float16, float32)  # dtypes of int8's scales
@@ -120,14 +121,7 @@ def of_argument(name: str, operation: str) -> tuple[DType, ...]:
 
 
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
-# Names that other libraries use.
-_BY_NAME |= {
-    "fp16": float16,
-    "bf16": bfloat16,
-    "fp8": float8_e4m3fn,
-    "fp8_e4m3": float8_e4m3fn,
-    "fp8_e5m2": float8_e5m2,
-}
+_BY_NAME |= {"fp16": float16, "bf16": bfloat16, **FP8}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
 _BY_DLPACK: dict[tuple[int, int], DType] = {row.dlpack: row for row in ALL}
 

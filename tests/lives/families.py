@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from model_cache import BASE
+from model_cache import FAMILIES as OF_STEPS
 
 import tikv.integrations.transformers  # noqa: F401 - it registers attention "tikv"
 
@@ -106,17 +107,7 @@ FAMILIES = {
     "gemma3n": Family(
         "Gemma3n",
         (SLIDING, FULL, SLIDING, FULL),
-        {
-            "sliding_window": WINDOW,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "intermediate_size": [48] * 4,
-            "activation_sparsity_pattern": [0.0] * 4,
-            "vocab_size_per_layer_input": 97,
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 4,
-        },
+        {name: value for name, value in OF_STEPS["Gemma3n"].items() if name != "config"},
         "Gemma3nTextConfig",
         shared=2,
     ),

@@ -10,11 +10,10 @@ import numpy as np
 
 from tikv.arrays import Array, ArrayView, describe, view, view_bits
 from tikv.compat.indices import Indices, flag, refuse_option
-from tikv.dtypes import DType, float8_e4m3fn, float8_e5m2, to_torch
+from tikv.dtypes import FP8, DType, to_torch
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import blocks, checks, paged
 
-FLOATS8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 STORED = "'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
 
 
@@ -34,7 +33,7 @@ def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
 
 def _write(operation: str, layout: str, *arguments: Any) -> None:
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale = arguments
-    if kv_cache_dtype not in ("auto", "int8", *FLOATS8):
+    if kv_cache_dtype not in ("auto", "int8", *FP8):
         refuse_option(
             operation, kv_cache_dtype=(kv_cache_dtype, f"{STORED}, or 'int8' with a scale per token and head")
         )
@@ -42,8 +41,8 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
     tokens = slots.shape[0]
     rows = [_first_rows(a, tokens, name, operation) for a, name in ((key, "key"), (value, "value"))]
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
-    if kv_cache_dtype in FLOATS8:
-        dtype = FLOATS8[kv_cache_dtype]
+    if kv_cache_dtype in FP8:
+        dtype = FP8[kv_cache_dtype]
         key_cache = _pool_of_bytes(key_cache, dtype, "key_cache", operation)
         value_cache = _pool_of_bytes(value_cache, dtype, "value_cache", operation)
         if k_scale is not None or v_scale is not None:
@@ -165,7 +164,7 @@ def concat_and_cache_mla(
     """
     operation = "vllm.concat_and_cache_mla"
     skip_scale = flag(skip_scale, "skip_scale", operation)
-    if kv_cache_dtype not in ("auto", *FLOATS8):
+    if kv_cache_dtype not in ("auto", *FP8):
         refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, STORED))
     slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(T,)")
     rows = []
@@ -174,8 +173,8 @@ def concat_and_cache_mla(
         checks.rank(source, (2,), name, "(T, columns)", operation)
         rows.append(_with_one_head(_first_rows(source, slots.shape[0], name, operation), 1))
     scales: dict[str, Any] = {}
-    if kv_cache_dtype in FLOATS8:
-        kv_cache = _pool_of_bytes(kv_cache, FLOATS8[kv_cache_dtype], "kv_cache", operation)
+    if kv_cache_dtype in FP8:
+        kv_cache = _pool_of_bytes(kv_cache, FP8[kv_cache_dtype], "kv_cache", operation)
         if scale is not None and not skip_scale:
             scales = {"k_scale": scale, "v_scale": scale}
     cache = view(kv_cache, "kv_cache", operation)
@@ -237,11 +236,11 @@ def gather_and_maybe_dequant_cache(
         [4.0, 5.0, 2.0]
     """
     operation = "vllm.gather_and_maybe_dequant_cache"
-    if kv_cache_dtype not in ("auto", *FLOATS8):
+    if kv_cache_dtype not in ("auto", *FP8):
         refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, STORED))
     factor = None
-    if kv_cache_dtype in FLOATS8:
-        src_cache = _pool_of_bytes(src_cache, FLOATS8[kv_cache_dtype], "src_cache", operation)
+    if kv_cache_dtype in FP8:
+        src_cache = _pool_of_bytes(src_cache, FP8[kv_cache_dtype], "src_cache", operation)
         factor = 1.0 if scale is None else scale
     num_tokens = checks.integer(num_tokens, "num_tokens", operation)
     arguments = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "token_to_seq": token_to_seq}

@@ -518,6 +518,22 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
     return _picture(width, y + 18, title, parts)
 
 
+def layers(title: str, states: Iterable[tuple[int, tuple[str, tuple[Any, ...]]]]) -> str:
+    """`slots` of the layers of a cache, of which those in the same state share one drawing.
+
+    `states` has the number of each layer, and what it shows: words after the layer's number, and the other arguments of
+    `Slots`.
+    """
+    groups: dict[tuple[str, tuple[Any, ...]], list[int]] = {}
+    for index, state in states:
+        groups.setdefault(state, []).append(index)
+    rows = [
+        Slots(f"layer{'s' * (len(group) > 1)} {ranges(group)}{words}", *shown)
+        for (words, shown), group in groups.items()
+    ]
+    return slots(title, rows)
+
+
 def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
     """The path to write to.
 

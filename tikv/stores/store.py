@@ -1181,15 +1181,12 @@ class KVCacheStore(runtime.DeepCopied):
         return self.draw()
 
     def _drawing(self, mass: dict[int, np.ndarray[Any, Any]]) -> str:
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for layer in self._storage.drawn:
-            for state in drawn_states(layer, self.num_kv_heads, mass.get(layer.index)):
-                groups.setdefault(state, []).append(layer.index)
-        rows = [
-            picture.Slots(f"layer{'s' * (len(group) > 1)} {picture.ranges(group)}{head}", *state)
-            for (head, *state), group in groups.items()
-        ]
-        return picture.slots(repr(self), rows)
+        states = (
+            (layer.index, state)
+            for layer in self._storage.drawn
+            for state in drawn_states(layer, self.num_kv_heads, mass.get(layer.index))
+        )
+        return picture.layers(repr(self), states)
 
     def __len__(self) -> int:
         """`length`."""

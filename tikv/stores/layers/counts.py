@@ -355,14 +355,14 @@ def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int
     return [layer.trimmed_to for layer in layers]
 
 
-def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any, ...]]:
+def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[str, tuple[Any, ...]]]:
     """For each head that is drawn separately: its name, and the other arguments of `picture.Slots`.
 
     All heads are drawn as one if they hold the same tokens and no mass colours them.
     """
     form = (layer.slots, layer.sinks, layer.ring > 0)
     if layer.history is None and mass is None:
-        return [("", *form, layer.length, layer.valid_from)]
+        return [("", (*form, layer.length, layer.valid_from))]
     held, lens = layer.held_rows(), layer.lengths
     slots, positions = (np.broadcast_to(a[0], (heads, a.shape[2])) for a in (held.slots, held.positions))
     alike = mass is None and (slots == slots[0]).all() and (positions == positions[0]).all()
@@ -376,5 +376,5 @@ def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any,
         length = int(np.broadcast_to(lens[0], heads)[h])
         shown = tuple(weights.tolist()) if mass is not None else ()
         name = "" if alike else f", head {h}"
-        states.append((name, *form, length, layer.valid_from, tuple(true.tolist()), shown))
+        states.append((name, (*form, length, layer.valid_from, tuple(true.tolist()), shown)))
     return states

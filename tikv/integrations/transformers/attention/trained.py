@@ -32,9 +32,9 @@ class TrainedAttention(torch.autograd.Function):  # type: ignore[misc]
             request: the scale, the soft cap and the window.
         """
         logits = None if sinks is None else sinks.detach().float()
-        caches = Caches(CONTIGUOUS, in_rows(key), in_rows(value), key.shape[2])
-        call = attention_call(ATTENTION_CALL, in_rows(query), caches, request._replace(sink_logits=logits))
-        out, lse = call.attend(in_rows(query), Results(return_lse=True))
+        rows, caches = in_rows(query), Caches(CONTIGUOUS, in_rows(key), in_rows(value), key.shape[2])
+        call = attention_call(ATTENTION_CALL, rows, caches, request._replace(sink_logits=logits))
+        out, lse = call.attend(rows, Results(return_lse=True))
         ctx.request = request
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         return out

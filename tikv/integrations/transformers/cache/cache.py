@@ -203,8 +203,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Equal layers share a line; after four kinds of layers the others are counted."""
-        about = f"{counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
-        return f"{type(self).__name__}({about}" + "".join(f"\n  {line}" for line in in_lines(self.layers)) + ")"
+        return self._in_words() + "".join(f"\n  {line}" for line in in_lines(self.layers)) + ")"
+
+    def _in_words(self) -> str:
+        """The beginning of the repr, without the layers and the closing bracket."""
+        return f"{type(self).__name__}({counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)}"
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> str:
         """Draw which position is in which slot of each layer; a notebook shows a cache this way.
@@ -223,8 +226,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Cost: none on the device.
         """
-        title = f"{type(self).__name__}({counted(len(self.layers), 'layer')}, {size_in_words(self.nbytes)})"
-        return picture.save(drawn(title, self.layers_with_keys), path, f"{CACHE}.draw")
+        return picture.save(drawn(f"{self._in_words()})", self.layers_with_keys), path, f"{CACHE}.draw")
 
     def _repr_html_(self) -> str:
         return self.draw()

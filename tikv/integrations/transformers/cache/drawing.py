@@ -11,19 +11,11 @@ from tikv.stores import picture
 
 
 def drawn(title: str, layers: Sequence[Any]) -> str:
-    """The SVG text; layers in the same state share one drawing, and of a left-padded batch the first text is drawn."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for layer in layers:
-        if layer.store is not None:
-            groups.setdefault(_state(layer), []).append(layer.index)
-    rows = [
-        picture.Slots(f"layer{'s' * (len(group) > 1)} {picture.ranges(group)}{row}", *state)
-        for (row, *state), group in groups.items()
-    ]
-    return picture.slots(title, rows)
+    """The SVG text; of a left-padded batch, the first text is drawn."""
+    return picture.layers(title, ((layer.index, _state(layer)) for layer in layers if layer.store is not None))
 
 
-def _state(layer: Any) -> tuple[Any, ...]:
+def _state(layer: Any) -> tuple[str, tuple[Any, ...]]:
     """Which row is drawn, and the other arguments of `picture.Slots`."""
     slots = layer.slot_map
     start, row = (slots.starts[0], ", text 0") if slots.starts else (0, "")
@@ -33,4 +25,4 @@ def _state(layer: Any) -> tuple[Any, ...]:
     length = slots.end - start if wraps else int((positions >= 0).sum())
     true = (*positions.tolist(), *[-1] * (capacity - len(positions)))
     is_plain = not start and (wraps or true[:length] == tuple(range(length)))
-    return row, capacity, slots.sinks, wraps, length, max(0, slots.first - start), () if is_plain else true
+    return row, (capacity, slots.sinks, wraps, length, max(0, slots.first - start), () if is_plain else true)
