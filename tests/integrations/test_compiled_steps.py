@@ -49,6 +49,7 @@ pytestmark = [
 def fresh():
     torch.compiler.reset()
     counters.clear()
+    whole._warn_once.cache_clear()  # each test hears what is said once
 
 
 def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **options):
@@ -239,7 +240,6 @@ def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, with_cud
     model.set_attn_implementation("tikv")
     want = generate(model, TikvCache(config, max_cache_len=40, **of_cache), inputs(arch, 11), 12, disable_compile=True)
     with_cuda()
-    whole._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
