@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tikv.formats import Quant as Quant
     from tikv.graphs.builder import GraphBuilder as GraphBuilder
     from tikv.integrations import torch_ops as torch_ops
+    from tikv.integrations.torch_graphs import capture as capture
     from tikv.launch import use_stream as use_stream
     from tikv.ops.attention import decode_attention as decode_attention
     from tikv.ops.attention import merge_states as merge_states
@@ -102,6 +103,7 @@ _NAMES = {
     "tikv.formats": ("Quant",),
     "tikv.graphs.builder": ("GraphBuilder",),
     "tikv.integrations": ("torch_ops",),
+    "tikv.integrations.torch_graphs": ("capture",),
     "tikv.launch": ("use_stream",),
     "tikv.ops.attention": ("decode_attention", "merge_states", "paged_decode_attention"),
     "tikv.ops.blocks": ("copy_blocks", "swap_blocks"),
@@ -130,7 +132,7 @@ _NAMES = {
 if not TYPE_CHECKING:  # else a type checker would accept any name
     _HOMES = {name: home for home, names in _NAMES.items() for name in names}
     # Modules that need torch are left out of a star import.
-    _APART = ("compat", "distributed", "integrations", "torch_ops")
+    _APART = ("capture", "compat", "distributed", "integrations", "torch_ops")
 
     __all__ = ["__version__", *(name for name in _HOMES if name not in _APART)]
 

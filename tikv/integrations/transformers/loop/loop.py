@@ -18,7 +18,7 @@ from transformers import generation
 from tikv.errors import PositionError
 from tikv.integrations.transformers.attention.masks import starts_of
 from tikv.integrations.transformers.layers.ring import RingLayer
-from tikv.integrations.transformers.loop.replays import Numbers, Replay, waits
+from tikv.integrations.transformers.loop.replays import Numbers, replayed, waits
 from tikv.integrations.transformers.memory import steps
 from tikv.integrations.transformers.names import CACHE
 from tikv.integrations.transformers.versions import generate
@@ -212,8 +212,8 @@ class Loop:
         """Capture a step for replays, with the choice of the token if `inside`; if it fails, steps are calls."""
         device, used = self._token.device, self._cache.step_use.uses()
         try:
-            self._replay = Replay(self._whole_step if inside else self._step, device)
-            self._saved = Replay(self._save_rows, device) if self._rows else None
+            self._replay = replayed(self._whole_step if inside else self._step, device)
+            self._saved = replayed(self._save_rows, device) if self._rows else None
         except Exception as error:
             self._replay = None
             if not _capturable[self._model].pop(self._form, False):  # it may have been compiled for another cache

@@ -1,53 +1,21 @@
-"""Work on the device that is done again and again: on CUDA a graph that is captured once, elsewhere calls."""
+"""What captured steps need: their graphs, whether they wait for the device, and the random numbers that they draw."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tikv.integrations.torch_graphs import Replay
 from tikv.integrations.transformers.memory import stored_ops
 
 
-class Replay:
-    """A function without arguments and results, captured in a CUDA graph: a call launches all its work at once.
-
-    Args:
-        function: what is captured. It works on tensors that exist before, and reads no numbers from the device.
-        device: where it works.
-
-    Raises:
-        Exception: whatever the function raises, or CUDA because it cannot capture it. Nothing was computed.
-    """
-
-    def __init__(self, function: Callable[[], None], device: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph() would wait for the device, which still computes the prompt.
-        stream = _stream(device)
-        with torch.cuda.device(device), _uncollected(), stored_ops.capture_is_counted(), torch.cuda.stream(stream):
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                function()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # CUDA says again that the capture failed
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
-
-    def __call__(self) -> None:
-        """Launch the work."""
-        self._graph.replay()
-
-
-@functools.cache
-def _stream(device: Any) -> Any:
-    """The stream of all captures of a device: cuBLAS keeps memory for each stream that it has met."""
-    return torch.cuda.Stream(device)
+def replayed(function: Callable[[], None], device: Any) -> Replay:
+    """A `Replay` in which layers of a `TikvCache` may be written."""
+    with stored_ops.capture_is_counted():
+        return Replay(function, device)
 
 
 def waits(work: Callable[[], None]) -> str:
@@ -67,18 +35,6 @@ def waits(work: Callable[[], None]) -> str:
         elif "debug mode is a prototype" not in str(each.message):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return where
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: what CUDA does to free it is not allowed during a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Numbers:
