@@ -97,7 +97,7 @@ class CapturedStep(runtime.NotCopied):
                 raise PositionError(
                     f"tikv.capture: other memory was allocated for store {i} by select(), repeat() or another call: its "
                     f"memory_version is {store.memory_version}, and was {version}. Take the step's tensors from the "
-                    f"new memory, and call tikv.capture again."
+                    "new memory, and call tikv.capture again."
                 )
         if self._replay is not None:
             return self._replay()
