@@ -95,9 +95,9 @@ class CapturedStep(runtime.NotCopied):
             runtime.require_alive(store.runtime, "tikv.capture")
             if store.memory_version != version:
                 raise PositionError(
-                    f"tikv.capture: other memory was allocated for store {i} by select(), repeat() or another call: its "
-                    f"memory_version is {store.memory_version}, and was {version}. Take the step's tensors from the "
-                    "new memory, and call tikv.capture again."
+                    f"tikv.capture: other memory was allocated for store {i} by select(), repeat() or another call: "
+                    f"its memory_version is {store.memory_version}, and was {version}. Take the step's tensors from "
+                    "the new memory, and call tikv.capture again."
                 )
         if self._replay is not None:
             return self._replay()
