@@ -3,12 +3,14 @@
 python -m torch.distributed.run --standalone --nproc-per-node 2 parallel_llama.py FOLDER, with tests/ on the path
 """
 
+import importlib.util
 import sys
 
 import torch
 import torch.distributed as dist
+import transformers
 from model_cache import given
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import tikv
 from tikv.integrations.transformers import TikvCache
@@ -17,12 +19,31 @@ CONFIG = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64,
 }  # fmt: skip
+PROMPTS = [[5, 9, 2, 33, 4], [7, 8, 60, 3, 2, 11, 12, 13, 14], [90, 2]]
 
 
 def written(model, cache):
     prompt = torch.arange(3, 15)[None]
     found = model.generate(prompt, **given(cache), max_new_tokens=16, do_sample=False)
     return found[0].tolist()
+
+
+def alone_after(model, prompt):
+    text = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return text[0, len(prompt) :].tolist()
+
+
+def batched(model):
+    """The texts of `generate_batch`, where this version of transformers cuts it over processes; else None."""
+    options = getattr(transformers, "ContinuousBatchingConfig", None)
+    if options is None or importlib.util.find_spec("transformers.generation.continuous_batching.distributed") is None:
+        return None
+    generation = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = options(num_blocks=32, max_batch_tokens=32, use_cuda_graph=False, use_async_batching=False)
+    results = model.generate_batch(PROMPTS, generation_config=generation, continuous_batching_config=config)
+    if failed := [each.error for each in results.values() if each.error]:
+        raise RuntimeError(failed)
+    return [each.generated_tokens for each in results.values()]
 
 
 def main(folder):
@@ -42,6 +63,9 @@ def main(folder):
         assert written(cut, cache) == alone, (attention, written(cut, TikvCache(cut.config)), alone)
         heads = cache.layers[0].keys.shape[1]
         assert heads == CONFIG["num_key_value_heads"] // dist.get_world_size(), heads
+    want = [alone_after(whole, prompt) for prompt in PROMPTS]
+    texts = batched(cut)
+    assert texts in (None, want), (texts, want)
     if dist.get_rank() == 0:
         print("the same text")
     dist.barrier()
