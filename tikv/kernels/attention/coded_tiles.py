@@ -137,11 +137,12 @@ def make_rows_of(c):
 
 
 def make_unit(bits):
-    """(unit(word), steps): the codes of a unit as floats, each times a power of two, and what undoes those powers.
+    """(unit(word), steps, middle): codes minus `middle`, each times a power of two, and what undoes those powers.
 
-    A code is put into the last bits of 2**23, which is then subtracted: conversions take a GPU longer.
+    A code is put into the last bits of 2**23, which is then subtracted: conversions take a GPU longer. So is the middle
+    of all codes, since sums of large products that cancel are less exact.
     """
-    shifts = [e * bits % 16 for e in range(UNIT)]
+    shifts, middle = [e * bits % 16 for e in range(UNIT)], 1 << (bits - 1)
     steps = [0.5**shift for shift in shifts]
 
     @ti.func
@@ -152,10 +153,10 @@ def make_unit(bits):
             if ti.static(e * bits >= 16):
                 half = word >> ti.u32(16)
             x = (half & ti.u32(ti.static(((1 << bits) - 1) << shifts[e]))) | ti.u32(EXACT)
-            values[e] = ti.bit_cast(x, ti.f32) - ti.f32(8388608.0)
+            values[e] = ti.bit_cast(x, ti.f32) - ti.f32(ti.static(8388608.0 + (middle << shifts[e])))
         return values
 
-    return unit, steps
+    return unit, steps, float(middle)
 
 
 def make_tile_products(style, band, c):
@@ -169,7 +170,7 @@ def make_tile_products(style, band, c):
         band: rows that an item computes for a unit of codes; it divides the number of rows of a KV head.
         c: `TileForm`.
     """
-    unit, steps = make_unit(c.bits)
+    unit, steps, middle = make_unit(c.bits)
     half, units, lines, keys = make_bits_to_f32("f16"), c.columns // UNIT, c.lines, c.of == "keys"
     CODES, TABLE, LENS = word_array(UNIT * c.bits), index_array(c.table), index_array(c.lens)
     find_tile, (row_of_queries, row_of_scores) = make_find_tile(c), make_rows_of(c)
@@ -198,7 +199,8 @@ def make_tile_products(style, band, c):
                 number, word = params[P.numbers_first] + tile * lines, params[P.codes_first] + tile * lines * units + u
                 for r in range(lines):
                     pair = numbers[number + r]
-                    scale, bias = half(pair & ti.u32(0xFFFF)), half(pair >> ti.u32(16))
+                    scale = half(pair & ti.u32(0xFFFF))
+                    bias = half(pair >> ti.u32(16)) + scale * ti.f32(middle)
                     values = unit(ti.cast(codes[word + r * units], ti.u32))
                     for n in ti.static(range(band)):
                         y = x[at[n] + r]
