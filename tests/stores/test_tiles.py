@@ -6,6 +6,7 @@ import pytest
 
 import tikv
 from tikv import formats, reference
+from tikv.stores.layers import coded_tiles
 
 pytestmark = pytest.mark.thorough
 
@@ -168,23 +169,26 @@ def test_a_window_drops_whole_tiles(arch, rng):
 
 
 @pytest.mark.archs("cpu", "cuda")
-def test_tiles_that_are_decoded_in_turn(arch, rng):
-    """Memory for decoded tokens is limited: results over several pieces are merged, and each gets its mass."""
-    batch = 32  # sequences that make a piece of 128 tokens
-    tokens = Tokens(rng, arch, "kvarn_k4v4_g64", width=128, batch=batch, sinks=4)
+def test_pieces_of_limited_memory(arch, rng, monkeypatch):
+    """Memory for scores and for decoded tokens is limited: results over pieces are merged, and each gets its mass."""
+    monkeypatch.setattr(coded_tiles, "DECODED_BYTES", 1 << 19)
+    monkeypatch.setattr(coded_tiles, "SCORE_BYTES", 1 << 14)
+    tokens = Tokens(rng, arch, "kvarn_k4v4_g64", width=128, batch=3, sinks=4)
     tokens.append(4 + 6 * 64)
-    tokens.append(2)
+    tokens.append(20)
     assert tokens.store.quantised(0) == 6 * 64
-    q = tokens.new(1, QUERIES)
-    out, mass = tokens.store.attend(0, q, return_mass=True)
     k, v = tokens.expected()
-    tokens.compare(out, oracle.to_numpy(q), k, v)
-    k = np.repeat(k.astype(np.float64), QUERIES // HEADS, axis=1)
-    scores = oracle.to_numpy(q).astype(np.float64).swapaxes(1, 2) @ k.swapaxes(-1, -2) / np.sqrt(128)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = weights.reshape(batch, HEADS, -1, weights.shape[-1]).sum(2)
-    np.testing.assert_allclose(oracle.to_numpy(mass), expected, atol=1e-4)
+    for queries in (1, 20):  # which read the codes in place, and decoded tokens
+        q = tokens.new(queries, QUERIES)
+        out, mass = tokens.store.attend(0, q, return_mass=True)
+        tokens.compare(out, oracle.to_numpy(q), k, v)
+        repeated = np.repeat(k.astype(np.float64), QUERIES // HEADS, axis=1)
+        scores = oracle.to_numpy(q).astype(np.float64).swapaxes(1, 2) @ repeated.swapaxes(-1, -2) / np.sqrt(128)
+        visible = np.arange(k.shape[2]) <= np.arange(k.shape[2] - queries, k.shape[2])[:, None]
+        weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        expected = weights.reshape(3, HEADS, -1, weights.shape[-1]).sum(2)
+        np.testing.assert_allclose(oracle.to_numpy(mass), expected, atol=1e-4)
 
 
 @pytest.mark.archs("cpu", "cuda")

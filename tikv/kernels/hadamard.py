@@ -1,5 +1,7 @@
 """Rotates rows by signs and a Hadamard matrix, which spreads a few large columns over many columns.
 
+The seed None stands for a rotation without signs, that of KVarN; it is its own inverse.
+
 A row of D columns is divided into blocks of n, the largest power of two that divides D: each column gets its sign, each
 block is multiplied by the Hadamard matrix in Sylvester's order, and then by n ** -0.5. To rotate back, signs come last;
 both are exact except for the rounding of sums. Numbers below 2**-96 count as 0. In each step two numbers become their
@@ -23,7 +25,11 @@ MIX = (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B)  # odd numbers by which t
 @functools.cache
 def make_sign_of(seed):
     """sign_of(column): the sign bit of a column."""
-    start = seed * MIX[1] & 0xFFFFFFFF
+    start = (seed or 0) * MIX[1] & 0xFFFFFFFF
+
+    @ti.func
+    def no_sign(column):
+        return ti.u32(0)
 
     @ti.func
     def sign_of(column):
@@ -32,7 +38,7 @@ def make_sign_of(seed):
         x = (x ^ (x >> ti.u32(15))) * ti.u32(MIX[3])
         return (x ^ (x >> ti.u32(16))) & ti.u32(0x80000000)
 
-    return sign_of
+    return no_sign if seed is None else sign_of
 
 
 @ti.func
@@ -196,27 +202,30 @@ class TurnParams(NamedTuple):
     token: int = 0
     first: int = 0
     to_first: int = 0
+    terms: int = 1  # rows that are added up, and the step from one to the next
+    term: int = 0
 
 
 P = TurnParams(*range(len(TurnParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 
 
-def make_turn_rows(style, serial, code, width, n, seed):
+def make_turn_rows(style, serial, code, to_code, width, n, seed, sums=False):
     """turn_rows(source, target, params): rotates rows (sequence, head, token) of any strides into contiguous rows.
 
     Args:
         style, serial: as in `lanes.make_loop`.
-        code: dtype code of both.
+        code, to_code: dtype codes of source and target.
         width: columns of a row.
         n: columns of a block.
-        seed: seed of the signs.
+        seed: seed of the signs, or None.
+        sums: several rows are added up before they are rotated.
     """
-    A = element_array(code)
-    load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)
+    A, B = element_array(code), element_array(to_code)
+    load, store = make_load(code, 1, SIZE[code] * 8), make_store(to_code, 1, SIZE[to_code] * 8, style)
     steps, sign_of, ROW = steps_of(n), make_sign_of(seed), local_row(n)
     turn = None if style == "cpu" else make_turn_lanes(style, columns_in_order(n), seed)
-    uid = zlib.crc32(repr((code, width, n, seed)).encode()) >> 1
+    uid = zlib.crc32(repr((code, to_code, width, n, seed, sums)).encode()) >> 1
     lanes = width // HELD
 
     @ti.func
@@ -226,12 +235,16 @@ def make_turn_rows(style, serial, code, width, n, seed):
         return params[P.first] + b * params[P.sequence] + h * params[P.head] + t * params[P.token]
 
     @ti.real_func
-    def turn_row(a: A, b: A, at: ti.i32, to: ti.i32, number: ti.i32):
+    def turn_row(a: A, b: B, at: ti.i32, to: ti.i32, terms: ti.i32, term: ti.i32, number: ti.i32):
         row, other = ROW(0.0), ROW(0.0)
         for block in range(width // n):
             first = block * n
             for i in range(n):
-                x = with_sign(without_small(load(a, at + first + i)[0]), sign_of(first + i))
+                x = load(a, at + first + i)[0]
+                if ti.static(sums):
+                    for more in range(1, terms):
+                        x += load(a, at + more * term + first + i)[0]
+                x = with_sign(without_small(x), sign_of(first + i))
                 if ti.static(steps % 2 == 1):
                     other[i] = x
                 else:
@@ -249,7 +262,8 @@ def make_turn_rows(style, serial, code, width, n, seed):
     def turn_item(i, arrays: ti.template(), params):
         a, b = ti.static(arrays)
         if ti.static(style == "cpu"):
-            turn_row(a, b, source_of(i, params), params[P.to_first] + i * width, uid)
+            to = params[P.to_first] + i * width
+            turn_row(a, b, source_of(i, params), to, params[P.terms], params[P.term], uid)
         else:
             r, lane = i // lanes, i % lanes
             inside = r < params[P.rows]
@@ -257,6 +271,10 @@ def make_turn_rows(style, serial, code, width, n, seed):
             values = ti.Vector.zero(ti.f32, HELD)
             for e in ti.static(range(HELD)):
                 values[e] = load(a, at + e)[0]
+            if ti.static(sums):
+                for more in range(1, params[P.terms]):
+                    for e in ti.static(range(HELD)):
+                        values[e] += load(a, at + more * params[P.term] + e)[0]
             values = turn(i, lane, values, at)
             if inside:
                 to = params[P.to_first] + r * width + lane * HELD
@@ -266,7 +284,7 @@ def make_turn_rows(style, serial, code, width, n, seed):
     loop = make_loop(style, serial, turn_item, P.items)
 
     @ti.kernel
-    def turn_rows(source: A, target: A, params: PARAMS):
+    def turn_rows(source: A, target: B, params: PARAMS):
         loop(source, params, ((source, target), params))
 
     return turn_rows

@@ -8,9 +8,11 @@ of the one before it.
 
 import functools
 import math
+import zlib
 from typing import NamedTuple
 
 from tikv.formats import TILE_FORMATS, block_of
+from tikv.kernels.address import index_array
 from tikv.kernels.attention.parameters import FLOATS
 from tikv.kernels.codec import (
     SIZE,
@@ -23,7 +25,7 @@ from tikv.kernels.codec import (
 )
 from tikv.kernels.exact import make_in_order, make_product, make_ratio, make_root, without_small
 from tikv.kernels.groups import INFINITE, make_whole_ratio
-from tikv.kernels.hadamard import steps_of
+from tikv.kernels.hadamard import HELD, add_pair, columns_in_order, local_row, make_turn_lanes, steps_of
 from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
@@ -53,6 +55,9 @@ class TileParams(NamedTuple):
     numbers_first: int = 0
     factors_first: int = 0
     work: int = 0  # the stride between the memory of tiles, or of workers
+    rows: int = 0  # that are decoded, on GPUs by several items each
+    table_sequence: int = 0
+    table_first: int = 0
 
 
 class Tiles(NamedTuple):
@@ -62,6 +67,7 @@ class Tiles(NamedTuple):
     of: str  # "keys" or "values"
     code: str  # dtype code of the rows
     width: int  # channels
+    table: int = 0  # bits of an entry of the table of blocks that hold the tiles; 0 without a table
 
 
 class Places(NamedTuple):
@@ -440,66 +446,97 @@ def make_encode_tiles_cpu(workers, c):
     return encode_tiles
 
 
-def make_decode_tiles(style, workers, c):
-    """decode_tiles(rows, codes, numbers, factors, work, params): the rows that tiles stand for, one item for each.
-
-    `work` holds two rows for each worker on CPU, and for each item on GPUs.
-    """
-    form, width = TILE_FORMATS[c.name], c.width
-    group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
-    each, norm = 32 // bits, block_of(width) ** -0.5
-    product, in_order, half = make_product(style), make_in_order(style), make_bits_to_f32("f16")
-    rotate, odd, row_of = make_block_rotation(style, width), steps_of(block_of(width)) % 2, make_row_of(c)
-    store = make_store(c.code, 1, SIZE[c.code] * 8, style)
-    X, HALVES = element_array(c.code), word_array(16)
-    iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
+def make_find_tile(c):
+    """find_tile(head, g, table, params): which of all tiles is tile g of a head, counted through all sequences."""
 
     @ti.func
-    def decode(number, at, arrays: ti.template(), params):
-        rows, codes, numbers, factors, work = ti.static(arrays)
-        token, to = number % params[P.tokens] + params[P.skip], row_of(number, params)
-        tile, t = number // params[P.tokens] * params[P.step] + token // group, token % group
-        for d in range(width):
-            r, j = t, d
-            if ti.static(c.of == "keys"):
-                r, j = d, t
-            r = tile * lines + r
-            word = codes[params[P.codes_first] + r * (columns // each) + j // each]
-            code = (word >> ti.cast(j % each * bits, ti.u32)) & ti.u32((1 << bits) - 1)
-            first = params[P.numbers_first] + r * 2
-            scale, bias = half(numbers[first]), half(numbers[first + 1])
-            x = in_order(product(ti.cast(ti.cast(code, ti.i32), ti.f32), scale, to) + bias, to)
-            x = without_small(product(x, half(factors[params[P.factors_first] + tile * columns + j]), to))
-            if ti.static(odd):
-                work[at + width + d] = x
-            else:
-                work[at + d] = x
-        rotate(work, at, at + width, to)
-        for d in range(width):
-            store(rows, to + d, ti.Vector([product(work[at + d], ti.f32(norm), to)]), ti.f32(1.0))
+    def find_tile(head, g, table: ti.template(), params):
+        tile = head * params[P.step] + g
+        if ti.static(c.table > 0):
+            sequence, h, room = head // params[P.heads], head % params[P.heads], params[P.step]
+            block = table[params[P.table_first] + sequence * params[P.table_sequence] + g // room]
+            tile = (ti.cast(block, ti.i32) * params[P.heads] + h) * room + g % room
+        return tile
+
+    return find_tile
+
+
+def make_decode_tiles(style, serial, c):
+    """decode_tiles(rows, codes, numbers, factors, table, params): the rows that tiles stand for.
+
+    An item is a row on CPU, and `HELD` neighbouring channels of a row on GPUs. Blocks of the table have `step` tiles.
+    """
+    form, width = TILE_FORMATS[c.name], c.width
+    group, bits, (lines, columns), n = form.group, form.bits(c.of), form.sides(c.of, c.width), block_of(c.width)
+    each, norm, steps, keys = 32 // bits, n**-0.5, steps_of(n), c.of == "keys"
+    product, in_order, half = make_product(style), make_in_order(style), make_bits_to_f32("f16")
+    row_of, find_tile, store = make_row_of(c), make_find_tile(c), make_store(c.code, 1, SIZE[c.code] * 8, style)
+    turn = None if style == "cpu" else make_turn_lanes(style, columns_in_order(n), None)
+    X, HALVES, CODES, TABLE = element_array(c.code), word_array(16), word_array(32), index_array(c.table)
+    ROW, lanes, uid = local_row(n), width // HELD, zlib.crc32(repr(c).encode()) >> 1
+
+    @ti.func
+    def number_at(codes: ti.template(), numbers: ti.template(), factors: ti.template(), tile, t, d, row, first, number,
+                  factor):  # fmt: skip
+        r, j = t, d
+        if ti.static(keys):
+            r, j = d, t
+        line = tile * lines + r
+        word = codes[first + line * (columns // each) + j // each]
+        code = (word >> ti.cast(j % each * bits, ti.u32)) & ti.u32((1 << bits) - 1)
+        scale, bias = half(numbers[number + line * 2]), half(numbers[number + line * 2 + 1])
+        x = in_order(product(ti.cast(ti.cast(code, ti.i32), ti.f32), scale, row) + bias, row)
+        return without_small(product(x, half(factors[factor + tile * columns + j]), row))
+
+    @ti.real_func
+    def decode_row(rows: X, codes: CODES, numbers: HALVES, factors: HALVES, tile: ti.i32, t: ti.i32, to: ti.i32,
+                   codes_first: ti.i32, number: ti.i32, factor: ti.i32, uid: ti.i32):  # fmt: skip
+        row, other = ROW(0.0), ROW(0.0)
+        for block in range(width // n):
+            first = block * n
+            for i in range(n):
+                x = number_at(codes, numbers, factors, tile, t, first + i, to, codes_first, number, factor)
+                if ti.static(steps % 2 == 1):
+                    other[i] = x
+                else:
+                    row[i] = x
+            for z in ti.static(range(steps)):
+                for i in range(n // 2):
+                    if ti.static((steps - z) % 2 == 1):
+                        add_pair(other, row, i)
+                    else:
+                        add_pair(row, other, i)
+            for i in range(n):
+                store(rows, to + first + i, ti.Vector([row[i] * ti.f32(norm)]), ti.f32(1.0))
 
     @ti.func
     def item(i, arrays: ti.template(), params):
-        decode(i, i * params[P.work], arrays, params)
+        rows, codes, numbers, factors, table = ti.static(arrays)
+        number, lane = i, 0
+        if ti.static(style != "cpu"):
+            number, lane = i // lanes, i % lanes
+        inside = number < params[P.rows]
+        number = ti.select(inside, number, 0)
+        token, to = number % params[P.tokens] + params[P.skip], row_of(number, params)
+        tile = find_tile(number // params[P.tokens], token // group, table, params)
+        first, first_number, factor = params[P.codes_first], params[P.numbers_first], params[P.factors_first]
+        if ti.static(style == "cpu"):
+            decode_row(rows, codes, numbers, factors, tile, token % group, to, first, first_number, factor,
+                       uid)  # fmt: skip
+        else:
+            values = ti.Vector.zero(ti.f32, HELD)
+            for e in ti.static(range(HELD)):
+                d = lane * HELD + e
+                values[e] = number_at(codes, numbers, factors, tile, token % group, d, to, first, first_number, factor)
+            values = turn(i, lane, values, to)
+            if inside:
+                for e in ti.static(range(HELD)):
+                    store(rows, to + lane * HELD + e, ti.Vector([values[e]]), ti.f32(1.0))
 
-    loop = make_loop(style, False, item, P.items)
+    loop = make_loop(style, serial, item, P.items)
 
     @ti.kernel
-    def decode_tiles(rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS):
-        loop(rows, params, ((rows, codes, numbers, factors, work), params))
+    def decode_tiles(rows: X, codes: CODES, numbers: HALVES, factors: HALVES, table: TABLE, params: PARAMS):
+        loop(rows, params, ((rows, codes, numbers, factors, table), params))
 
-    @ti.kernel
-    def decode_tiles_cpu(
-        rows: X, codes: word_array(32), numbers: HALVES, factors: HALVES, work: FLOATS, params: PARAMS
-    ):
-        ti.loop_config(serialize=workers == 1)
-        for i in range(iterations):
-            worker, count = i // every, 0
-            if i % every == 0:
-                count = (params[P.items] - worker + workers - 1) // workers
-            for number in range(count):
-                decode(
-                    number * workers + worker, worker * params[P.work], (rows, codes, numbers, factors, work), params
-                )
-
-    return decode_tiles_cpu if style == "cpu" else decode_tiles
+    return decode_tiles

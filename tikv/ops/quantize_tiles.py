@@ -15,6 +15,7 @@ from tikv.ops.quantized_arrays import copied_together, merged_axes, parts_of, si
 
 TILES_OF = ("keys", "values")
 COLUMNS = 32  # that a row has a multiple of
+NAMES = ("codes", "scales", "factors")
 SERIAL_ROWS = 128  # on CPU, up to as many are decoded before another thread wakes
 
 
@@ -143,9 +144,10 @@ class TileRows(NamedTuple):
     Attributes:
         sequences, heads, tokens: how many there are; those of a head follow each other.
         sequence, head, token: the steps from one row to the next, in elements.
+        step: how many tiles lie between those of a head and those of the next; with a table, those of a block.
         firsts: where the first row begins, and the codes, the scales and the factors of the first head's first tile.
-        step: how many tiles lie between those of a head and those of the next.
-        skip: how many tokens of a head's first tile are not read.
+        skip: how many tokens before the first are not read.
+        table: (sequences, blocks) of the blocks that hold a sequence's tiles; None if they follow each other.
     """
 
     sequences: int
@@ -154,9 +156,10 @@ class TileRows(NamedTuple):
     sequence: int
     head: int
     token: int
-    firsts: tuple[int, int, int, int]
     step: int
+    firsts: tuple[int, int, int, int]
     skip: int = 0
+    table: ArrayView | None = None
 
 
 def _run(
@@ -175,7 +178,7 @@ def _run(
     sequence, token = (0,) * (2 - len(extents)) + strides[0]
     first, *others = (a.offset // a.dtype.itemsize for a in arrays)
     rows = TileRows(
-        sequences, 1, tokens, sequence, 0, token, (first, others[0], others[1], others[2]), tokens // format.group
+        sequences, 1, tokens, sequence, 0, token, tokens // format.group, (first, others[0], others[1], others[2])
     )
     run_tiles(live, operation, format, of, arrays, rows, x.shape[-1], writes_tiles)
 
@@ -191,25 +194,24 @@ def run_tiles(
     writes_tiles: bool,
 ) -> None:
     """Encode rows, or decode tiles to rows; `arrays` are those of rows, codes, scales with biases, and factors."""
-    count = rows.sequences * rows.heads * rows.tokens
-    tiles = count // format.group
+    if not writes_tiles:
+        _decode(live, operation, format, of, arrays, rows, width)
+        return
+    tiles = rows.sequences * rows.heads * rows.tokens // format.group
 
     from tikv.kernels import tiles as kernels
 
     form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width)
-    each = kernels.places_of(form.name, form.width).end if writes_tiles else 2 * form.width
-    items = tiles if writes_tiles else count
-    serial = 1 if writes_tiles else SERIAL_ROWS
-    workers = min(live.threads, -(-items // serial)) if live.is_cpu else items
+    each = kernels.places_of(form.name, form.width).end
+    workers = min(live.threads, tiles) if live.is_cpu else tiles
     checks.integer(workers * each, "floats between the passes over tiles", operation, high=2**31 - 1)
     work = new_array((workers * each,), dtypes.float32, live)  # launches keep no memory alive: this function does
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        for name, a in zip(names, arrays, strict=True):
-            checks.addressable(a, a.dtype.itemsize, live, name, operation)
+        _check_addresses(live, operation, arrays)
         taken = [*arrays, work]
         params = kernels.TileParams(
-            items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts,
+            tiles, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts,
             each,
         )  # fmt: skip
 
@@ -218,10 +220,6 @@ def run_tiles(
             return Launch(kernel.bind(items, *taken, tuple(params._replace(items=items))), taken)
 
         style = live.kernel_style
-        if not writes_tiles:
-            threads = 1 if live.is_cpu else count
-            kernel = launch.kernel(live, kernels.make_decode_tiles, style, workers if live.is_cpu else 1, form)
-            return [Launch(kernel.bind(threads, *taken, tuple(params)), taken)]
         if live.is_cpu:
             kernel = launch.kernel(live, kernels.make_encode_tiles_cpu, workers, form)
             return [Launch(kernel.bind(workers, *taken, tuple(params)), taken)]
@@ -236,5 +234,50 @@ def run_tiles(
         turn = passes("channels", "tokens", "choose")
         return [*start, *turn * kernels.TURNS, *passes("encode")]
 
-    names = ("x" if writes_tiles else "out", "codes", "scales", "factors")
-    Plan(live, operation, names, (not writes_tiles, *[writes_tiles] * 3), bind).run(arrays)
+    Plan(live, operation, ("x", *NAMES), (False, True, True, True), bind).run(arrays)
+
+
+def _decode(
+    live: runtime.Runtime, operation: str, format: TileFormat, of: str, arrays: Sequence[ArrayView], rows: TileRows,
+    width: int,
+) -> None:  # fmt: skip
+    """`run_tiles` that decodes, in one launch."""
+    table = rows.table
+    arrays = [*arrays, *([] if table is None else [table])]
+    key = ("decode_tiles", operation, *[a.key for a in arrays], format, of, *rows[: TileRows._fields.index("firsts")])
+    plan: Plan | None = live.plans.get(key)
+    if plan is None:
+        at = 0 if table is None else table.strides[0]
+
+        def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+            from tikv.kernels import tiles as kernels
+            from tikv.kernels.hadamard import HELD
+            from tikv.kernels.lanes import BLOCK
+
+            _check_addresses(live, operation, arrays)
+            count, table = rows.sequences * rows.heads * rows.tokens, arrays[4] if len(arrays) > 4 else None
+            items = count if live.is_cpu else -(-count * (width // HELD) // BLOCK) * BLOCK
+            checks.integer(items, "threads that decode tiles", operation, high=2**31 - 1)
+            bits = 0 if table is None else table.dtype.itemsize * 8
+            form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width, bits)
+            params = kernels.TileParams(
+                items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows=count,
+                table_sequence=at,
+                table_first=0 if table is None else table.offset // table.dtype.itemsize,
+            )  # fmt: skip
+            serial = live.is_cpu and count < SERIAL_ROWS
+            kernel = launch.kernel(live, kernels.make_decode_tiles, live.kernel_style, serial, form)
+            taken = [*arrays[:4], table or arrays[0]]
+            return [Launch(kernel.bind(items, *taken, params), taken)]
+
+        names = ("out", *NAMES, *["block tables"] * (table is not None))
+        plan = Plan(live, operation, names, [name == "out" for name in names], bind)
+        plan = live.plans.keep(key, plan)
+    names = ("first", "codes_first", "numbers_first", "factors_first", "skip")
+    entries = dict(zip(names, (*rows.firsts, rows.skip), strict=True))
+    plan.run(arrays, entries)
+
+
+def _check_addresses(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
+    for name, a in zip(("rows", *NAMES), arrays, strict=False):
+        checks.addressable(a, a.dtype.itemsize, live, name, operation)

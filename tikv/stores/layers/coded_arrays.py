@@ -20,24 +20,25 @@ from tikv.stores.layers.attend import NO_VIEWS
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.token_group_form import CodeForm
 
-MOST_SCRATCH = 8
+MOST_SCRATCH = 16
 
 
 class ScoreMemory:
-    """Float32 memory that passes results from one launch to the next, by purpose and shape.
+    """Memory that passes results from one launch to the next, by purpose and shape.
 
     In a decode loop it is always the same memory, so launches need not be bound to other addresses.
     """
 
     def __init__(self, live: runtime.Runtime) -> None:
         self.runtime = live
-        self._arrays: BoundedCache[tuple[str, tuple[int, ...]], ArrayView] = BoundedCache(MOST_SCRATCH)
+        self._arrays: BoundedCache[tuple[str, tuple[int, ...], str], ArrayView] = BoundedCache(MOST_SCRATCH)
 
-    def array(self, purpose: str, shape: tuple[int, ...]) -> ArrayView:
+    def array(self, purpose: str, shape: tuple[int, ...], dtype: dtypes.DType = dtypes.float32) -> ArrayView:
         """Memory of this shape, with any contents."""
-        memory = self._arrays.get((purpose, shape))
+        key = purpose, shape, dtype.short
+        memory = self._arrays.get(key)
         if memory is None:
-            memory = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self.runtime))
+            memory = self._arrays.keep(key, new_array(shape, dtype, self.runtime))
         return memory
 
     def partial(self, purpose: str, shape: tuple[int, ...]) -> Results:

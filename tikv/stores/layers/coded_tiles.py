@@ -1,7 +1,7 @@
 """Codes of KVarN's tiles; written, read, attended over.
 
-Attention decodes some tiles at a time to float32, in memory of a limited size, and attends over them; the results are
-merged by their log-sum-exps.
+A few query rows of a KV head read the codes in place. For more, some tiles at a time are decoded, in memory of a
+limited size, and attended over; the results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, write_host
+from tikv.ops.attention.coded_tiles import (
+    SeenTiles,
+    TileCodes,
+    TileScratch,
+    attend_tiles,
+    parts_of,
+)
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -24,7 +31,9 @@ from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
 from tikv.stores.layers.memory import rows_of
 from tikv.stores.layers.token_group_form import TileForm
 
-DECODED_BYTES = 1 << 23  # of keys and values that are decoded at a time
+DECODED_BYTES = 1 << 26  # of keys and values that are decoded at a time
+SCORE_BYTES = 1 << 27  # of scores that are computed at a time
+MOST_ROWS = 16  # query rows of a KV head that read codes in place
 
 
 class DecodedTokens(NamedTuple):
@@ -32,8 +41,7 @@ class DecodedTokens(NamedTuple):
 
     Attributes:
         first, sequences: the first sequence, and how many.
-        slots: the slots, of the block if there are blocks.
-        block: the number of the block.
+        slots: the slots, counted through all blocks if there are blocks.
         at: the number of the first of these tokens among those that are attended over.
         newer: how many codes of the sequence are newer.
     """
@@ -41,7 +49,6 @@ class DecodedTokens(NamedTuple):
     first: int
     sequences: int
     slots: range
-    block: int
     at: int
     newer: int
 
@@ -86,21 +93,22 @@ class CodedTiles(NamedTuple):
         block: int = 0,
     ) -> None:
         """Decode these tokens, in two launches."""
-        self._run(live, operation, tokens, to, sequences, block, writes_tiles=False)
+        self._run(live, operation, tokens, to, sequences, block)
 
     def _run(
-        self, live: runtime.Runtime, operation: str, tokens: range, rows: tuple[Rows, Rows], sequences: int, block: int,
-        writes_tiles: bool,
+        self, live: runtime.Runtime, operation: str, tokens: range, rows: tuple[Rows, Rows], sequences: int,
+        block: int = 0, table: ArrayView | None = None, writes_tiles: bool = False,
     ) -> None:  # fmt: skip
+        """Encode or decode these tokens of sequences, of a block, or of the blocks of a table."""
         form, tiles = self.form, self.k.shape[2]
-        first = block * form.heads * tiles + tokens.start // form.group
+        at = block * form.heads * tiles + (0 if table else tokens.start // form.group)
         arrays = (self.k, self.k_numbers, self.k_factors), (self.v, self.v_numbers, self.v_factors)
         for of, to, codes, width in zip(TILES_OF, rows, arrays, form.widths, strict=True):
-            firsts = [a.offset // a.dtype.itemsize + first * a.strides[2] for a in codes]
+            firsts = [a.offset // a.dtype.itemsize + at * a.strides[2] for a in codes]
             places = TileRows(
-                sequences, form.heads, len(tokens), to.sequence, to.head, to.token,
-                (to.array.offset // to.array.dtype.itemsize + to.first, firsts[0], firsts[1], firsts[2]), tiles,
-                tokens.start % form.group,
+                sequences, form.heads, len(tokens), to.sequence, to.head, to.token, tiles,
+                (to.array.offset // to.array.dtype.itemsize + to.first, firsts[0], firsts[1], firsts[2]),
+                tokens.start if table else tokens.start % form.group, table,
             )  # fmt: skip
             run_tiles(live, operation, form.tiles, of, (to.array, *codes), places, width, writes_tiles)
 
@@ -109,33 +117,75 @@ class CodedTiles(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps."""
         to = scratch.partial("of codes", (*q.shape[:3], self.form.widths[1]))
+        if q.shape[1] // self.form.heads * q.shape[2] <= MOST_ROWS:
+            self._attend_in_place(operation, q, scores, slots, scratch, to)
+        else:
+            self._attend_decoded(operation, q, scores, slots, scratch, to)
+        return to.out, to.lse
+
+    def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
+        """The codes of keys and of values, and where those of a sequence are."""
+        table, lens = slots.paged.get("table"), slots.paged.get("lens")
+        keys = TileCodes("keys", self.k, self.k_numbers, self.k_factors, table, lens)
+        return keys, TileCodes("values", self.v, self.v_numbers, self.v_factors, table, lens)
+
+    def _attend_in_place(
+        self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
+    ) -> None:
+        """Attention that reads the codes, of as many sequences at a time as there is room for scores of."""
+        live, heads, (batch, of_all, queries, width) = scratch.runtime, self.form.heads, q.shape
+        rows, tiles = of_all // heads * queries, slots.groups
+        tokens = min(slots.room, self.form.group << (tiles - 1).bit_length())
+        several = max(1, min(batch, SCORE_BYTES // (heads * rows * tokens * 4)))
+        seen = SeenTiles(
+            tiles, slots.tokens.length, slots.tokens.first_valid, slots.tokens.ahead, slots.span, slots.ring
+        )
+        for first in range(0, batch, several):
+            end = min(batch, first + several)
+            count = end - first
+            parts = parts_of(live, count, heads, rows, self.form.widths[1], tiles)
+            memory = TileScratch(
+                scratch.array("rotated queries", (count, of_all, queries, width)),
+                scratch.array("scores", (count, heads, rows, tokens)),
+                scratch.array("parts of codes", (parts, count, of_all, queries, self.form.widths[1])),
+            )
+            asking, out, lse = q, to.out, to.lse
+            codes = self._codes(slots)
+            if count < batch:
+                asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
+                codes = codes[0].sequences(first, end), codes[1].sequences(first, end)
+            attend_tiles(live, operation, asking, codes, self.form.tiles, seen, scores, memory, (out, lse))
+
+    def _attend_decoded(
+        self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
+    ) -> None:
+        """Attention over decoded tiles, some at a time, on CUDA in the dtype of the queries, for its tensor cores."""
+        dtype = q.dtype if scratch.runtime.is_cuda else dtypes.float32
         by_first: dict[int, list[DecodedTokens]] = {}
-        for run in self._runs(slots, q.shape[0]):
+        for run in self._runs(slots, q.shape[0], dtype):
             by_first.setdefault(run.first, []).append(run)
         if sum(runs[0].sequences for runs in by_first.values()) < q.shape[0]:
             _clear(to)  # a sequence has no codes
         for first, runs in by_first.items():
-            part = [a.part(0, first, first + runs[0].sequences) for a in (q, to.out, to.lse)]
-            self._attend_in_turn(operation, part[0], scores, slots, runs, scratch, part[1], part[2])
-        return to.out, to.lse
+            asking, out, lse = (a.part(0, first, first + runs[0].sequences) for a in (q, to.out, to.lse))
+            result = to._replace(out=out, lse=lse)
+            self._attend_in_turn(operation, asking, scores, slots, runs, scratch, result, dtype)
 
     def _attend_in_turn(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, runs: list[DecodedTokens],
-        scratch: ScoreMemory, out: ArrayView, lse: ArrayView,
+        scratch: ScoreMemory, result: Results, dtype: dtypes.DType,
     ) -> None:  # fmt: skip
         """Attention over some runs of the same sequences, whose results are merged one by one."""
         before: Any = None
         for i, run in enumerate(runs):
-            plan, arrays, tokens = self._decoded(operation, q, scores, slots, run, scratch)
+            plan, arrays, tokens = self._decoded(operation, q, scores, slots, run, scratch, dtype)
             is_last = i == len(runs) - 1
-            to = Results(out, True, lse, is_partial=True, is_new=True)
-            if not is_last:
-                to = scratch.partial(f"of codes {i % 2}", out.shape)
+            to = result if is_last else scratch.partial(f"of codes {i % 2}", result.out.shape)
             if before is None:
                 before = plan.attend(None, arrays, tokens, to)
             else:
-                result = plan.attend(None, arrays, tokens, scratch.partial("of some codes", out.shape))
-                before = merge_into(operation, (*before, *result), False, to.out, to.lse)
+                piece = plan.attend(None, arrays, tokens, scratch.partial("of some codes", result.out.shape))
+                before = merge_into(operation, (*before, *piece), False, to.out, to.lse)
 
     def weigh(
         self,
@@ -147,54 +197,47 @@ class CodedTiles(NamedTuple):
         scratch: ScoreMemory,
     ) -> None:
         """Weigh the codes; see `AttentionPlan.weigh`."""
-        for run in self._runs(slots, q.shape[0]):
+        for run in self._runs(slots, q.shape[0], dtypes.float32):
             end = run.first + run.sequences
             asking, lse, to = (a.part(0, run.first, end) for a in (q, weighing.lse, weighing.to))
-            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch)
+            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch, dtypes.float32)
             plan.weigh(arrays, lse, to.part(2, run.at, run.at + len(run.slots)), tokens, weighing.kind)
 
     def _decoded(
-        self,
-        operation: str,
-        q: ArrayView,
-        scores: AttentionScale,
-        slots: CodeSlots,
-        run: DecodedTokens,
-        scratch: ScoreMemory,
-    ) -> tuple[AttentionPlan, dict[str, ArrayView], AttendedTokens]:
+        self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, run: DecodedTokens,
+        scratch: ScoreMemory, dtype: dtypes.DType,
+    ) -> tuple[AttentionPlan, dict[str, ArrayView], AttendedTokens]:  # fmt: skip
         """Decode a run; the plan of attention over its tokens, the plan's arrays, and which tokens they are."""
-        form, live = self.form, scratch.runtime
-        lead = run.sequences, form.heads, self._most(slots, run.sequences)
-        k, v = (scratch.array(f"decoded {of}", (*lead, n)) for of, n in zip(TILES_OF, form.widths, strict=True))
-        self.decode(live, operation, run.slots, (rows_of(k), rows_of(v)), run.sequences, run.block)
+        form, live, table = self.form, scratch.runtime, slots.paged.get("table")
+        lead = run.sequences, form.heads, self._most(slots, run.sequences, dtype)
+        k, v = (scratch.array(f"decoded {of}", (*lead, n), dtype) for of, n in zip(TILES_OF, form.widths, strict=True))
+        blocks = table and table.part(0, run.first, run.first + run.sequences)
+        self._run(live, operation, run.slots, (rows_of(k), rows_of(v)), run.sequences, table=blocks)
         arrays = {"q": q, "k": k, "v": v}
         causal = slots.span is not None
         plan = cache_plan(live, operation, arrays, scores, slots.span or 0, 0, 0, causal=causal)
         return plan, arrays, AttendedTokens(len(run.slots), ahead=slots.tokens.ahead + run.newer)
 
-    def _most(self, slots: CodeSlots, sequences: int) -> int:
+    def _most(self, slots: CodeSlots, sequences: int, dtype: dtypes.DType) -> int:
         """How many tokens of so many sequences are decoded at a time, in whole tiles."""
-        group, room = self.form.group, slots.page or slots.room
-        most = DECODED_BYTES // (sequences * self.form.heads * sum(self.form.widths) * 4)
-        return max(group, min(room, most) // group * group)
+        group, token = self.form.group, self.form.heads * sum(self.form.widths) * dtype.itemsize
+        return max(group, min(slots.room, DECODED_BYTES // (sequences * token)) // group * group)
 
-    def _runs(self, slots: CodeSlots, batch: int) -> Iterator[DecodedTokens]:
+    def _runs(self, slots: CodeSlots, batch: int, dtype: dtypes.DType) -> Iterator[DecodedTokens]:
         """What is decoded one after the other."""
         if slots.page:
-            for i, (blocks, coded) in enumerate(slots.known):
-                most, at = self._most(slots, 1), 0
-                while at < coded:
-                    first = at % slots.page
-                    end = at + min(coded - at, most, slots.page - first)
-                    yield DecodedTokens(i, 1, range(first, first + end - at), blocks[at // slots.page], at, coded - end)
-                    at = end
+            most = self._most(slots, 1, dtype)
+            for i, (_, coded) in enumerate(slots.known):
+                for at in range(0, coded, most):
+                    end = min(coded, at + most)
+                    yield DecodedTokens(i, 1, range(at, end), at, coded - end)
             return
-        most, oldest, end = self._most(slots, batch), slots.tokens.first_valid, slots.tokens.length
+        most, oldest, end = self._most(slots, batch, dtype), slots.tokens.first_valid, slots.tokens.length
         at = oldest
         while at < end:
             slot = at % slots.room
             count = min(end - at, slots.room - slot, most)
-            yield DecodedTokens(0, batch, range(slot, slot + count), 0, at - oldest, end - at - count)
+            yield DecodedTokens(0, batch, range(slot, slot + count), at - oldest, end - at - count)
             at += count
 
 

@@ -1,0 +1,246 @@
+"""Attention over KVarN's tiles for a few query rows, which reads the codes in place; see the kernels.
+
+It takes five launches, whatever the number of tiles: queries are rotated, products with keys become scores,
+scores become weights, and weights products with values, whose parts are added up and rotated back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ArrayView, new_array
+from tikv.formats import TileFormat
+from tikv.ops import checks
+from tikv.ops.attention.request import AttentionScale
+from tikv.ops.attention.splits import GPU_BLOCKS
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.rotate_queries import rotation_launch
+
+if TYPE_CHECKING:
+    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+
+# On CPU, below these the calling thread finishes before another one wakes.
+SERIAL_PRODUCTS = 1 << 18
+SERIAL_WEIGHTS = 1 << 15
+TASKS_OF_WORKER = 4  # on CPU, at least so many parts of values for each thread
+MOST_PARTS = 64
+UNIT = 8  # codes that a GPU's thread takes at a time
+THREADS = 128  # of a GPU's block
+
+
+class TileCodes(NamedTuple):
+    """The codes of keys or of values.
+
+    Attributes:
+        of: "keys" or "values".
+        codes: (B, H, tiles, lines, words) uint32, contiguous; with a table, (blocks, H, tiles of a block, ...).
+        numbers, factors: scales and biases, (..., lines, 2), and factors, (..., columns), float16.
+        table: (B, most blocks) of the blocks that hold a sequence's tiles; None without pages.
+        lens: (B,) how many tokens of a sequence are codes; None if all have as many.
+    """
+
+    of: str
+    codes: ArrayView
+    numbers: ArrayView
+    factors: ArrayView
+    table: ArrayView | None = None
+    lens: ArrayView | None = None
+
+    @property
+    def arrays(self) -> tuple[ArrayView, ArrayView, ArrayView]:
+        """The arrays that `sequences` divides if there is no table."""
+        return self.codes, self.numbers, self.factors
+
+    def sequences(self, first: int, end: int) -> TileCodes:
+        """The codes of some sequences."""
+        table, lens = (a and a.part(0, first, end) for a in (self.table, self.lens))
+        codes, numbers, factors = self.arrays if table else [a.part(0, first, end) for a in self.arrays]
+        return TileCodes(self.of, codes, numbers, factors, table, lens)
+
+
+class SeenTiles(NamedTuple):
+    """Which tiles are read, and which of their tokens a query sees.
+
+    Attributes:
+        tiles: of a sequence, from its first slot on.
+        length, first_valid, ahead: as in `AttendedTokens`; with lengths on the device, `length` is not read.
+        span: tokens that a query sees, itself included; None: all.
+        ring: slots of the ring; 0 without a ring.
+    """
+
+    tiles: int
+    length: int
+    first_valid: int = 0
+    ahead: int = 0
+    span: int | None = None
+    ring: int = 0
+
+
+class TileScratch(NamedTuple):
+    """Float32 memory of `attend_tiles`: rotated queries, scores (B, H, rows, tokens), parts of results."""
+
+    rotated: ArrayView
+    scores: ArrayView
+    parts: ArrayView
+
+
+def parts_of(live: runtime.Runtime, batch: int, heads: int, rows: int, width: int, tiles: int) -> int:
+    """In how many parts the products of weights with values are computed: enough to fill the device."""
+    tasks = batch * heads
+    if live.is_cpu:
+        enough = -(-TASKS_OF_WORKER * live.threads // tasks) if live.threads > 1 else 1
+    else:
+        enough = -(-GPU_BLOCKS[live.arch] * THREADS // (tasks * (rows // band_of(rows)) * (width // UNIT)))
+    each = -(-tiles // max(1, min(enough, MOST_PARTS)))
+    return -(-tiles // each)
+
+
+def band_of(rows: int) -> int:
+    """Rows that a GPU's thread computes together."""
+    return next(n for n in (4, 3, 2, 1) if rows % n == 0)
+
+
+def attend_tiles(
+    live: runtime.Runtime,
+    operation: str,
+    q: ArrayView,
+    codes: tuple[TileCodes, TileCodes],
+    format: TileFormat,
+    seen: SeenTiles,
+    asked: AttentionScale,
+    scratch: TileScratch,
+    to: tuple[ArrayView, ArrayView],
+) -> None:
+    """Attention of (B, Hq, T, D) queries over keys and values; float32 results, and log-sum-exps in base e.
+
+    Raises:
+        CapacityError: an array is larger than 32-bit indices reach.
+    """
+    keys, values = codes
+    others = [a for a in (keys.table, keys.lens) if a is not None]
+    arrays = [q, *keys.arrays, *values.arrays, *scratch, *to, *others]
+    key = ("attend_tiles", *[a.key for a in arrays], format, seen.tiles, seen.span, seen.ring, *asked)
+    plan: Any = live.plans.get(key)
+    if plan is None:
+        has = keys.table is not None, keys.lens is not None
+        plan = live.plans.keep(key, _TilePlan(live, operation, format, seen, asked, has))
+    length, first_valid = seen.length, seen.first_valid
+    if seen.ring and length > 2 * seen.ring:  # the same tokens in the same slots, in 32 bits
+        short = seen.ring + length % seen.ring
+        length, first_valid = short, max(0, first_valid - (length - short))
+    plan.run(arrays, {"length": length, "first_valid": first_valid, "ahead": seen.ahead})
+
+
+class _TilePlan(Plan):
+    """The launches of `attend_tiles` for arrays of one form and one number of tiles, and the memory of CPU workers."""
+
+    def __init__(
+        self, live: runtime.Runtime, operation: str, format: TileFormat, seen: SeenTiles, asked: AttentionScale,
+        has: tuple[bool, bool],
+    ) -> None:  # fmt: skip
+        codes = [f"the {what} of {of}" for of in "KV" for what in ("codes", "scales", "factors")]
+        others = [name for name, exists in zip(("block tables", "lengths"), has, strict=True) if exists]
+        names = ("q", *codes, "rotated queries", "scores", "parts of results", "out", "lse", *others)
+        super().__init__(live, operation, names, [7 <= i < 12 for i in range(len(names))])
+        self.format, self.seen, self.asked, self.has = format, seen, asked, has
+        self.work: list[ArrayView] = []
+
+    def bind(self, arrays: Sequence[ArrayView]) -> list[Launch]:
+        """As in `Plan`; entries that `attend_tiles` sets in each run are left out."""
+        seen, self.work = self.seen, []
+        for name, a in zip(self.names, arrays, strict=True):
+            checks.addressable(a, a.dtype.itemsize, self.live, name, self.operation)
+        q, k, k_numbers, k_factors, v, v_numbers, v_factors, rotated, scores, parts, out, lse, *rest = arrays
+        others = iter(rest)
+        table, lens = (next(others) if exists else None for exists in self.has)
+        keys = TileCodes("keys", k, k_numbers, k_factors, table, lens)
+        values = TileCodes("values", v, v_numbers, v_factors, table, lens)
+        each = -(-seen.tiles // parts.shape[0])
+        return [
+            rotation_launch(self.live, self.operation, q, rotated, None),
+            self._product(keys, rotated, scores, (q, scores), (seen.tiles, 1, 0)),
+            self._weights(scores, lens, lse, q),
+            self._product(values, scores, parts, (q, scores), (parts.shape[0], each, parts.strides[0])),
+            rotation_launch(self.live, self.operation, parts, out, None),
+        ]
+
+    def _product(
+        self, of: TileCodes, x: ArrayView, to: ArrayView, shapes: tuple[ArrayView, ArrayView],
+        parts: tuple[int, int, int],
+    ) -> Launch:  # fmt: skip
+        """The launch that multiplies `x` with codes; `parts` are their number, tiles of each, and the step."""
+        from tikv.kernels.attention import coded_tiles as kernels
+
+        live, (q, scores) = self.live, shapes
+        batch, heads, rows, tokens = scores.shape
+        form, params = forms_of(self.format, of, rows // q.shape[2], heads)
+        count, each, step = parts
+        params = params._replace(
+            tiles=self.seen.tiles, queries=q.shape[2], parts=count, each=each, part=step, tokens=tokens
+        )
+        tasks = batch * heads * count
+        taken = [x, *of.arrays, of.table or x, of.lens or x, to]
+        if not live.is_cpu:
+            band = band_of(rows)
+            items = tasks * (rows // band) * (form.columns // UNIT)
+            checks.integer(items, "units of products", self.operation, high=2**31 - 1)
+            kernel = launch.kernel(live, kernels.make_tile_products, live.kernel_style, band, form)
+            return Launch(kernel.bind(items, *taken, params._replace(items=items)), taken)
+        products = tasks * each * rows * form.columns * form.lines
+        workers = live.threads if products >= SERIAL_PRODUCTS else 1
+        floats = kernels.tile_work_floats(form)
+        self.work.append(new_array((workers * floats,), dtypes.float32, live))
+        kernel = launch.kernel(live, kernels.make_tile_products_cpu, workers, rows, form)
+        params = params._replace(items=tasks, work=floats)
+        return Launch(kernel.bind(workers, *taken, self.work[-1], params), taken)
+
+    def _weights(self, scores: ArrayView, lens: ArrayView | None, lse: ArrayView, q: ArrayView) -> Launch:
+        """The launch that turns scores into weights."""
+        from tikv.kernels.attention import coded_tiles as kernels
+        from tikv.kernels.attention.parameters import LOG2E, MAX_TOKENS, AttentionScalars
+
+        live, seen, cap = self.live, self.seen, self.asked.softcap
+        batch, heads, rows, tokens = scores.shape
+        scale = 1 / math.sqrt(q.shape[3]) if self.asked.scale is None else self.asked.scale
+        scalars = AttentionScalars(scale * LOG2E, 1.0, math.log(2))
+        if cap is not None:
+            scalars = scalars._replace(logit_scale=scale / cap, softcap=cap * LOG2E)
+        all_rows = batch * heads * rows
+        items = all_rows if live.is_cpu else -(-all_rows * kernels.LANES // THREADS) * THREADS
+        form = kernels.TileWeights(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
+        params = kernels.TileWeightParams(
+            items, all_rows, rows, q.shape[2], heads, tokens, seen.tiles * self.format.group,
+            window=MAX_TOKENS if seen.span is None else min(seen.span, MAX_TOKENS), ring=seen.ring,
+            lens_sequence=0 if lens is None else lens.strides[0], lens_first=_first(lens), lse_first=_first(lse),
+        )  # fmt: skip
+        serial = live.is_cpu and all_rows * tokens < SERIAL_WEIGHTS
+        kernel = launch.kernel(live, kernels.make_tile_weights, live.kernel_style, serial, form)
+        taken = [scores, lens or lse, lse]
+        return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
+
+
+def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[TileForm, TileParams]:
+    """The kernels' compile-time choices for tiles, and what is known of their numbers."""
+    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+
+    lines, columns = of.codes.shape[3], of.factors.shape[3]
+    table, codes, numbers, factors = of.table, *of.arrays
+    form = TileForm(of.of, format.bits(of.of), lines, columns, group, _bits(table), _bits(of.lens))
+    params = TileParams(
+        room=codes.shape[2], heads=heads, codes_first=codes.offset * 8 // (UNIT * form.bits),
+        numbers_first=numbers.offset // 4, factors_first=_first(factors), blocks=codes.shape[0],
+        table_sequence=0 if table is None else table.strides[0], table_first=_first(table),
+        lens_sequence=0 if of.lens is None else of.lens.strides[0], lens_first=_first(of.lens),
+    )  # fmt: skip
+    return form, params
+
+
+def _bits(indices: ArrayView | None) -> int:
+    return 0 if indices is None else indices.dtype.itemsize * 8
+
+
+def _first(a: ArrayView | None) -> int:
+    return 0 if a is None else a.offset // a.dtype.itemsize
