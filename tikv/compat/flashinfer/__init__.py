@@ -17,6 +17,7 @@ from tikv.compat.flashinfer.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 from tikv.compat.flashinfer.decode import batch_decode_with_paged_kv_cache as batch_decode_with_paged_kv_cache
+from tikv.compat.flashinfer.decode import fast_decode_plan as fast_decode_plan
 from tikv.compat.flashinfer.decode import single_decode_with_kv_cache as single_decode_with_kv_cache
 from tikv.compat.flashinfer.page import append_paged_kv_cache as append_paged_kv_cache
 from tikv.compat.flashinfer.page import get_batch_indices_positions as get_batch_indices_positions

@@ -8,7 +8,7 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
-from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests
+from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests, Run
 from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
 from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
@@ -31,11 +31,12 @@ class Wrapper:
         graphs: whether plans keep their arrays for CUDA graphs, and then the caller's buffers, by name, into which each
             plan copies its indices.
         tiled: whether requests may have different numbers of queries.
+        most_queries: with CUDA graphs, the most queries of a plan; None for those of the first plan.
     """
 
     def __init__(
         self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any],
-        graphs: tuple[Any, dict[str, Any]], tiled: bool,
+        graphs: tuple[Any, dict[str, Any]], tiled: bool, most_queries: Any = None,
     ) -> None:  # fmt: skip
         operation = f"flashinfer.{type(self).__name__}"
         check_layout(kv_layout, operation)
@@ -54,6 +55,9 @@ class Wrapper:
             checks.rank(view(buffer, name, operation), (1,), name, "one axis", operation)
             checks.indices(view(buffer, name, operation), name, operation)
             checks.writable(view(buffer, name, operation), name, operation)
+        self._most_queries = checks.integer_or_none(most_queries, "max_total_num_rows", operation)
+        if self._most_queries is not None and not self._graphs:
+            raise OptionError(f"{operation}: max_total_num_rows={most_queries} needs use_cuda_graph=True.")
         self._workspace, self._kv_layout = workspace, kv_layout
         self._plan: PlannedAttention | None = None
         self._dtypes: tuple[Any, Any] = (None, None)
@@ -95,11 +99,13 @@ class Wrapper:
                     f"{operation}: {name} has {len(buffer)} entries, and the plan has {len(array)}. With CUDA graphs, "
                     "the number of requests stays, and there are at most as many indices as their buffer has entries."
                 )
+        total = int(requests.starts[-1])
         if before is None:
-            if not requests.starts[-1]:
+            most = self._most_queries or total
+            if not most:
                 raise CapacityError(f"{operation}: no queries. With CUDA graphs, plan for the most queries first.")
             pages = [len(buffer) for name, buffer in self._buffers.items() if "indices" in name]
-            room = PlanRoom(int(requests.starts[-1]), max(pages, default=0), self._tiled)
+            room = PlanRoom(most, max(pages, default=0), self._tiled)
         else:
             assert before.room is not None
             room = before.room
@@ -109,12 +115,11 @@ class Wrapper:
                     f"{operation}: these options are not those of the first plan, and captured graphs keep them. Use a "
                     "wrapper for each set of options."
                 )
-            total = int(requests.starts[-1])
-            if total > room.total or (total < room.total and not room.tiled):
-                raise CapacityError(
-                    f"{operation}: {total} queries, and the first plan had {room.total}. With CUDA graphs, plan for "
-                    "the most queries first."
-                )
+        if total > room.total or (total < room.total and not room.tiled):
+            raise CapacityError(
+                f"{operation}: {total} queries, and there is room for {room.total}. With CUDA graphs, plan for the "
+                "most queries first."
+            )
         plan = PlannedAttention(run, requests, heads, scores, like, room=room)
         if plan.tokens is not None or (plan.key_positions is not None and not entries and plan.pages is None):
             raise OptionError(
@@ -146,6 +151,37 @@ class Wrapper:
                     "plan."
                 )
         return self._plan
+
+    def _replan(self, operation: str, scores: Scores) -> None:
+        """Give the plan other options, for this run and later ones, as `forward` of FlashInfer does.
+
+        Raises:
+            OptionError: there is no plan, a captured graph follows it, or its mask was read with another window.
+        """
+        plan = self._plan
+        if plan is None:
+            raise OptionError(f"{operation}: there is no plan yet. Call plan first.")
+        if scores == plan.scores:
+            return
+        if self._graphs:
+            raise OptionError(
+                f"{operation}: with use_cuda_graph=True, options of forward must be those of the plan. Pass them to "
+                "plan, and call run."
+            )
+        if plan.of_mask is not None and scores.sight.left != plan.scores.sight.left:
+            refuse_option(operation, window_left=(scores.sight.left, f"{plan.scores.sight.left}, as in the plan"))
+        self._plan = PlannedAttention(plan.operation, plan.requests, plan.heads, scores, plan.like, plan.of_mask)
+
+    def _attend(self, operation: str, plan: PlannedAttention, run: Run, lse_base: Any, lse_layout: Any) -> Any:
+        """`PlannedAttention.run`, with log-sum-exps of this base and layout.
+
+        Raises:
+            TikvError: an option or an array does not fit. Nothing is written.
+        """
+        for name, value, values in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+            if not isinstance(value, str) or value not in values:
+                refuse_option(operation, **{name: (value, " or ".join(map(repr, values)))})
+        return plan.run(run._replace(base2=lse_base == "log2", heads_first=lse_layout == "HN"))
 
     def _check_window(self, operation: str, window_left: Any) -> None:
         """Refuse another window than that of the plan."""
