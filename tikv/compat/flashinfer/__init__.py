@@ -9,6 +9,13 @@ from tikv.compat.flashinfer import decode as decode
 from tikv.compat.flashinfer import mla as mla
 from tikv.compat.flashinfer import page as page
 from tikv.compat.flashinfer import prefill as prefill
+from tikv.compat.flashinfer.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+)
+from tikv.compat.flashinfer.cascade import (
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
+from tikv.compat.flashinfer.cascade import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
 from tikv.compat.flashinfer.cascade import merge_state as merge_state
 from tikv.compat.flashinfer.cascade import merge_state_in_place as merge_state_in_place
 from tikv.compat.flashinfer.cascade import merge_states as merge_states

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ class Wrapper:
         self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any],
         graphs: tuple[Any, dict[str, Any]], tiled: bool, most_queries: Any = None,
     ) -> None:  # fmt: skip
-        operation = f"flashinfer.{type(self).__name__}"
+        operation = self._operation("__init__")
         check_layout(kv_layout, operation)
         if not hasattr(workspace, "dtype"):
             raise DTypeError(
@@ -77,19 +79,25 @@ class Wrapper:
     def _operation(self, method: str) -> str:
         return f"flashinfer.{type(self).__name__}.{method}"
 
-    def _take(
+    def _take(self, *arguments: Any) -> None:
+        """Make the plan that `_prepared` describes."""
+        self._prepared(*arguments)()
+
+    def _prepared(
         self, operation: str, requests: Requests, heads: Heads, scores: Scores, planned: tuple[Any, Any],
         indices: tuple[Any, ...], tokens: Any = None,
-    ) -> None:  # fmt: skip
-        """Make the plan; `indices` are copied into the buffers, in their order.
+    ) -> Callable[[], None]:  # fmt: skip
+        """A checked plan, which becomes the wrapper's when the result is called.
+
+        `indices` are then copied into the buffers, in their order.
 
         Raises:
             OptionError, CapacityError: with CUDA graphs, the plan needs more than the first one, or other options.
         """
         like, run = self._workspace, self._operation("run")
         if not self._graphs:
-            self._plan, self._dtypes = PlannedAttention(run, requests, heads, scores, like, tokens), planned
-            return
+            plan = PlannedAttention(run, requests, heads, scores, like, tokens)
+            return functools.partial(self._become, plan, planned, None, ())
         if tokens is not None:
             raise OptionError(f"{operation}: a mask with use_cuda_graph=True is not supported. Use a wrapper without.")
         before, entries = self._plan, 0 if requests.lists is None else len(requests.lists.pages)
@@ -125,7 +133,13 @@ class Wrapper:
             raise OptionError(
                 f"{operation}: with use_cuda_graph=True, rows with ROPE_LLAMA and windows with ALIBI are not supported."
             )
-        for buffer, array in zip(self._buffers.values(), indices, strict=True):
+        return functools.partial(self._become, plan, planned, before, indices)
+
+    def _become(
+        self, plan: PlannedAttention, planned: tuple[Any, Any], before: PlannedAttention | None, indices: Any
+    ) -> None:
+        """Take a plan, or let the plan before follow it; `indices` go into the buffers."""
+        for buffer, array in zip(self._buffers.values(), indices, strict=False):
             fill(buffer, array)
         if before is None:
             self._plan, self._dtypes = plan, planned
