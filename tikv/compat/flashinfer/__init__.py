@@ -27,8 +27,13 @@ from tikv.compat.flashinfer.decode import batch_decode_with_paged_kv_cache as ba
 from tikv.compat.flashinfer.decode import fast_decode_plan as fast_decode_plan
 from tikv.compat.flashinfer.decode import single_decode_with_kv_cache as single_decode_with_kv_cache
 from tikv.compat.flashinfer.page import append_paged_kv_cache as append_paged_kv_cache
+from tikv.compat.flashinfer.page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
 from tikv.compat.flashinfer.page import get_batch_indices_positions as get_batch_indices_positions
 from tikv.compat.flashinfer.page import get_seq_lens as get_seq_lens
+from tikv.compat.flashinfer.page import nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache
+from tikv.compat.flashinfer.page import (
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from tikv.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
 from tikv.compat.flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper
 from tikv.compat.flashinfer.prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache

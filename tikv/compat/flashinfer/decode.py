@@ -342,7 +342,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         rope = (rope_scale, rope_theta)
         causal = each > 1 if is_causal is None else flag(is_causal, "is_causal", operation)
         scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
-        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, data_type)
+        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, data_type, codes=True)
         batch = starts_of(operation, "indptr", indptr).size - 1
         arrays, names = (indptr, indices, last_page_len), ("indptr", "indices", "last_page_len")
         requests = paged_requests(operation, np.arange(batch + 1) * each, arrays, page_size, names)
@@ -366,7 +366,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         sinks: Array | None = None,
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Any = None,
+        kv_cache_sf: Array | tuple[Array, Array] | None = None,
     ) -> Arrays:
         """Attend as planned.
 
@@ -379,7 +379,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             return_lse: also return the log-sum-exp of base 2.
             enable_pdl: has no effect.
             window_left, q_len_per_req: None, or as in the plan.
-            skip_softmax_threshold_scale_factor, kv_cache_sf: must be None.
+            skip_softmax_threshold_scale_factor: must be None.
+            kv_cache_sf: for pages in nvfp4, which are uint8 with two codes in a byte and whose plan has
+                ``kv_data_type="uint8"``: a pair of float8_e4m3fn arrays (N, bs, H, D / 16), the scales of groups. Only
+                in NHD.
 
         Returns:
             (B * q_len_per_req, Hq, D); with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
@@ -392,11 +395,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             pages of all requests in float32, rotates the keys there, and rounds the result once.
         """
         operation = self._operation("run")
-        refuse_passed(
-            operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-        )
+        refuse_passed(operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._check_window(operation, window_left)
-        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation)
+        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)
         rows = view(q, "q", operation).shape[:1]
         if rows != (plan.total,):

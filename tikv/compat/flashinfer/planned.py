@@ -37,6 +37,7 @@ from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
+from tikv.ops.quantize import Quantized
 
 ALL_KEYS = Sight(-1, -1, 0)
 PLACED = ("lengths", "table", "shift", "positions", "pages", "key_positions", "rows", "places")  # what a plan places
@@ -274,7 +275,8 @@ class PlannedAttention:
             views = {"out": view(to, "out", operation)}
             if needs_lse:
                 views["lse"] = view(to_lse, "lse", operation)
-            read = {"q": view(asked, "q", operation), "k": keys.k} | ({} if keys.v is None else {"v": keys.v})
+            read = {"q": view(asked, "q", operation)}
+            read |= {name: a for name, a in (("k", memory_of(keys.k)), ("v", memory_of(keys.v))) if a is not None}
             writes = [(name, a, True) for name, a in views.items()]
             if needs_lse and to_lse is not lse:
                 writes.append(("lse", view(lse, "lse", operation), True))
@@ -313,9 +315,10 @@ class PlannedAttention:
         if rotates:
             named |= dict(zip(("k", "v"), run.keys.arrays, strict=True))
             for name, a in (("keys", run.keys.k), ("values", run.keys.v)):
-                if a.dtype not in ROTATED:
+                if isinstance(a, Quantized) or a.dtype not in ROTATED:
                     raise DTypeError(
-                        f"{operation}: {name} are {describe(a)}; ROPE_LLAMA reads {', '.join(t.name for t in ROTATED)}."
+                        f"{operation}: {name} are {described(a)}; ROPE_LLAMA reads "
+                        f"{', '.join(t.name for t in ROTATED)}."
                     )
         if rotates or self.rows is not None or self.slopes is not None or run.heads_first:
             named |= {name: a for name, a in (("out", run.out), ("lse", run.lse)) if a is not None}
@@ -323,8 +326,8 @@ class PlannedAttention:
         seen = (run.keys.k.shape[-2 if run.keys.layout == "NHD" else -3], run.keys.k.shape[-1])
         if seen != (heads.keys, heads.width) or (run.keys.v is not None and run.keys.v.shape[-1] != heads.width_v):
             raise ShapeError(
-                f"{operation}: keys are {describe(run.keys.k)}"
-                + ("" if run.keys.v is None else f" and values {describe(run.keys.v)}")
+                f"{operation}: keys are {described(run.keys.k)}"
+                + ("" if run.keys.v is None else f" and values {described(run.keys.v)}")
                 + f"; the plan needs {heads.keys} heads of widths {heads.width} and {heads.width_v}."
             )
         if (
@@ -332,7 +335,7 @@ class PlannedAttention:
             and run.keys.k.shape[1 if run.keys.layout == "NHD" else 2] != self.requests.page
         ):
             raise ShapeError(
-                f"{operation}: keys are {describe(run.keys.k)}; the plan needs pages of {self.requests.page} tokens."
+                f"{operation}: keys are {described(run.keys.k)}; the plan needs pages of {self.requests.page} tokens."
             )
 
     def _result(
@@ -459,6 +462,16 @@ def _padded(array: Array, extent: int, axis: int = 0) -> Any:
     whole = np.zeros(shape, array.dtype) if isinstance(array, np.ndarray) else array.new_zeros(shape)
     whole[(slice(None),) * axis + (slice(array.shape[axis]),)] = array
     return whole
+
+
+def memory_of(rows: Any) -> Any:
+    """The array that holds rows, or their codes."""
+    return rows.codes if isinstance(rows, Quantized) else rows
+
+
+def described(rows: Any) -> str:
+    """Rows or codes for a message."""
+    return f"{rows.format} {rows.shape}" if isinstance(rows, Quantized) else describe(rows)
 
 
 def _detached(array: Array) -> Any:

@@ -90,7 +90,7 @@ def single_prefill_with_kv_cache(
     wants_lse = flag(return_lse, "return_lse", operation)
     _check_masks(operation, custom_mask, packed_custom_mask)
     if o_dtype is not None:
-        planned_dtypes(operation, view(q, "q", operation).dtype, None, o_dtype)
+        planned_dtypes(operation, view(q, "q", operation).dtype, None, o_dtype, name="o_dtype")
     rope = (rope_scale, rope_theta)
     scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
     keys, scales = keys_in_rows(k, v, kv_layout, operation), {"k_scale": k_scale, "v_scale": v_scale}
@@ -220,7 +220,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         heads = _heads(operation, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         rope = (rope_scale, rope_theta)
         scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
-        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type)
+        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, codes=True)
         starts = starts_of(operation, "qo_indptr", qo_indptr)
         arrays = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         requests = paged_requests(operation, starts, arrays, page_size)
@@ -245,7 +245,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Array | None = None,
-        kv_cache_sf: Any = None,
+        kv_cache_sf: Array | tuple[Array, Array] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
@@ -263,7 +263,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             lse_layout: "NH", or "HN" for a log-sum-exp (Hq, total), of which the caller's array has the form too.
             enable_pdl: has no effect.
             window_left: None, or as in the plan.
-            kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: must be None.
+            kv_cache_sf: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: must be None.
 
         Returns:
             (total, Hq, D_v); with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
@@ -278,11 +279,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("run")
         refuse_passed(
-            operation, kv_cache_sf=kv_cache_sf, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
+            operation, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         self._check_window(operation, window_left)
-        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation)
+        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         run = Run(q, keys, scales, sinks, out, lse, flag(return_lse, "return_lse", operation))

@@ -11,12 +11,14 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
 from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests, Run
-from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
+from tikv.compat.flashinfer.pools import check_layout, is_uint8, nvfp4_pools, page_lists, pools_of
 from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
+from tikv.ops.quantize import Quantized
 from tikv.runtime import current
 
 BACKENDS = ("auto", "fa2", "fa3")  # those of FlashInfer whose arguments mean the same
@@ -146,8 +148,8 @@ class Wrapper:
         else:
             before.follow(plan)
 
-    def _planned(self, operation: str, q: Array, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
-        """The plan, once q and the keys have the dtypes that it was made for.
+    def _planned(self, operation: str, q: Array, k: ArrayView | Quantized, extra: tuple[Any, ...]) -> PlannedAttention:
+        """The plan, once q and the keys have the dtypes that it was made for; nvfp4 is planned as uint8.
 
         Raises:
             OptionError: there is no plan, or arguments for kernels of a caller's own.
@@ -157,11 +159,13 @@ class Wrapper:
             raise OptionError(f"{operation}: {len(extra)} more arguments, for kernels of your own. Leave them out.")
         if self._plan is None:
             raise OptionError(f"{operation}: there is no plan yet. Call plan first.")
-        for name, a, dtype in (("q", view(q, "q", operation), self._dtypes[0]), ("the keys", k, self._dtypes[1])):
-            if a.dtype is not dtype:
+        of_keys = GROUP_FORMATS["nvfp4"] if isinstance(k, Quantized) else k.dtype
+        pairs = (("q", view(q, "q", operation).dtype, self._dtypes[0]), ("the keys", of_keys, self._dtypes[1]))
+        for name, dtype, planned in pairs:
+            if dtype is not planned:
                 option = "q_data_type" if name == "q" else "kv_data_type"
                 raise DTypeError(
-                    f"{operation}: {name}: {a.dtype.name}, and the plan has {option}={dtype.name}. Pass {option} to "
+                    f"{operation}: {name}: {dtype.name}, and the plan has {option}={planned.name}. Pass {option} to "
                     "plan."
                 )
         return self._plan
@@ -245,19 +249,25 @@ def check_hints(operation: str, flags: dict[str, Any], integers: dict[str, Any])
 
 
 def planned_dtypes(
-    operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None
-) -> tuple[dtypes.DType, dtypes.DType]:
-    """The dtypes of queries and keys that a plan names.
+    operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None, codes: bool = False,
+    name: str = "o_data_type",
+) -> tuple[dtypes.DType, Any]:  # fmt: skip
+    """The dtypes of queries and keys that a plan names; with `codes`, keys of uint8 are those of nvfp4.
+
+    `name` is that of the argument `of_results`.
 
     Raises:
         DTypeError: one is not a dtype, or results are to have another one than queries.
     """
     queries = dtypes.parse(default if of_queries is None else of_queries, operation)
     of_keys = default if of_keys is None else of_keys
-    keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
+    if codes and is_uint8(of_keys):
+        keys: Any = GROUP_FORMATS["nvfp4"]
+    else:
+        keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
     if of_results is not None and dtypes.parse(of_results, operation) is not queries:
         raise DTypeError(
-            f"{operation}: o_data_type={of_results} is not supported. Results have the dtype of q, {queries.name}."
+            f"{operation}: {name}={of_results} is not supported. Results have the dtype of q, {queries.name}."
         )
     return queries, keys
 
@@ -300,8 +310,13 @@ def paged_requests(
     return Requests(starts, lists.lengths, lists=lists, page=page)
 
 
-def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str) -> Keys:
-    """The keys and values of FlashInfer's `paged_kv_cache`."""
+def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str, kv_cache_sf: Any = None) -> Keys:
+    """The keys and values of FlashInfer's `paged_kv_cache`; in nvfp4 if there are scales of groups, `kv_cache_sf`."""
+    if kv_cache_sf is not None:
+        return Keys(*nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, layout), (paged_kv_cache,) * 2, layout)
+    pools = paged_kv_cache if isinstance(paged_kv_cache, tuple | list) else (paged_kv_cache,)
+    if any(is_uint8(getattr(pool, "dtype", None)) for pool in pools):
+        raise OptionError(f"{operation}: pages of uint8 hold nvfp4, and its scales are missing. Pass kv_cache_sf.")
     k, v = pools_of(paged_kv_cache, layout, operation)
     for a in (k, v):
         if not isinstance(a, ArrayView):
