@@ -110,6 +110,57 @@ def test_sequences_of_one_length(arch, rng, case):
             np.testing.assert_allclose(oracle.to_numpy(lse)[b], want_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("of_three", [False, True], ids=["kv", "qkv"])
+def test_arrays_in_one(arch, rng, of_three):
+    """The same bits as from arrays of their own."""
+    starts = np.cumsum([0, *COUNTS]).astype(np.int32)
+    heads = HEADS if of_three else HEADS * GROUP
+    rows = [rng.standard_normal((2 * starts[-1], n, WIDTH)).astype(np.float32) for n in (heads, HEADS, HEADS)]
+    whole = np.stack(rows if of_three else rows[1:], 1)
+    options = {"causal": True, "window_size": (6, -1), "softcap": 2.0, "return_attn_probs": True}
+    for dense in (False, True):
+        shaped = [a.reshape(2, starts[-1], *a.shape[1:]) if dense else a[: starts[-1]] for a in (*rows, whole)]
+        *arrays, joint = (oracle.place(np.ascontiguousarray(a), arch) for a in shaped)
+        indptr, most = oracle.place(starts, arch), max(COUNTS)
+        packed = (joint,) if of_three else (arrays[0], joint)
+        if dense:
+            want = flash_attn.flash_attn_func(*arrays, **options)
+            name = "flash_attn_qkvpacked_func" if of_three else "flash_attn_kvpacked_func"
+            out = getattr(flash_attn, name)(*packed, **options)
+        else:
+            want = flash_attn.flash_attn_varlen_func(*arrays, indptr, indptr, most, most, **options)
+            name = "flash_attn_varlen_qkvpacked_func" if of_three else "flash_attn_varlen_kvpacked_func"
+            lengths = (indptr, most) if of_three else (indptr, indptr, most, most)
+            out = getattr(flash_attn, name)(*packed, *lengths, **options)
+        for a, b in zip(out[:2], want[:2], strict=True):
+            oracle.assert_same_bits(oracle.to_numpy(a), oracle.to_numpy(b))
+        assert out[2] is None
+        with pytest.raises(tikv.ShapeError, match="of q?kv"):
+            getattr(flash_attn, name)(*packed[:-1], packed[-1][..., :1, :, :], *(() if dense else lengths))
+        if dense and of_three:
+            third = flash_attn_interface.flash_attn_qkvpacked_func(joint, **options)
+            oracle.assert_same_bits(oracle.to_numpy(third[0]), oracle.to_numpy(want[0]))
+
+
+def test_query_heads_in_one_array(arch, rng):
+    """Version 3 takes more query heads than KV heads in one array."""
+    whole = rng.standard_normal((2, 9, HEADS * (GROUP + 2), WIDTH)).astype(np.float32)
+    parts = np.split(whole, [HEADS * GROUP, HEADS * (GROUP + 1)], 2)
+    arrays = [oracle.place(np.ascontiguousarray(a), arch) for a in parts]
+    want = flash_attn_interface.flash_attn_func(*arrays, causal=True)
+    call = flash_attn_interface.flash_attn_qkvpacked_func
+    out = call(oracle.place(whole, arch), causal=True, num_heads_q=HEADS * GROUP)
+    oracle.assert_same_bits(oracle.to_numpy(out), oracle.to_numpy(want))
+    for heads, words in (
+        (3, "after 3 query heads"),
+        (8, "after 8 query heads"),
+        (0, "num_heads_q"),
+        (1.5, "num_heads_q"),
+    ):
+        with pytest.raises(tikv.TikvError, match=words):
+            call(oracle.place(whole, arch), num_heads_q=heads)
+
+
 @pytest.mark.archs("cpu")
 def test_every_tile_size_gives_the_same(arch, rng, monkeypatch):
     """Tiles of a GPU's size, of one query, and all between."""

@@ -52,6 +52,72 @@ def test_latent_attention(arch, rng, adjacent, page, causal):
     oracle.assert_same_bits(oracle.to_numpy(to_lse), oracle.to_numpy(lse))
 
 
+def dense_of(table, page):
+    """(cum_seq_lens_q, block_tables, seq_lens) of a plan's arrays; entries that no request has name no page."""
+    starts, indptr, indices, lengths = table
+    pages = np.full((len(lengths), np.diff(indptr).max() + 2), 999, np.int32)
+    for b in range(len(lengths)):
+        pages[b, : indptr[b + 1] - indptr[b]] = indices[indptr[b] : indptr[b + 1]]
+    return starts, pages, lengths
+
+
+@pytest.mark.parametrize("form", ["csr", "dense", "arrays"])
+@pytest.mark.parametrize("joint", [False, True], ids=["pair", "one"])
+def test_the_form_of_newer_versions(arch, rng, joint, form):
+    """Indices as metadata, queries and keys as one array or a pair, and sinks."""
+    q, cache, table, rows = latent(rng, 5)
+    sinks = rng.standard_normal(8).astype(np.float32)
+    dense = [placed(a, arch) for a in dense_of(table, 5)]
+    metadata = flashinfer.mla.MLAPlanMetadata.csr(*(placed(a, arch) for a in table))
+    options = {"metadata": metadata}
+    if form == "dense":
+        options = {"metadata": flashinfer.mla.MLAPlanMetadata.dense(*dense, max_q_len=9)}
+    elif form == "arrays":
+        options = dict(zip(("cum_seq_lens_q", "block_tables", "seq_lens"), dense, strict=True))
+    options |= {"num_heads": 8, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": 5, "causal": True}
+    options |= {"sm_scale": 0.2, "q_data_type": "float32", "kv_data_type": "float32", "lse_mode": "base2"}
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(placed(np.zeros(8, np.uint8), arch))
+    wrapper.plan(**options, use_sinks=True, query_layout="packed")
+    arrays = {"query": placed(q, arch), "kv_cache": placed(cache, arch)}
+    if not joint:
+        arrays = {name: (a[..., :CKV], a[..., CKV:]) for name, a in arrays.items()}
+    out, lse = (values(a) for a in wrapper.run(**arrays, sinks=placed(sinks, arch), return_lse=True))
+    for b in range(len(COUNTS)):
+        of_queries, keys = slice(*table[0][b : b + 2]), rows[b][:, None]
+        want, want_lse = attention(q[of_queries], keys, keys[..., :CKV], scale=0.2, causal=True)
+        with_sink = np.logaddexp2(want_lse, sinks * np.log2(np.e))
+        np.testing.assert_allclose(out[of_queries], want * np.exp2(want_lse - with_sink)[..., None], rtol=0, atol=3e-6)
+        np.testing.assert_allclose(lse[of_queries], with_sink, rtol=0, atol=2e-5)
+    with pytest.raises(tikv.OptionError, match="sinks are missing, and the plan has use_sinks=True"):
+        wrapper.run(**arrays)
+
+
+@pytest.mark.parametrize("adjacent", [False, True], ids=["apart", "adjacent"])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_appended_keys(arch, rng, adjacent, on_host):
+    """Both parts of each new token in its page; every other bit stays."""
+    _, cache, (_, indptr, indices, lengths), _ = latent(rng, 5)
+    new = np.minimum(lengths, (3, 4, 0, 9, 0))
+    batch = np.append(np.repeat(np.arange(5), new), -1).astype(np.int32)
+    spans = [np.arange(n - t, n) for n, t in zip(lengths, new, strict=True)]
+    positions = np.append(np.concatenate(spans), 0).astype(np.int32)
+    rows = rng.standard_normal((len(batch), CKV + KPE)).astype(np.float32)
+    want = cache.copy()
+    for t in range(len(batch) - 1):
+        want[indices[indptr[batch[t]] + positions[t] // 5], positions[t] % 5] = rows[t]
+    pages = placed(cache.copy(), arch)
+    pools = [pages[..., :CKV], pages[..., CKV:]]
+    if not adjacent:
+        pools = [placed(np.ascontiguousarray(a), arch) for a in (cache[..., :CKV], cache[..., CKV:])]
+    last = ((lengths - 1) % 5 + 1).astype(np.int32)
+    index = [placed(a, "cpu" if on_host else arch) for a in (batch, positions, indices, indptr, last)]
+    parts = [placed(np.ascontiguousarray(a), arch) for a in (rows[:, :CKV], rows[:, CKV:])]
+    flashinfer.append_paged_mla_kv_cache(*parts, *index[:2], *pools, *index[2:])
+    oracle.assert_same_bits(np.concatenate([oracle.to_numpy(a) for a in pools], -1), want)
+    with pytest.raises(tikv.ShapeError, match="append_ckv"):
+        flashinfer.append_paged_mla_kv_cache(parts[0][:, None], parts[1], *index[:2], *pools, *index[2:])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_decode_of_deepseek_sizes(arch, rng, dtype):
     """The widths of DeepSeek's models, one query for each request, without rotated columns too."""
@@ -100,6 +166,29 @@ def test_tokens_after_the_end_are_not_read(arch, rng):
         ("plan", {"kv_indptr": np.array([0, 1])}, "kv_indptr has 2 entries"),
         ("plan", {"kv_indptr": 3}, "kv_indptr"),
         ("plan", {"head_dim_kpe": -1}, "head_dim_kpe"),
+        ("plan", {"num_heads": None}, "num_heads"),
+        ("plan", {"page_size": None}, "page_size"),
+        ("plan", {"causal": None}, "causal=None"),
+        ("plan", {"q_data_type": None}, "q_data_type=None"),
+        ("plan", {"qo_indptr": None}, "qo_indptr is missing"),
+        ("plan", {"seq_lens": np.array([3, 6])}, "two descriptions of the pages"),
+        ("plan", {"metadata": flashinfer.mla.MLAPlanMetadata()}, "metadata and arrays of indices are both given"),
+        ("plan", {"metadata": 3} | dict.fromkeys(flashinfer.mla.CSR), "metadata is int"),
+        ("plan", {"max_q_len": 1.5}, "max_q_len"),
+        ("plan", {"lse_mode": "base10"}, "lse_mode='base10'"),
+        ("plan", {"query_layout": "joint"}, "query_layout='joint'"),
+        ("plan", {"kv_cache_layout": "joint"}, "kv_cache_layout='joint'"),
+        ("plan", {"output_scale": "per-tensor"}, "output_scale='per-tensor'"),
+        ("plan", {"scale_mode": "bmm-scalar"}, "scale_mode='bmm-scalar'"),
+        ("plan", {"output_dtype": "float16"}, "output_dtype=float16"),
+        ("plan", {"skip_softmax": True}, "skip_softmax=True"),
+        ("plan", {"use_sinks": 3}, "use_sinks=3"),
+        ("run", {"sinks": np.ones(4, np.float32)}, "sinks are passed, and the plan has use_sinks=False"),
+        ("run", {"bmm1_scale": 1.0}, "bmm1_scale=1.0 is not supported"),
+        ("run", {"bmm2_scale": 1.0}, "bmm2_scale=1.0 is not supported"),
+        ("run", {"query": np.ones((2, 4, 12), np.float32)}, "query and q_nope are both given"),
+        ("run", {"q_pe": None}, "q_pe is missing. Pass query, or q_nope and q_pe"),
+        ("run", {"ckv_cache": None, "kpe_cache": None, "kv_cache": (1, (2, 3))}, "kv_cache has 2 parts"),
         ("run", {"q_pe": np.ones((2, 4, 3), np.float32)}, r"q_pe \(2, 4, 3\); the plan needs the widths 8 and 4"),
         ("run", {"kpe_cache": np.ones((2, 4, 4), np.float32)}, r"kpe_cache \(2, 4, 4\)"),
         ("run", {"kpe_cache": np.ones((3, 4, 4), np.float16)}, "both need one dtype"),

@@ -74,6 +74,7 @@ ROWS = {
 }
 DENSE = {name: value for name, value in ROWS.items() if "seqlen" not in name}
 DENSE |= {name: rows(2, 3, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+OPTIONS = {name: value for name, value in DENSE.items() if name not in "qkv"} | {"dropout_p": 0.0}
 CALLS = {
     "flash_attn_func": (flash_attn.flash_attn_func, DENSE | {"dropout_p": 0.0, "alibi_slopes": rows(4)}),
     "flash_attn_varlen_func": (flash_attn.flash_attn_varlen_func, ROWS | {"dropout_p": 0.0, "alibi_slopes": rows(4)}),
@@ -85,6 +86,19 @@ CALLS = {
     "flash_attn_varlen_func 3": (
         flash_attn_interface.flash_attn_varlen_func,
         ROWS | {"num_splits": 1, "pack_gqa": True, "seqused_k": starts(2, 1)},
+    ),
+    "flash_attn_qkvpacked_func": (
+        flash_attn.flash_attn_qkvpacked_func,
+        OPTIONS | {"qkv": rows(2, 3, 3, 2, 16), "alibi_slopes": rows(2)},
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        flash_attn.flash_attn_varlen_kvpacked_func,
+        {name: value for name, value in ROWS.items() if name not in "kv"} | {"kv": rows(5, 2, 2, 16)},
+    ),
+    "flash_attn_qkvpacked_func 3": (
+        flash_attn_interface.flash_attn_qkvpacked_func,
+        {name: value for name, value in OPTIONS.items() if name != "dropout_p"}
+        | {"qkv": rows(2, 3, 8, 16), "num_heads_q": 4, "sm_margin": 0},
     ),
     "flash_attn": (flash_attn.flash_attn_with_kvcache, FLASH | {"alibi_slopes": rows(4)}),
     "flash_attn of pages": (flash_attn.flash_attn_with_kvcache, FLASH | {"block_table": starts(0, 1).reshape(2, 1)}),
@@ -282,7 +296,7 @@ MORE = {
     "batch_indices", "block_table", "cu_seq_lens", "dst", "k_pe", "key", "kv_c", "kv_cache", "kv_indices", "kv_indptr",
     "page_table", "paged_kv_indices", "positions", "seq_starts", "src", "src_cache", "token_to_seq", "value",
 }  # fmt: skip
-# Calls whose `v` may be narrower.
+# Calls whose `v` or `qkv` may be narrower.
 NARROWER = {
     "single_prefill",
     "merge_states",
@@ -290,6 +304,8 @@ NARROWER = {
 }
 MORE_OF_CALLS = {("flash_attn 3", "q"), ("flash_attn_varlen_func", "q"), ("flash_attn_varlen_func of pages", "q")}
 MORE_OF_CALLS |= {("flash_attn_varlen_func 3", "q")}
+MORE_OF_CALLS |= {("flash_attn_varlen_kvpacked_func", name) for name in ("q", "kv")}
+MORE_OF_CALLS |= {(name, "qkv") for name in ("flash_attn_qkvpacked_func", "flash_attn_qkvpacked_func 3")}
 UNREAD = {"kv_last_page_len": "append_paged_kv_cache"}  # which page lengths follow from
 WRITTEN = {"k_cache", "v_cache", "out", "key_cache", "value_cache", "kv_cache", "dst"}
 FILLED = {"batch_indices", "positions"}  # by `get_batch_indices_positions`
@@ -311,7 +327,7 @@ def wrong_values(call, name, value):
         if value.dtype == F32:
             yield value.astype(np.int32)
             yield value.astype(np.float64)
-            if value.ndim > 1 and not (name == "v" and call in NARROWER):
+            if value.ndim > 1 and not (name in ("v", "qkv") and call in NARROWER):
                 yield value[..., :-1]
         else:
             yield value.astype(F32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tikv.arrays import Array, Arrays
-from tikv.compat.flash_rows import RowsArguments, attend_rows, refuse_dropout
+from tikv.compat.flash_rows import RowsArguments, attend_rows, refuse_dropout, unpacked
 from tikv.compat.indices import flag
 from tikv.compat.kvcache import Arguments, CacheCall
 
@@ -219,3 +219,127 @@ def flash_attn_varlen_func(
         )
     )
     return (out, lse, None) if wants_lse else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Arrays:
+    """`flash_attn_func` of queries, keys and values in one array, which is read in place.
+
+    Args:
+        qkv: (B, S, 3, H, D).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: as in `flash_attn_func`.
+    """
+    q, k, v = unpacked("flash_attn_qkvpacked_func", qkv, "qkv", ("B", "S"), 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Array,
+    kv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Arrays:
+    """`flash_attn_func` of keys and values in one array, which is read in place.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        kv: (B, Sk, 2, H, D).
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: as in `flash_attn_func`.
+    """
+    k, v = unpacked("flash_attn_kvpacked_func", kv, "kv", ("B", "S"), 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Array,
+    cu_seqlens: Array,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Arrays:
+    """`flash_attn_varlen_func` of queries, keys and values in one array, which is read in place.
+
+    Args:
+        qkv: (total, 3, H, D).
+        cu_seqlens: (B + 1,) int32: where each sequence starts.
+        max_seqlen: the most tokens that a sequence has.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_varlen_func`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `flash_attn_varlen_func`.
+    """
+    q, k, v = unpacked("flash_attn_varlen_qkvpacked_func", qkv, "qkv", ("total",), 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Array,
+    kv: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Arrays:
+    """`flash_attn_varlen_func` of keys and values in one array, which is read in place.
+
+    Args:
+        q: (total_q, Hq, D).
+        kv: (total_k, 2, H, D).
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+            alibi_slopes, deterministic, return_attn_probs: as in `flash_attn_varlen_func`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `flash_attn_varlen_func`.
+    """
+    k, v = unpacked("flash_attn_varlen_kvpacked_func", kv, "kv", ("total",), 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-from tikv.arrays import Array, Arrays
-from tikv.compat.flash_rows import RowsArguments, attend_rows
+from tikv.arrays import Array, Arrays, describe, view
+from tikv.compat.flash_rows import RowsArguments, attend_rows, unpacked
 from tikv.compat.indices import flag, refuse_option
 from tikv.compat.kvcache import Arguments, CacheCall
-from tikv.errors import OptionError
+from tikv.errors import OptionError, ShapeError
+from tikv.ops import checks
 
 OPERATION = "flash_attn_interface.flash_attn_with_kvcache"
 
@@ -190,6 +192,59 @@ def flash_attn_func(
         )
     )
     return (out, lse) if wants_lse else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Arrays:
+    """`flash_attn_func` of queries, keys and values in one array, which is read in place.
+
+    Args:
+        qkv: (B, S, 3, H, D); with ``num_heads_q``, (B, S, num_heads_q + 2 * H, D).
+        num_heads_q: the number of query heads in ``qkv``; None if there are as many as KV heads.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, deterministic,
+            sm_margin, return_attn_probs: as in `flash_attn_func`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `flash_attn_func`, or heads do not divide.
+    """
+    operation = "flash_attn_interface.flash_attn_qkvpacked_func"
+    if num_heads_q is None:
+        q, k, v = unpacked(operation, qkv, "qkv", ("B", "S"), 3)
+    else:
+        q, k, v = _heads_of(operation, qkv, num_heads_q)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def _heads_of(operation: str, qkv: Array, num_heads_q: Any) -> Any:
+    """Queries, keys and values of one array (B, S, num_heads_q + 2 * H, D), in place."""
+    seen = view(qkv, "qkv", operation)
+    checks.rank(seen, (4,), "qkv", "(B, S, num_heads_q + 2 * H, D)", operation)
+    queries = checks.integer(num_heads_q, "num_heads_q", operation, low=1)
+    keys, rest = divmod(seen.shape[2] - queries, 2)
+    if rest or keys < 1:
+        raise ShapeError(
+            f"{operation}: qkv is {describe(seen)}; after {queries} query heads, its heads must divide into keys and "
+            "values."
+        )
+    whole: Any = qkv
+    ends = (0, queries, queries + keys, queries + 2 * keys)
+    return [whole[:, :, first:end] for first, end in itertools.pairwise(ends)]
 
 
 def flash_attn_varlen_func(

@@ -272,3 +272,17 @@ def _emptied(array: Array, number: float) -> Any:
     """The array, filled with a number."""
     array[...] = number
     return array
+
+
+def unpacked(operation: str, array: Array, name: str, lead: tuple[str, ...], parts: int) -> Any:
+    """The parts of one array (..., parts, H, D), in place.
+
+    Raises:
+        ShapeError, DTypeError: it is no such array.
+    """
+    seen, axes = view(array, name, operation), ", ".join(lead)
+    checks.rank(seen, (len(lead) + 3,), name, f"({axes}, {parts}, H, D)", operation)
+    checks.extent(seen.shape[len(lead)], parts, f"axis {len(lead)} of {name}", operation, describe(seen))
+    whole: Any = array
+    places = [(slice(None),) * len(lead) + (part,) for part in range(parts)]
+    return [whole[place] for place in places]

@@ -66,6 +66,23 @@ def on_device_of(indices: Array, like: Any) -> Array:
     return np.asarray(indices) if library is np else library.as_tensor(indices, device=like.device)
 
 
+def first_rows(array: Array, tokens: int, name: str, operation: str) -> ArrayView:
+    """The rows that have slots; later rows are padding.
+
+    Raises:
+        ShapeError: there are fewer rows.
+    """
+    rows = view(array, name, operation)
+    if rows.ndim == 0 or rows.shape[0] < tokens:
+        raise ShapeError(f"{operation}: {name} is {describe(rows)}, fewer rows than the {tokens} of slot_mapping.")
+    return rows.part(0, 0, tokens)
+
+
+def with_one_head(a: ArrayView, axis: int) -> ArrayView:
+    """The same array with an axis of one head added."""
+    return a.restrided((*a.shape[:axis], 1, *a.shape[axis:]), (*a.strides[:axis], 0, *a.strides[axis:]))
+
+
 def selected(condition: Array, x: Array, number: float) -> Array:
     """The entries of `x` where the condition is true, and elsewhere the number, in the dtype of `x`."""
     library = library_of(x)

@@ -10,6 +10,7 @@ import numpy as np
 
 from tikv.arrays import Array, ArrayView, describe, view, view_bits
 from tikv.compat.indices import Indices, flag, refuse_option
+from tikv.compat.ragged_rows import first_rows, with_one_head
 from tikv.dtypes import FP8, DType, to_torch
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import blocks, checks, paged
@@ -39,7 +40,7 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
         )
     slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(T,)")
     tokens = slots.shape[0]
-    rows = [_first_rows(a, tokens, name, operation) for a, name in ((key, "key"), (value, "value"))]
+    rows = [first_rows(a, tokens, name, operation) for a, name in ((key, "key"), (value, "value"))]
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
     if kv_cache_dtype in FP8:
         dtype = FP8[kv_cache_dtype]
@@ -49,18 +50,6 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
             scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
     k, v = rows
     paged.slots_call(operation, k, v, key_cache, value_cache, slots, layout=layout, **scales).run()
-
-
-def _first_rows(array: Array, tokens: int, name: str, operation: str) -> ArrayView:
-    """The rows that have slots; later rows are padding.
-
-    Raises:
-        ShapeError: there are fewer rows.
-    """
-    rows = view(array, name, operation)
-    if rows.ndim == 0 or rows.shape[0] < tokens:
-        raise ShapeError(f"{operation}: {name} is {describe(rows)}, fewer rows than the {tokens} of slot_mapping.")
-    return rows.part(0, 0, tokens)
 
 
 def reshape_and_cache_flash(
@@ -171,7 +160,7 @@ def concat_and_cache_mla(
     for a, name in ((kv_c, "kv_c"), (k_pe, "k_pe")):
         source = view(a, name, operation)
         checks.rank(source, (2,), name, "(T, columns)", operation)
-        rows.append(_with_one_head(_first_rows(source, slots.shape[0], name, operation), 1))
+        rows.append(with_one_head(first_rows(source, slots.shape[0], name, operation), 1))
     scales: dict[str, Any] = {}
     if kv_cache_dtype in FP8:
         kv_cache = _pool_of_bytes(kv_cache, FP8[kv_cache_dtype], "kv_cache", operation)
@@ -182,13 +171,8 @@ def concat_and_cache_mla(
     rank, rotated = (a.shape[2] for a in rows)
     detail = f"kv_c: {describe(view(kv_c, 'kv_c', operation))}, k_pe: {describe(view(k_pe, 'k_pe', operation))}"
     checks.extent(cache.shape[2], rank + rotated, "the width of kv_cache", operation, detail)
-    k_pool, v_pool = (_with_one_head(part, 2) for part in (cache.part(2, 0, rank), cache.part(2, rank, rank + rotated)))
+    k_pool, v_pool = (with_one_head(part, 2) for part in (cache.part(2, 0, rank), cache.part(2, rank, rank + rotated)))
     paged.slots_call(operation, rows[0], rows[1], k_pool, v_pool, slots, **scales).run()
-
-
-def _with_one_head(a: ArrayView, axis: int) -> ArrayView:
-    """The same array with an axis of one head added."""
-    return a.restrided((*a.shape[:axis], 1, *a.shape[axis:]), (*a.strides[:axis], 0, *a.strides[axis:]))
 
 
 def gather_and_maybe_dequant_cache(
@@ -374,7 +358,7 @@ def _gather(
     )
     to = rows.part(0, 0, tokens)
     if source.ndim == 3:
-        source, to = _with_one_head(source, 2), _with_one_head(to, 1)
+        source, to = with_one_head(source, 2), with_one_head(to, 1)
     paged.gather(operation, source, slots, tokens, layout="NHD", scale=factor, out=to, by_slot=True)
 
 

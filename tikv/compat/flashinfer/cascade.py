@@ -1,18 +1,26 @@
-"""FlashInfer's functions that merge attention over several parts of a context."""
+"""FlashInfer's functions that merge attention over several parts of a context, and its wrappers over shared parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, describe, new_like, refuse_backward, runtime_of, view
-from tikv.compat.indices import library_of
-from tikv.errors import DTypeError, ShapeError
+from tikv.compat.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from tikv.compat.flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    single_prefill_with_kv_cache_return_lse,
+)
+from tikv.compat.indices import flag, library_of
+from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_into, merge_parts
 from tikv.ops.attention.options import QUERIES
+
+BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
 
 def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, Array]:
@@ -140,3 +148,320 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
     merge_parts(operation, seen, to, to_lse, base2=True)
     refuse_backward((out, out_lse), s)
     return out, out_lse
+
+
+class _Level(BatchPrefillWithPagedKVCacheWrapper):
+    """One level of a cascade: its plan is checked first, and taken once those of all levels are."""
+
+    def __init__(self, level: int, *arguments: Any, **buffers: Any) -> None:
+        self.level = level
+        self.take: Callable[[], None] | None = None
+        super().__init__(*arguments, **buffers)
+
+    def _operation(self, method: str) -> str:
+        return f"flashinfer.MultiLevelCascadeAttentionWrapper.{method} of level {self.level}"
+
+    def _take(self, *arguments: Any) -> None:
+        self.take = self._prepared(*arguments)
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention over pages that requests share, level by level, the last of which are each request's own.
+
+    Args:
+        num_levels: how many levels there are.
+        float_workspace_buffer, kv_layout, use_cuda_graph: as in `BatchPrefillWithPagedKVCacheWrapper`.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: with
+            ``use_cuda_graph``, lists of its buffers, one for each level.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: an option is not supported, or a list has the wrong length.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tikv.compat import flashinfer
+        >>> k, v = np.zeros((3, 2, 1, 1), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
+        >>> wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, np.empty(0, np.uint8))
+        >>> queries, pages = [np.array([0, 2]), np.array([0, 1, 2])], [np.array([1]), np.array([0, 2])]
+        >>> starts, last = [np.array([0, 1]), np.array([0, 1, 2])], [np.array([2]), np.array([2, 2])]
+        >>> wrapper.plan(queries, starts, pages, last, 1, 1, 1, 2, q_data_type="float32")
+        >>> wrapper.run(np.ones((2, 1, 1), np.float32), (k, v)).ravel().tolist()
+        [1.5, 3.5]
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Array,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Array] | None = None,
+        paged_kv_indptr_buf_arr: list[Array] | None = None,
+        paged_kv_indices_buf_arr: list[Array] | None = None,
+        paged_kv_last_page_len_buf_arr: list[Array] | None = None,
+    ) -> None:
+        operation = "flashinfer.MultiLevelCascadeAttentionWrapper"
+        levels = checks.integer(num_levels, "num_levels", operation, low=1)
+        self._graphs = flag(use_cuda_graph, "use_cuda_graph", operation)
+        lists = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
+        buffers: list[dict[str, Any]] = [{} for _ in range(levels)]
+        for name, arrays in zip(BUFFERS, lists, strict=True):
+            if not self._graphs and arrays is not None:
+                raise OptionError(f"{operation}: {name}_arr needs use_cuda_graph=True. Leave it out, or pass that.")
+            if self._graphs:
+                for of_level, array in zip(buffers, _of_levels(operation, f"{name}_arr", arrays, levels), strict=True):
+                    of_level[name] = array
+        self._levels = [
+            _Level(i, float_workspace_buffer, kv_layout, self._graphs, **of_level) for i, of_level in enumerate(buffers)
+        ]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made for CUDA graphs."""
+        return self._graphs
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Array, int_workspace_buffers: list[Array]) -> None:
+        """Take other workspaces; as in the constructor, only the device of the first one is read."""
+        for level in self._levels:
+            level.reset_workspace_buffer(float_workspace_buffer, None)
+
+    def plan(
+        self,
+        qo_indptr_arr: list[Array],
+        paged_kv_indptr_arr: list[Array],
+        paged_kv_indices_arr: list[Array],
+        paged_kv_last_page_len: list[Array],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        """Say which queries and pages each part has, level by level, and the options of the runs that follow.
+
+        Args:
+            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: lists with the four arrays
+                of `BatchPrefillWithPagedKVCacheWrapper.plan` for each level, whose queries are the same: on a level
+                that all requests share, they belong to one request.
+            causal: on the last level, each query sees the tokens up to its own; it sees all of the others.
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, use_fp16_qk_reduction, sm_scale,
+                window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type: as there, on each
+                level. As in FlashInfer, windows and position encodings count from the end of each part.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, PositionError: an argument is not supported, or does not fit the
+                others. The plan before stays.
+        """
+        operation, number = "flashinfer.MultiLevelCascadeAttentionWrapper.plan", len(self._levels)
+        names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+        lists = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        tables = zip(*(_of_levels(operation, *pair, number) for pair in zip(names, lists, strict=True)), strict=True)
+        last = flag(causal, "causal", operation)
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        options: dict[str, Any] = {
+            "pos_encoding_mode": pos_encoding_mode, "use_fp16_qk_reduction": use_fp16_qk_reduction,
+            "sm_scale": sm_scale, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
+            "rope_scale": rope_scale, "rope_theta": rope_theta, "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }  # fmt: skip
+        for level, (starts, *pages) in zip(self._levels, tables, strict=True):
+            level.plan(
+                starts, pages[0], pages[1], pages[2], *sizes, causal=last and level.level == number - 1, **options
+            )
+        for level in self._levels:
+            assert level.take is not None
+            level.take()
+
+    begin_forward = plan
+
+    def run(self, q: Array, paged_kv_cache: Array | tuple[Array, Array]) -> Array:
+        """Attend as planned, and merge the levels.
+
+        Args:
+            q: (total, Hq, D), the queries of all requests.
+            paged_kv_cache: as in `batch_decode_with_paged_kv_cache`, in the wrapper's layout.
+
+        Returns:
+            (total, Hq, D). A query that sees nothing gives 0.
+
+        Raises:
+            OptionError, ShapeError, DTypeError: there is no plan, or an argument does not fit it.
+
+        Exactness: as `tikv.paged_decode_attention` on each level; results are rounded to q's dtype on each level, and
+            in each merge. Cost: one attention for each level, in which queries of one part share reads, and a merge for
+            each level after the first.
+        """
+        *above, last = self._levels
+        out, lse = last.run(q, paged_kv_cache, return_lse=True)
+        for level in above:
+            out, lse = merge_state(out, lse, *level.run(q, paged_kv_cache, return_lse=True))
+        return out
+
+    forward = run
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """Attention of the newest tokens of requests that share a prefix, over its rows and each request's own pages.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in `BatchDecodeWithPagedKVCacheWrapper`.
+
+    FlashInfer recommends `MultiLevelCascadeAttentionWrapper` in its place.
+    """
+
+    def __init__(self, float_workspace_buffer: Array, kv_layout: str = "NHD") -> None:
+        self._pages, self._kv_layout = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout), kv_layout
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Array, int_workspace_buffer: Any) -> None:
+        """As in `BatchDecodeWithPagedKVCacheWrapper`."""
+        self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: Array,
+        unique_kv_indices: Array,
+        unique_kv_last_page_len: Array,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: Any = "float16",
+    ) -> None:
+        """Say which pages each request has beside the prefix.
+
+        Args:
+            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: as ``indptr``, ``indices`` and
+                ``last_page_len`` in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            num_qo_heads, num_kv_heads, head_dim, page_size: the shapes of q and of the pages.
+            data_type: the dtype of q, of the prefix and of the pages.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, PositionError: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        """
+        table = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
+        self._pages.plan(*table, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=data_type)
+
+    def forward(
+        self, q: Array, k_shared: Array, v_shared: Array, unique_kv_cache: Array | tuple[Array, Array]
+    ) -> Array:
+        """Attention over the prefix and the pages.
+
+        Args:
+            q: (B, Hq, D).
+            k_shared, v_shared: (length, H, D) in NHD, (H, length, D) in HND: the prefix.
+            unique_kv_cache: as ``paged_kv_cache`` in `BatchDecodeWithPagedKVCacheWrapper.run`.
+
+        Returns:
+            (B, Hq, D).
+
+        Raises:
+            OptionError, ShapeError, DTypeError: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+        """
+        return _with_prefix(
+            q, (k_shared, v_shared), self._kv_layout, {}, self._pages.run_return_lse(q, unique_kv_cache)
+        )
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Attention of the new tokens of requests that share a prefix, over its rows and each request's own pages.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in `BatchPrefillWithPagedKVCacheWrapper`.
+
+    FlashInfer recommends `MultiLevelCascadeAttentionWrapper` in its place.
+    """
+
+    def __init__(self, float_workspace_buffer: Array, kv_layout: str = "NHD") -> None:
+        self._pages, self._kv_layout = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout), kv_layout
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Array, int_workspace_buffer: Any) -> None:
+        """As in `BatchPrefillWithPagedKVCacheWrapper`."""
+        self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def begin_forward(
+        self,
+        qo_indptr: Array,
+        paged_kv_indptr: Array,
+        paged_kv_indices: Array,
+        paged_kv_last_page_len: Array,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Say which queries each request has, and which pages beside the prefix; all are float16, as in FlashInfer.
+
+        Args:
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                page_size: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, PositionError: as there.
+        """
+        table = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._pages.plan(*table, num_qo_heads, num_kv_heads, head_dim, page_size)
+
+    def forward(
+        self,
+        q: Array,
+        k_shared: Array,
+        v_shared: Array,
+        unique_kv_cache: Array | tuple[Array, Array],
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Array:
+        """Attention over the prefix, which each query sees, and the pages.
+
+        Args:
+            q: (total, Hq, D), the queries of all requests.
+            k_shared, v_shared: (length, H, D) in NHD, (H, length, D) in HND: the prefix.
+            unique_kv_cache: as ``paged_kv_cache`` in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            causal: of the pages, each query sees the tokens up to its own.
+            use_fp16_qk_reduction, rope_scale, rope_theta: have no effect.
+            sm_scale: None for ``1 / sqrt(D)``.
+
+        Returns:
+            (total, Hq, D).
+
+        Raises:
+            OptionError, ShapeError, DTypeError: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        options: dict[str, Any] = {"use_fp16_qk_reduction": use_fp16_qk_reduction, "sm_scale": sm_scale}
+        options |= {"rope_scale": rope_scale, "rope_theta": rope_theta}
+        state = self._pages.forward_return_lse(q, unique_kv_cache, causal, **options)
+        return _with_prefix(q, (k_shared, v_shared), self._kv_layout, options, state)
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
+def _with_prefix(q: Array, prefix: tuple[Array, Array], layout: str, options: dict[str, Any], state: Any) -> Array:
+    """The state of attention over pages, merged with attention over a prefix that each query sees."""
+    return merge_state(*single_prefill_with_kv_cache_return_lse(q, *prefix, kv_layout=layout, **options), *state)[0]
+
+
+def _of_levels(operation: str, name: str, arrays: Any, levels: int) -> list[Any]:
+    """A list with an array for each level.
+
+    Raises:
+        ShapeError: it is no such list.
+    """
+    if not isinstance(arrays, tuple | list) or len(arrays) != levels:
+        shown = f"{len(arrays)} arrays" if isinstance(arrays, tuple | list) else type(arrays).__name__
+        raise ShapeError(f"{operation}: {name} is {shown}. Pass a list of {levels} arrays, one for each level.")
+    return list(arrays)

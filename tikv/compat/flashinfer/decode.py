@@ -232,7 +232,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             requests and all options stay as in the first plan.
         paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: with ``use_cuda_graph``, arrays
             into which plans copy their indices: (B + 1,), the most pages of all requests together, and (B,).
-        jit_args: must be None.
+        jit_args, jit_kwargs: must be None.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -259,14 +259,15 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buffer: Array | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        graphs = (use_cuda_graph, buffers)
-        super().__init__(float_workspace_buffer, kv_layout, backend, {"jit_args": jit_args}, graphs, tiled=False)
+        graphs, refused = (use_cuda_graph, buffers), {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        super().__init__(float_workspace_buffer, kv_layout, backend, refused, graphs, tiled=False)
         self._use_tensor_cores = flag(use_tensor_cores, "use_tensor_cores", self._operation("__init__"))
 
     @property
@@ -301,6 +302,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         q_len_per_req: int = 1,
         *,
         window_right: int = 0,
+        is_causal: bool | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say which pages each request has, and the options of the runs that follow. The indices are copied.
 
@@ -318,13 +321,15 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             block_tables, seq_lens: must be None.
             q_len_per_req: the queries of each request; if there are several, each sees the tokens up to its own.
             window_right: must be 0.
+            is_causal: whether each query sees the tokens up to its own, or all; None for what ``q_len_per_req`` says.
+            use_token_head_sf: must be False.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: an argument is not supported, or does not fit the
                 others. The plan before stays.
         """
         operation = self._operation("plan")
-        refuse_passed(operation, block_tables=block_tables, seq_lens=seq_lens)
+        refuse_passed(operation, block_tables=block_tables, seq_lens=seq_lens, use_token_head_sf=use_token_head_sf)
         if type(window_right) is not int or window_right:
             refuse_option(operation, window_right=(window_right, "0"))
         flags = {"non_blocking": non_blocking, "disable_split_kv": disable_split_kv}
@@ -335,8 +340,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
         heads = Heads(queries, keys, width, width)
         rope = (rope_scale, rope_theta)
-        scores = scores_of(operation, pos_encoding_mode, window_left, each > 1, logits_soft_cap, sm_scale, rope)
-        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, data_type)
+        causal = each > 1 if is_causal is None else flag(is_causal, "is_causal", operation)
+        scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
+        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, data_type, codes=True)
         batch = starts_of(operation, "indptr", indptr).size - 1
         arrays, names = (indptr, indices, last_page_len), ("indptr", "indices", "last_page_len")
         requests = paged_requests(operation, np.arange(batch + 1) * each, arrays, page_size, names)
@@ -360,7 +366,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         sinks: Array | None = None,
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Any = None,
+        kv_cache_sf: Array | tuple[Array, Array] | None = None,
     ) -> Arrays:
         """Attend as planned.
 
@@ -373,7 +379,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             return_lse: also return the log-sum-exp of base 2.
             enable_pdl: has no effect.
             window_left, q_len_per_req: None, or as in the plan.
-            skip_softmax_threshold_scale_factor, kv_cache_sf: must be None.
+            skip_softmax_threshold_scale_factor: must be None.
+            kv_cache_sf: for pages in nvfp4, which are uint8 with two codes in a byte and whose plan has
+                ``kv_data_type="uint8"``: a pair of float8_e4m3fn arrays (N, bs, H, D / 16), the scales of groups. Only
+                in NHD.
 
         Returns:
             (B * q_len_per_req, Hq, D); with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
@@ -386,11 +395,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             pages of all requests in float32, rotates the keys there, and rounds the result once.
         """
         operation = self._operation("run")
-        refuse_passed(
-            operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-        )
+        refuse_passed(operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._check_window(operation, window_left)
-        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation)
+        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)
         rows = view(q, "q", operation).shape[:1]
         if rows != (plan.total,):
@@ -406,6 +413,93 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return plan.run(Run(q, keys, scales, sinks, out, lse, wants_lse))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Array,
+        paged_kv_cache: Array | tuple[Array, Array],
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Arrays:
+        """`run` with these options, which replace those of the plan, also in later runs; FlashInfer has deprecated it.
+
+        Args:
+            q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse: as in `run`.
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta: as in `plan`.
+
+        Raises:
+            OptionError, ShapeError, DTypeError: as in `run`; with ``use_cuda_graph=True``, other options than those of
+                the plan.
+        """
+        operation = self._operation("forward")
+        causal = self._plan is not None and self._plan.scores.sight.right == 0
+        rope = (rope_scale, rope_theta)
+        scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
+        self._replan(operation, scores)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Array,
+    indices: Array,
+    last_page_len: Array,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Any = None,
+    kv_data_type: Any = None,
+    data_type: Any = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Array | None = None,
+) -> None:
+    """`BatchDecodeWithPagedKVCacheWrapper.plan`, under the name by which engines put it in place of `plan`.
+
+    Args:
+        self: the wrapper.
+        global_override_indptr_cpu: ``indptr`` on the host, which is read in its place without waiting for the device;
+            None to read ``indptr``.
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left,
+            logits_soft_cap, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
+            disable_split_kv, q_len_per_req: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        q_data_type: likewise; None for ``data_type``, and float16 without both.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+    """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        raise OptionError(
+            f"flashinfer.fast_decode_plan: self is {type(self).__name__}. Pass a BatchDecodeWithPagedKVCacheWrapper."
+        )
+    if q_data_type is None and data_type is None:
+        q_data_type = "float16"
+    starts = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # `self.plan` may be this function
+        self, starts, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
+        window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta,
+        non_blocking, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )  # fmt: skip
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

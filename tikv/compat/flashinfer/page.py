@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from tikv import dtypes
 from tikv.arrays import Array, describe, view
-from tikv.compat.flashinfer.pools import check_layout, pools_of, slots_of_page
-from tikv.compat.indices import Indices, on_host
+from tikv.compat.flashinfer.pools import check_layout, nvfp4_pools, pools_of, slots_of_page
+from tikv.compat.indices import Indices, on_host, refuse_option
+from tikv.compat.ragged_rows import first_rows, with_one_head
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, paged
+from tikv.ops.attention.options import real
+from tikv.ops.quantize import Quantized
 from tikv.ops.write_pages import write_pages
 from tikv.runtime import current
 
@@ -58,18 +64,156 @@ def append_paged_kv_cache(
     check_layout(kv_layout, operation)
     k_pool, v_pool = pools_of(paged_kv_cache, kv_layout, operation)
     indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    if not any(map(on_host, indices.values())) and not current().debug:
-        write_pages(
-            operation, append_key, append_value, k_pool, v_pool, batch_indices, positions, kv_indices, kv_indptr,
-            kv_layout,
-        )  # fmt: skip
+    _append(operation, (append_key, append_value), (k_pool, v_pool), indices, kv_layout)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Array,
+    append_kpe: Array,
+    batch_indices: Array,
+    positions: Array,
+    ckv_cache: Array,
+    kpe_cache: Array,
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
+) -> None:
+    """Write ragged new latent keys into pages, both parts in one launch.
+
+    Args:
+        append_ckv, append_kpe: (nnz, ckv_dim) and (nnz, kpe_dim), of any widths.
+        batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as in `append_paged_kv_cache`.
+        ckv_cache, kpe_cache: (N, page_size, ckv_dim) and (N, page_size, kpe_dim); they may be columns of one array.
+
+    Raises:
+        ShapeError, DTypeError, PositionError: as in `append_paged_kv_cache`. Nothing is written.
+
+    Exactness, cost: as `append_paged_kv_cache`.
+    """
+    operation = "flashinfer.append_paged_mla_kv_cache"
+    rows, pools = [], []
+    for name, a, cache in (("ckv", append_ckv, ckv_cache), ("kpe", append_kpe, kpe_cache)):
+        new, held = view(a, f"append_{name}", operation), view(cache, f"{name}_cache", operation)
+        checks.rank(new, (2,), f"append_{name}", f"(nnz, {name}_dim)", operation)
+        checks.rank(held, (3,), f"{name}_cache", f"(N, page_size, {name}_dim)", operation)
+        rows.append(with_one_head(new, 1))
+        pools.append(with_one_head(held, 2))
+    indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    _append(operation, (rows[0], rows[1]), (pools[0], pools[1]), indices, "NHD")
+
+
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: Array,
+    append_value: Array,
+    batch_indices: Array,
+    positions: Array,
+    paged_kv_cache: Array | tuple[Array, Array],
+    kv_cache_sf: tuple[Array, Array],
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
+    k_scale: float,
+    v_scale: float,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write ragged new keys and values into pages in nvfp4.
+
+    Args:
+        append_key, append_value: (nnz, H, D) float32, float16 or bfloat16, with D a multiple of 16.
+        batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as in `append_paged_kv_cache`.
+        paged_kv_cache: uint8, (N, 2, bs, H, D / 2) or a pair (N, bs, H, D / 2): two codes in a byte, the first one in
+            the lower four bits.
+        kv_cache_sf: a pair of contiguous float8_e4m3fn arrays (N, bs, H, D / 16): the scales of groups of 16.
+        k_scale, v_scale: positive numbers, by which all keys and all values are divided first.
+        kv_layout: "NHD".
+
+    Raises:
+        OptionError: another layout, or a scale that is not a positive number.
+        ShapeError, DTypeError, PositionError: as in `append_paged_kv_cache`. Nothing is written.
+
+    Exactness: the bits of `tikv.quantize` with ``tensor_scale``. FlashInfer divides in another order, so that a scale
+        or a code may be the neighbouring one if a number lies between two of them. Cost: as `append_paged_kv_cache`,
+        with arithmetic on the indices before the launch.
+    """
+    operation = "flashinfer.nvfp4_quantize_append_paged_kv_cache"
+    check_layout(kv_layout, operation)
+    pools = nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
+    indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    _append(operation, (append_key, append_value), pools, indices, kv_layout)
+
+
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: Array,
+    append_value: Array,
+    slot_mapping: Array,
+    paged_kv_cache: Array | tuple[Array, Array],
+    kv_cache_sf: tuple[Array, Array],
+    k_scale: float,
+    v_scale: float,
+    kv_layout: str = "NHD",
+    nvfp4_4over6: Any = None,
+) -> None:
+    """As `nvfp4_quantize_append_paged_kv_cache`, with the slot of each token.
+
+    Args:
+        append_key, append_value: (rows, H, D), of which those are written that have a slot.
+        slot_mapping: (nnz,) integers, ``page * page_size + place``; a negative one skips the token.
+        paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout: as in `nvfp4_quantize_append_paged_kv_cache`.
+        nvfp4_4over6: must be None.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, PositionError: as in `nvfp4_quantize_append_paged_kv_cache`. Nothing is
+            written.
+    """
+    operation = "flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+    check_layout(kv_layout, operation)
+    if nvfp4_4over6 is not None:
+        refuse_option(operation, nvfp4_4over6=(nvfp4_4over6, "None: scales are those of amax / 6"))
+    pools = nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
+    slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(nnz,)")
+    rows = [
+        first_rows(a, slots.shape[0], name, operation)
+        for name, a in (("append_key", append_key), ("append_value", append_value))
+    ]
+    paged.slots_call(operation, rows[0], rows[1], *pools, slots, layout=kv_layout).run()
+
+
+def _positive(operation: str, k_scale: Any, v_scale: Any) -> tuple[float, float]:
+    """Scales of all keys and of all values, checked.
+
+    Raises:
+        OptionError: one is not a positive number.
+    """
+    numbers = list[float]()
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        number = real(value, name, operation)
+        if number is None or not (math.isfinite(number) and number > 0):
+            refuse_option(operation, **{name: (value, "a positive number")})
+        else:
+            numbers.append(number)
+    return numbers[0], numbers[1]
+
+
+def _append(
+    operation: str, rows: tuple[Any, Any], pools: tuple[Any, Any], indices: dict[str, Any], layout: str
+) -> None:
+    """Write rows of keys and values into pools, where FlashInfer's indices of tokens and pages say.
+
+    Raises:
+        ShapeError, DTypeError, PositionError: as in `append_paged_kv_cache`. Nothing is written.
+    """
+    codes = any(isinstance(pool, Quantized) for pool in pools)
+    if not codes and not any(map(on_host, indices.values())) and not current().debug:
+        names = ("batch_indices", "positions", "kv_indices", "kv_indptr")
+        arrays = [indices[name] for name in names]
+        write_pages(operation, *rows, *pools, arrays[0], arrays[1], arrays[2], arrays[3], layout)
         return
     index = Indices(operation, indices)
     batch = index.array("batch_indices", (None,), "(nnz,)")
     position = index.array("positions", (batch.shape[0],), "(nnz,)")
     pages, starts = index.array("kv_indices", (None,), "(pages,)"), index.array("kv_indptr", (None,), "(B + 1,)")
     requests, where = starts.shape[0] - 1, index.library.where
-    block_size = slots_of_page(k_pool, kv_layout)
+    block_size = slots_of_page(pools[0], layout)
     skipped = (batch < 0) | (position < 0)
     unknown = ~skipped & (batch >= requests)
     index.refuse_where(
@@ -96,7 +240,7 @@ def append_paged_kv_cache(
             f"table must include pages for the new tokens; position -1 skips a token."
         ),
     )
-    paged.slots_call(operation, append_key, append_value, k_pool, v_pool, slots, layout=kv_layout).run()
+    paged.slots_call(operation, *rows, *pools, slots, layout=layout).run()
 
 
 def get_seq_lens(kv_indptr: Array, kv_last_page_len: Array, page_size: int) -> Array:

@@ -37,6 +37,7 @@ from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
+from tikv.ops.quantize import Quantized
 
 ALL_KEYS = Sight(-1, -1, 0)
 PLACED = ("lengths", "table", "shift", "positions", "pages", "key_positions", "rows", "places")  # what a plan places
@@ -96,6 +97,7 @@ class Run(NamedTuple):
     lse: Any = None
     return_lse: bool = False
     base2: bool = True
+    heads_first: bool = False  # whether the log-sum-exp is (Hq, total)
 
 
 class PlanRoom(NamedTuple):
@@ -123,7 +125,7 @@ class PlannedAttention:
         self, operation: str, requests: Requests, heads: Heads, scores: Scores, like: Any, tokens: Any = None,
         room: PlanRoom | None = None,
     ) -> None:  # fmt: skip
-        self.room = room
+        self.room, self.of_mask = room, tokens
         self.operation, self.requests, self.heads, self.scores, self.like = operation, requests, heads, scores, like
         self.total, self.on_host = int(requests.starts[-1]), on_host(like)
         if scores.mode == "ALIBI" and tokens is None and scores.sight.right < 0 <= scores.sight.left:
@@ -251,7 +253,8 @@ class PlannedAttention:
         shape = (self.total, heads.queries, heads.width_v)
         needs_lse = run.return_lse or run.lse is not None
         out = self._result(run.out, "out", run.q, shape, q)
-        lse = self._result(run.lse, "lse", run.q, shape[:2], q, dtypes.float32) if needs_lse else None
+        of_lse = shape[1::-1] if run.heads_first else shape[:2]
+        lse = self._result(run.lse, "lse", run.q, of_lse, q, dtypes.float32) if needs_lse else None
         if 0 not in shape:
             asked, (to, to_lse) = run.q, (out, lse)
             table = self.table
@@ -267,21 +270,28 @@ class PlannedAttention:
                 rows, live = (self.sequences * self.size, heads.queries), runtime_of(run.q)
                 to = new_like(asked, (*rows, heads.width_v), dtypes.float32 if rotates else q.dtype, live)
                 to_lse = new_like(asked, rows, dtypes.float32, live) if needs_lse else None
+            elif needs_lse and run.heads_first:
+                to_lse = new_like(asked, shape[:2], dtypes.float32, runtime_of(run.q))
             views = {"out": view(to, "out", operation)}
             if needs_lse:
                 views["lse"] = view(to_lse, "lse", operation)
-            read = {"q": view(asked, "q", operation), "k": keys.k} | ({} if keys.v is None else {"v": keys.v})
+            read = {"q": view(asked, "q", operation)}
+            read |= {name: a for name, a in (("k", memory_of(keys.k)), ("v", memory_of(keys.v))) if a is not None}
             writes = [(name, a, True) for name, a in views.items()]
+            if needs_lse and to_lse is not lse:
+                writes.append(("lse", view(lse, "lse", operation), True))
             checks.disjoint([*writes, *[(name, a, False) for name, a in read.items()]], operation)
             call = self._call(self._sequences(read["q"]), keys, table, scales, run)
-            of_lse = self._sequences(views["lse"], 2) if needs_lse else None
-            call.prepare(None, Results(self._sequences(views["out"]), needs_lse, of_lse)).run()
+            in_sequences = self._sequences(views["lse"], 2) if needs_lse else None
+            call.prepare(None, Results(self._sequences(views["out"]), needs_lse, in_sequences)).run()
             if copied:
                 self._copy(to, out)
-            if copied and needs_lse:
-                self._copy(to_lse, lse)
-            if needs_lse and self.slopes is not None:
-                self._shift(lse)
+            if needs_lse:
+                of_tokens = _detached(lse).T if run.heads_first else lse
+                if to_lse is not lse:
+                    self._copy(to_lse, of_tokens)
+                if self.slopes is not None:
+                    self._shift(of_tokens, run.base2)
         out = multiplied(handed_over(out), scales.of_result)
         results = (out, handed_over(lse)) if run.return_lse else out
         return refuse_backward(results, run.q, *run.keys.arrays)
@@ -305,18 +315,19 @@ class PlannedAttention:
         if rotates:
             named |= dict(zip(("k", "v"), run.keys.arrays, strict=True))
             for name, a in (("keys", run.keys.k), ("values", run.keys.v)):
-                if a.dtype not in ROTATED:
+                if isinstance(a, Quantized) or a.dtype not in ROTATED:
                     raise DTypeError(
-                        f"{operation}: {name} are {describe(a)}; ROPE_LLAMA reads {', '.join(t.name for t in ROTATED)}."
+                        f"{operation}: {name} are {described(a)}; ROPE_LLAMA reads "
+                        f"{', '.join(t.name for t in ROTATED)}."
                     )
-        if rotates or self.rows is not None or self.slopes is not None:
+        if rotates or self.rows is not None or self.slopes is not None or run.heads_first:
             named |= {name: a for name, a in (("out", run.out), ("lse", run.lse)) if a is not None}
-            require_library(operation, named, "Such a plan")
+            require_library(operation, named, "lse_layout='HN'" if run.heads_first else "Such a plan")
         seen = (run.keys.k.shape[-2 if run.keys.layout == "NHD" else -3], run.keys.k.shape[-1])
         if seen != (heads.keys, heads.width) or (run.keys.v is not None and run.keys.v.shape[-1] != heads.width_v):
             raise ShapeError(
-                f"{operation}: keys are {describe(run.keys.k)}"
-                + ("" if run.keys.v is None else f" and values {describe(run.keys.v)}")
+                f"{operation}: keys are {described(run.keys.k)}"
+                + ("" if run.keys.v is None else f" and values {described(run.keys.v)}")
                 + f"; the plan needs {heads.keys} heads of widths {heads.width} and {heads.width_v}."
             )
         if (
@@ -324,7 +335,7 @@ class PlannedAttention:
             and run.keys.k.shape[1 if run.keys.layout == "NHD" else 2] != self.requests.page
         ):
             raise ShapeError(
-                f"{operation}: keys are {describe(run.keys.k)}; the plan needs pages of {self.requests.page} tokens."
+                f"{operation}: keys are {described(run.keys.k)}; the plan needs pages of {self.requests.page} tokens."
             )
 
     def _result(
@@ -419,16 +430,17 @@ class PlannedAttention:
         else:
             to.detach().copy_(source)
 
-    def _shift(self, lse: Array) -> None:
+    def _shift(self, lse: Array, base2: bool) -> None:
         """Add to log-sum-exps what FlashInfer's slopes add to all scores of a query.
 
         They multiply the key's position less the query's number in its request, and not less its position.
         """
+        factor = LOG2_E if base2 else 1.0
         if isinstance(lse, np.ndarray):
-            lse += self.shift[: self.total, None] * (self.slopes * np.float32(LOG2_E))
+            lse += self.shift[: self.total, None] * (self.slopes * np.float32(factor))
         else:
             shift, slopes = (on_device_of(a, lse) for a in (self.shift, self.slopes))
-            lse.detach().add_(shift[: self.total, None] * (slopes * LOG2_E))
+            lse.detach().add_(shift[: self.total, None] * (slopes * factor))
 
 
 def attend_single(operation: str, run: Run, scores: Scores, masks: tuple[Any, Any] = (None, None)) -> Any:
@@ -450,6 +462,16 @@ def _padded(array: Array, extent: int, axis: int = 0) -> Any:
     whole = np.zeros(shape, array.dtype) if isinstance(array, np.ndarray) else array.new_zeros(shape)
     whole[(slice(None),) * axis + (slice(array.shape[axis]),)] = array
     return whole
+
+
+def memory_of(rows: Any) -> Any:
+    """The array that holds rows, or their codes."""
+    return rows.codes if isinstance(rows, Quantized) else rows
+
+
+def described(rows: Any) -> str:
+    """Rows or codes for a message."""
+    return f"{rows.format} {rows.shape}" if isinstance(rows, Quantized) else describe(rows)
 
 
 def _detached(array: Array) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import Array, Arrays, view
+from tikv.arrays import Array, Arrays, describe, view
 from tikv.compat.flashinfer.masks import read_tokens
 from tikv.compat.flashinfer.planned import Heads, Requests, Run, attend_single
 from tikv.compat.flashinfer.pools import check_layout
@@ -90,7 +90,7 @@ def single_prefill_with_kv_cache(
     wants_lse = flag(return_lse, "return_lse", operation)
     _check_masks(operation, custom_mask, packed_custom_mask)
     if o_dtype is not None:
-        planned_dtypes(operation, view(q, "q", operation).dtype, None, o_dtype)
+        planned_dtypes(operation, view(q, "q", operation).dtype, None, o_dtype, name="o_dtype")
     rope = (rope_scale, rope_theta)
     scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
     keys, scales = keys_in_rows(k, v, kv_layout, operation), {"k_scale": k_scale, "v_scale": v_scale}
@@ -112,7 +112,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             captured run then writes any numbers for the queries after the last request.
         qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: with ``use_cuda_graph``,
             arrays into which plans copy their indices.
-        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
+        max_total_num_rows: with ``use_cuda_graph``, the most queries of a plan; None for those of the first one.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs, variant_owns_mask: must be left out.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -132,6 +133,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
@@ -139,9 +142,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "paged_kv_indices_buf": paged_kv_indices_buf,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
-        refused = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        refused: dict[str, Any] = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
         refused |= {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
-        super().__init__(float_workspace_buffer, kv_layout, backend, refused, (use_cuda_graph, buffers), tiled=True)
+        refused |= {"variant_owns_mask": variant_owns_mask}
+        super().__init__(
+            float_workspace_buffer, kv_layout, backend, refused, (use_cuda_graph, buffers), True, max_total_num_rows
+        )
 
     def plan(
         self,
@@ -179,6 +185,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say which queries and pages each request has, and the options of the runs that follow. Indices are copied.
 
@@ -195,9 +203,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             q_data_type, kv_data_type: the dtypes of q and of the pages, which `run` checks.
             o_data_type: None, or the dtype of q.
             use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: have no effect.
-            max_token_per_sequence, max_sequence_kv: have no effect.
+            max_token_per_sequence, max_sequence_kv, uniform_q_len: have no effect.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: must be left out.
-            seq_lens, seq_lens_q, block_tables: must be None.
+            seq_lens, seq_lens_q, block_tables, use_token_head_sf: must be left out.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: an argument is not supported, or does not fit the
@@ -205,13 +213,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("plan")
         refuse_passed(operation, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables)
+        refuse_passed(operation, use_token_head_sf=use_token_head_sf)
         _refuse_items(operation, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         _check_hints(operation, use_fp16_qk_reduction, non_blocking, disable_split_kv, fixed_split_size,
-                     max_token_per_sequence, max_sequence_kv)  # fmt: skip
+                     max_token_per_sequence, max_sequence_kv, uniform_q_len)  # fmt: skip
         heads = _heads(operation, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         rope = (rope_scale, rope_theta)
         scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
-        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type)
+        dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type, codes=True)
         starts = starts_of(operation, "qo_indptr", qo_indptr)
         arrays = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         requests = paged_requests(operation, starts, arrays, page_size)
@@ -231,10 +240,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         out: Array | None = None,
         lse: Array | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Array | None = None,
-        kv_cache_sf: Any = None,
+        kv_cache_sf: Array | tuple[Array, Array] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
@@ -247,10 +258,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             args: must be empty.
             q_scale, k_scale, v_scale, sinks: as in `batch_decode_with_paged_kv_cache`.
             out, lse: arrays for the results, (total, Hq, D_v) and (total, Hq) float32; None for new ones.
-            return_lse: also return the log-sum-exp of base 2.
+            return_lse: also return the log-sum-exp.
+            lse_base: "log2" or "ln", the base of the log-sum-exp.
+            lse_layout: "NH", or "HN" for a log-sum-exp (Hq, total), of which the caller's array has the form too.
             enable_pdl: has no effect.
             window_left: None, or as in the plan.
-            kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: must be None.
+            kv_cache_sf: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: must be None.
 
         Returns:
             (total, Hq, D_v); with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
@@ -265,16 +279,54 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("run")
         refuse_passed(
-            operation, kv_cache_sf=kv_cache_sf, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
+            operation, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         self._check_window(operation, window_left)
-        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation)
+        keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return plan.run(Run(q, keys, scales, sinks, out, lse, flag(return_lse, "return_lse", operation)))
+        run = Run(q, keys, scales, sinks, out, lse, flag(return_lse, "return_lse", operation))
+        return self._attend(operation, plan, run, lse_base, lse_layout)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Array,
+        paged_kv_cache: Array | tuple[Array, Array],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Arrays:
+        """`run` with these options, which replace those of the plan, also in later runs; FlashInfer has deprecated it.
+
+        Args:
+            q, paged_kv_cache, k_scale, v_scale, return_lse: as in `run`.
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+                rope_theta: as in `plan`; with a mask, the window stays that of the plan.
+
+        Raises:
+            OptionError, ShapeError, DTypeError: as in `run`; with ``use_cuda_graph=True``, other options than those of
+                the plan.
+        """
+        operation = self._operation("forward")
+        flag(use_fp16_qk_reduction, "use_fp16_qk_reduction", operation)
+        rope = (rope_scale, rope_theta)
+        scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
+        self._replan(operation, scores)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -286,7 +338,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         backend: "auto", "fa2" or "fa3", without effect.
         use_cuda_graph: as in `BatchPrefillWithPagedKVCacheWrapper`.
         qo_indptr_buf, kv_indptr_buf: with ``use_cuda_graph``, arrays into which plans copy their indices.
-        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs, variant_owns_mask: must be left out.
 
     Raises:
         OptionError, DTypeError: an option is not supported.
@@ -304,13 +356,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "kv_indptr_buf": kv_indptr_buf,
         }
-        refused = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        refused: dict[str, Any] = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
         refused |= {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+        refused |= {"variant_owns_mask": variant_owns_mask}
         super().__init__(float_workspace_buffer, kv_layout, backend, refused, (use_cuda_graph, buffers), tiled=True)
 
     def plan(
@@ -347,6 +401,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         max_sequence_kv: int | None = None,
         v_indptr: Array | None = None,
         o_indptr: Array | None = None,
+        qo_indptr_cpu: Array | None = None,
+        kv_indptr_cpu: Array | None = None,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say which queries and keys each request has, and the options of the runs that follow. Indices are copied.
 
@@ -359,9 +417,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             q_data_type, kv_data_type: the dtypes of q and of the keys, which `run` checks.
             o_data_type: None, or the dtype of q.
             use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: have no effect.
-            max_token_per_sequence, max_sequence_kv: have no effect.
+            max_token_per_sequence, max_sequence_kv, uniform_q_len: have no effect.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: must be left out.
-            seq_lens, seq_lens_q, v_indptr, o_indptr: must be None.
+            seq_lens, seq_lens_q, v_indptr, o_indptr, use_token_head_sf: must be left out.
+            qo_indptr_cpu, kv_indptr_cpu: the same numbers on the host, which are read in place of ``qo_indptr`` and
+                ``kv_indptr`` without waiting for the device; None to read those.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: an argument is not supported, or does not fit the
@@ -369,15 +429,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("plan")
         refuse_passed(operation, seq_lens=seq_lens, seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        refuse_passed(operation, use_token_head_sf=use_token_head_sf)
         _refuse_items(operation, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         _check_hints(operation, use_fp16_qk_reduction, non_blocking, disable_split_kv, fixed_split_size,
-                     max_token_per_sequence, max_sequence_kv)  # fmt: skip
+                     max_token_per_sequence, max_sequence_kv, uniform_q_len)  # fmt: skip
         heads = _heads(operation, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         rope = (rope_scale, rope_theta)
         scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
         dtypes_of = planned_dtypes(operation, q_data_type, kv_data_type, o_data_type)
-        starts = starts_of(operation, "qo_indptr", qo_indptr)
-        of_keys = starts_of(operation, "kv_indptr", kv_indptr)
+        starts = _starts_on_host(operation, "qo_indptr", qo_indptr, qo_indptr_cpu)
+        of_keys = _starts_on_host(operation, "kv_indptr", kv_indptr, kv_indptr_cpu)
         if of_keys.size != starts.size:
             raise ShapeError(
                 f"{operation}: kv_indptr has {of_keys.size} entries and qo_indptr {starts.size}; both need one more "
@@ -402,6 +463,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         out: Array | None = None,
         lse: Array | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
     ) -> Arrays:
@@ -414,7 +477,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             q_scale, k_scale, v_scale: as in `batch_decode_with_paged_kv_cache`.
             o_scale, kv_cache_sf: must be None.
             out, lse: arrays for the results, (total, Hq, D_v) and (total, Hq) float32; None for new ones.
-            return_lse: also return the log-sum-exp of base 2.
+            return_lse: also return the log-sum-exp.
+            lse_base: "log2" or "ln", the base of the log-sum-exp.
+            lse_layout: "NH", or "HN" for a log-sum-exp (Hq, total), of which the caller's array has the form too.
             enable_pdl: has no effect.
 
         Returns:
@@ -435,9 +500,46 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if end > keys.k.shape[0]:
             raise PositionError(f"{operation}: kv_indptr of the plan ends at {end}, and k has {keys.k.shape[0]} rows.")
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return plan.run(Run(q, keys, scales, None, out, lse, flag(return_lse, "return_lse", operation)))
+        run = Run(q, keys, scales, None, out, lse, flag(return_lse, "return_lse", operation))
+        return self._attend(operation, plan, run, lse_base, lse_layout)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Arrays:
+        """`run` with these options, which replace those of the plan, also in later runs; FlashInfer has deprecated it.
+
+        Args:
+            q, k, v, return_lse: as in `run`.
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+                rope_theta: as in `plan`; with a mask, the window stays that of the plan.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, PositionError: as in `run`; with ``use_cuda_graph=True``, other options
+                than those of the plan.
+        """
+        operation = self._operation("forward")
+        flag(use_fp16_qk_reduction, "use_fp16_qk_reduction", operation)
+        rope = (rope_scale, rope_theta)
+        scores = scores_of(operation, pos_encoding_mode, window_left, causal, logits_soft_cap, sm_scale, rope)
+        self._replan(operation, scores)
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 def _check_masks(operation: str, custom_mask: Any, packed_custom_mask: Any) -> None:
@@ -452,6 +554,23 @@ def _tokens(operation: str, custom_mask: Any, packed_custom_mask: Any, requests:
     if custom_mask is None and packed_custom_mask is None:
         return None
     return read_tokens(operation, (custom_mask, packed_custom_mask), requests.counts, requests.lengths, before)
+
+
+def _starts_on_host(operation: str, name: str, starts: Array, copy: Array | None) -> Any:
+    """`starts_of`, read from the caller's copy on the host if there is one.
+
+    Raises:
+        ShapeError: the copy has another number of entries.
+    """
+    if copy is None:
+        return starts_of(operation, name, starts)
+    numbers = starts_of(operation, f"{name}_cpu", copy)
+    if view(starts, name, operation).shape != numbers.shape:
+        raise ShapeError(
+            f"{operation}: {name} is {describe(view(starts, name, operation))} and {name}_cpu {numbers.shape}; both "
+            "need one shape."
+        )
+    return numbers
 
 
 def _heads(operation: str, queries: Array, keys: Any, width: Any, width_v: Any) -> Heads:
@@ -470,5 +589,5 @@ def _refuse_items(operation: str, prefix: Any, positions: Array, count: Any, lon
 def _check_hints(operation: str, fp16: Any, non_blocking: Any, whole: Any, *integers: Any) -> None:
     """Check options of a plan that change nothing here."""
     flags = {"use_fp16_qk_reduction": fp16, "non_blocking": non_blocking, "disable_split_kv": whole}
-    names = ("fixed_split_size", "max_token_per_sequence", "max_sequence_kv")
+    names = ("fixed_split_size", "max_token_per_sequence", "max_sequence_kv", "uniform_q_len")
     check_hints(operation, flags, dict(zip(names, integers, strict=True)))

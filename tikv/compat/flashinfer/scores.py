@@ -88,7 +88,7 @@ def scales_of(
         if k_scale is not None or v_scale is not None:
             of_codes = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
     else:
-        of_scores.append(real(k_scale, "k_scale", operation))
+        of_scores.append(real(k_scale, "k_scale", operation))  # nvfp4's scale of all keys too
         of_result = finite(real(v_scale, "v_scale", operation), "v_scale", operation)
     for factor in of_scores:
         if factor is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
-from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests
-from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
+from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests, Run
+from tikv.compat.flashinfer.pools import check_layout, is_uint8, nvfp4_pools, page_lists, pools_of
 from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
+from tikv.ops.quantize import Quantized
 from tikv.runtime import current
 
 BACKENDS = ("auto", "fa2", "fa3")  # those of FlashInfer whose arguments mean the same
@@ -31,13 +35,14 @@ class Wrapper:
         graphs: whether plans keep their arrays for CUDA graphs, and then the caller's buffers, by name, into which each
             plan copies its indices.
         tiled: whether requests may have different numbers of queries.
+        most_queries: with CUDA graphs, the most queries of a plan; None for those of the first plan.
     """
 
     def __init__(
         self, workspace: Any, kv_layout: Any, backend: Any, refused: dict[str, Any],
-        graphs: tuple[Any, dict[str, Any]], tiled: bool,
+        graphs: tuple[Any, dict[str, Any]], tiled: bool, most_queries: Any = None,
     ) -> None:  # fmt: skip
-        operation = f"flashinfer.{type(self).__name__}"
+        operation = self._operation("__init__")
         check_layout(kv_layout, operation)
         if not hasattr(workspace, "dtype"):
             raise DTypeError(
@@ -54,6 +59,9 @@ class Wrapper:
             checks.rank(view(buffer, name, operation), (1,), name, "one axis", operation)
             checks.indices(view(buffer, name, operation), name, operation)
             checks.writable(view(buffer, name, operation), name, operation)
+        self._most_queries = checks.integer_or_none(most_queries, "max_total_num_rows", operation)
+        if self._most_queries is not None and not self._graphs:
+            raise OptionError(f"{operation}: max_total_num_rows={most_queries} needs use_cuda_graph=True.")
         self._workspace, self._kv_layout = workspace, kv_layout
         self._plan: PlannedAttention | None = None
         self._dtypes: tuple[Any, Any] = (None, None)
@@ -73,19 +81,25 @@ class Wrapper:
     def _operation(self, method: str) -> str:
         return f"flashinfer.{type(self).__name__}.{method}"
 
-    def _take(
+    def _take(self, *arguments: Any) -> None:
+        """Make the plan that `_prepared` describes."""
+        self._prepared(*arguments)()
+
+    def _prepared(
         self, operation: str, requests: Requests, heads: Heads, scores: Scores, planned: tuple[Any, Any],
         indices: tuple[Any, ...], tokens: Any = None,
-    ) -> None:  # fmt: skip
-        """Make the plan; `indices` are copied into the buffers, in their order.
+    ) -> Callable[[], None]:  # fmt: skip
+        """A checked plan, which becomes the wrapper's when the result is called.
+
+        `indices` are then copied into the buffers, in their order.
 
         Raises:
             OptionError, CapacityError: with CUDA graphs, the plan needs more than the first one, or other options.
         """
         like, run = self._workspace, self._operation("run")
         if not self._graphs:
-            self._plan, self._dtypes = PlannedAttention(run, requests, heads, scores, like, tokens), planned
-            return
+            plan = PlannedAttention(run, requests, heads, scores, like, tokens)
+            return functools.partial(self._become, plan, planned, None, ())
         if tokens is not None:
             raise OptionError(f"{operation}: a mask with use_cuda_graph=True is not supported. Use a wrapper without.")
         before, entries = self._plan, 0 if requests.lists is None else len(requests.lists.pages)
@@ -95,11 +109,13 @@ class Wrapper:
                     f"{operation}: {name} has {len(buffer)} entries, and the plan has {len(array)}. With CUDA graphs, "
                     "the number of requests stays, and there are at most as many indices as their buffer has entries."
                 )
+        total = int(requests.starts[-1])
         if before is None:
-            if not requests.starts[-1]:
+            most = self._most_queries or total
+            if not most:
                 raise CapacityError(f"{operation}: no queries. With CUDA graphs, plan for the most queries first.")
             pages = [len(buffer) for name, buffer in self._buffers.items() if "indices" in name]
-            room = PlanRoom(int(requests.starts[-1]), max(pages, default=0), self._tiled)
+            room = PlanRoom(most, max(pages, default=0), self._tiled)
         else:
             assert before.room is not None
             room = before.room
@@ -109,26 +125,31 @@ class Wrapper:
                     f"{operation}: these options are not those of the first plan, and captured graphs keep them. Use a "
                     "wrapper for each set of options."
                 )
-            total = int(requests.starts[-1])
-            if total > room.total or (total < room.total and not room.tiled):
-                raise CapacityError(
-                    f"{operation}: {total} queries, and the first plan had {room.total}. With CUDA graphs, plan for "
-                    "the most queries first."
-                )
+        if total > room.total or (total < room.total and not room.tiled):
+            raise CapacityError(
+                f"{operation}: {total} queries, and there is room for {room.total}. With CUDA graphs, plan for the "
+                "most queries first."
+            )
         plan = PlannedAttention(run, requests, heads, scores, like, room=room)
         if plan.tokens is not None or (plan.key_positions is not None and not entries and plan.pages is None):
             raise OptionError(
                 f"{operation}: with use_cuda_graph=True, rows with ROPE_LLAMA and windows with ALIBI are not supported."
             )
-        for buffer, array in zip(self._buffers.values(), indices, strict=True):
+        return functools.partial(self._become, plan, planned, before, indices)
+
+    def _become(
+        self, plan: PlannedAttention, planned: tuple[Any, Any], before: PlannedAttention | None, indices: Any
+    ) -> None:
+        """Take a plan, or let the plan before follow it; `indices` go into the buffers."""
+        for buffer, array in zip(self._buffers.values(), indices, strict=False):
             fill(buffer, array)
         if before is None:
             self._plan, self._dtypes = plan, planned
         else:
             before.follow(plan)
 
-    def _planned(self, operation: str, q: Array, k: ArrayView, extra: tuple[Any, ...]) -> PlannedAttention:
-        """The plan, once q and the keys have the dtypes that it was made for.
+    def _planned(self, operation: str, q: Array, k: ArrayView | Quantized, extra: tuple[Any, ...]) -> PlannedAttention:
+        """The plan, once q and the keys have the dtypes that it was made for; nvfp4 is planned as uint8.
 
         Raises:
             OptionError: there is no plan, or arguments for kernels of a caller's own.
@@ -138,14 +159,47 @@ class Wrapper:
             raise OptionError(f"{operation}: {len(extra)} more arguments, for kernels of your own. Leave them out.")
         if self._plan is None:
             raise OptionError(f"{operation}: there is no plan yet. Call plan first.")
-        for name, a, dtype in (("q", view(q, "q", operation), self._dtypes[0]), ("the keys", k, self._dtypes[1])):
-            if a.dtype is not dtype:
+        of_keys = GROUP_FORMATS["nvfp4"] if isinstance(k, Quantized) else k.dtype
+        pairs = (("q", view(q, "q", operation).dtype, self._dtypes[0]), ("the keys", of_keys, self._dtypes[1]))
+        for name, dtype, planned in pairs:
+            if dtype is not planned:
                 option = "q_data_type" if name == "q" else "kv_data_type"
                 raise DTypeError(
-                    f"{operation}: {name}: {a.dtype.name}, and the plan has {option}={dtype.name}. Pass {option} to "
+                    f"{operation}: {name}: {dtype.name}, and the plan has {option}={planned.name}. Pass {option} to "
                     "plan."
                 )
         return self._plan
+
+    def _replan(self, operation: str, scores: Scores) -> None:
+        """Give the plan other options, for this run and later ones, as `forward` of FlashInfer does.
+
+        Raises:
+            OptionError: there is no plan, a captured graph follows it, or its mask was read with another window.
+        """
+        plan = self._plan
+        if plan is None:
+            raise OptionError(f"{operation}: there is no plan yet. Call plan first.")
+        if scores == plan.scores:
+            return
+        if self._graphs:
+            raise OptionError(
+                f"{operation}: with use_cuda_graph=True, options of forward must be those of the plan. Pass them to "
+                "plan, and call run."
+            )
+        if plan.of_mask is not None and scores.sight.left != plan.scores.sight.left:
+            refuse_option(operation, window_left=(scores.sight.left, f"{plan.scores.sight.left}, as in the plan"))
+        self._plan = PlannedAttention(plan.operation, plan.requests, plan.heads, scores, plan.like, plan.of_mask)
+
+    def _attend(self, operation: str, plan: PlannedAttention, run: Run, lse_base: Any, lse_layout: Any) -> Any:
+        """`PlannedAttention.run`, with log-sum-exps of this base and layout.
+
+        Raises:
+            TikvError: an option or an array does not fit. Nothing is written.
+        """
+        for name, value, values in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+            if not isinstance(value, str) or value not in values:
+                refuse_option(operation, **{name: (value, " or ".join(map(repr, values)))})
+        return plan.run(run._replace(base2=lse_base == "log2", heads_first=lse_layout == "HN"))
 
     def _check_window(self, operation: str, window_left: Any) -> None:
         """Refuse another window than that of the plan."""
@@ -195,19 +249,25 @@ def check_hints(operation: str, flags: dict[str, Any], integers: dict[str, Any])
 
 
 def planned_dtypes(
-    operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None
-) -> tuple[dtypes.DType, dtypes.DType]:
-    """The dtypes of queries and keys that a plan names.
+    operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None, codes: bool = False,
+    name: str = "o_data_type",
+) -> tuple[dtypes.DType, Any]:  # fmt: skip
+    """The dtypes of queries and keys that a plan names; with `codes`, keys of uint8 are those of nvfp4.
+
+    `name` is that of the argument `of_results`.
 
     Raises:
         DTypeError: one is not a dtype, or results are to have another one than queries.
     """
     queries = dtypes.parse(default if of_queries is None else of_queries, operation)
     of_keys = default if of_keys is None else of_keys
-    keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
+    if codes and is_uint8(of_keys):
+        keys: Any = GROUP_FORMATS["nvfp4"]
+    else:
+        keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
     if of_results is not None and dtypes.parse(of_results, operation) is not queries:
         raise DTypeError(
-            f"{operation}: o_data_type={of_results} is not supported. Results have the dtype of q, {queries.name}."
+            f"{operation}: {name}={of_results} is not supported. Results have the dtype of q, {queries.name}."
         )
     return queries, keys
 
@@ -250,8 +310,13 @@ def paged_requests(
     return Requests(starts, lists.lengths, lists=lists, page=page)
 
 
-def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str) -> Keys:
-    """The keys and values of FlashInfer's `paged_kv_cache`."""
+def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str, kv_cache_sf: Any = None) -> Keys:
+    """The keys and values of FlashInfer's `paged_kv_cache`; in nvfp4 if there are scales of groups, `kv_cache_sf`."""
+    if kv_cache_sf is not None:
+        return Keys(*nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, layout), (paged_kv_cache,) * 2, layout)
+    pools = paged_kv_cache if isinstance(paged_kv_cache, tuple | list) else (paged_kv_cache,)
+    if any(is_uint8(getattr(pool, "dtype", None)) for pool in pools):
+        raise OptionError(f"{operation}: pages of uint8 hold nvfp4, and its scales are missing. Pass kv_cache_sf.")
     k, v = pools_of(paged_kv_cache, layout, operation)
     for a in (k, v):
         if not isinstance(a, ArrayView):
