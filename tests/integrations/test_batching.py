@@ -1,5 +1,6 @@
 """transformers' continuous batching with attention "tikv": the texts of `generate`, and pages read where they lie."""
 
+import copy
 import functools
 
 import pytest
@@ -32,8 +33,13 @@ OTHERS = {  # families that only these tests know, and heads of other widths
 }
 
 
+EXPERTS = ("mixtral", "gpt_oss")  # in float32 they cannot be captured by themselves
+
+
 @functools.cache
-def model_of(name):
+def model_of(name, arch="cpu"):
+    if arch != "cpu":
+        return copy.deepcopy(model_of(name)).to(arch)
     if name in families.FAMILIES:
         return families.models(name).cached
     start, options = OTHERS[name]
@@ -55,13 +61,13 @@ def greedy(tokens=TOKENS, **options):
 
 
 @functools.cache
-def texts(name):
+def texts(name, arch="cpu"):
     """The texts of `generate`, one by one, without this library."""
-    model = model_of(name)
+    model = model_of(name, arch)
     model.set_attn_implementation("eager")
     made = []
     for prompt in prompts():
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=arch)
         made.append(model.generate(ids, generation_config=greedy())[0, len(prompt) :].tolist())
     return made
 
@@ -70,9 +76,9 @@ def config(**options):
     return ContinuousBatchingConfig(**{"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16, **options})
 
 
-def batched(name, inputs=None, generation=None, attention="tikv", **options):
+def batched(name, inputs=None, generation=None, attention="tikv", arch="cpu", **options):
     """The texts of `generate_batch`, in the order of the prompts."""
-    model = model_of(name)
+    model = model_of(name, arch)
     model.set_attn_implementation(attention)
     inputs = [list(p) for p in (prompts() if inputs is None else inputs)]
     results = model.generate_batch(
@@ -90,6 +96,16 @@ def test_texts_are_those_of_generate(arch, name):
     """Prompts, chunks of them and decoded tokens in one batch of at most 16 tokens."""
     want = texts(name)
     assert batched(name) == want
+
+
+@pytest.mark.archs("cuda")
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SERVED, *OTHERS])
+def test_texts_on_a_gpu(arch, name):
+    """Batches that overlap, captured in CUDA graphs and without them."""
+    want = texts(name, arch)
+    assert batched(name, arch=arch, use_cuda_graph=name not in EXPERTS, use_async_batching=True) == want
+    assert batched(name, arch=arch, use_cuda_graph=False, use_async_batching=False) == want
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])

@@ -1,5 +1,6 @@
 """The pages of transformers' continuous batching in other formats: `tikv.integrations.transformers.pages`."""
 
+import copy
 import functools
 import gc
 
@@ -40,7 +41,9 @@ FORMATS = {
 
 
 @functools.cache
-def model_of(kind):
+def model_of(kind, arch="cpu"):
+    if arch != "cpu":
+        return copy.deepcopy(model_of(kind)).to(arch)
     start, options = MODELS[kind]
     widths = {"hidden_size": 64, "head_dim": 64}
     config = getattr(transformers, f"{start}Config")(**{**families.COMMON, **widths, **options})
@@ -60,21 +63,21 @@ def greedy(**options):
     )
 
 
-def one_by_one(kind, form):
+def one_by_one(kind, form, arch="cpu"):
     """The texts of `generate` with a `TikvCache` of this format."""
-    model, texts = model_of(kind), []
+    model, texts = model_of(kind, arch), []
     model.set_attn_implementation("tikv")
     argument = "cache" if VERSION >= (5, 24) else "past_key_values"
     for prompt in prompts():
         cached = {argument: TikvCache(model.config, **form)}
-        made = model.generate(torch.tensor([prompt]), generation_config=greedy(), **cached)
+        made = model.generate(torch.tensor([prompt], device=arch), generation_config=greedy(), **cached)
         texts.append(made[0, len(prompt) :].tolist())
     return texts
 
 
-def batched(kind, inputs=None, generation=None, **options):
+def batched(kind, inputs=None, generation=None, arch="cpu", **options):
     """The texts of `generate_batch`, in the order of the prompts."""
-    model = model_of(kind)
+    model = model_of(kind, arch)
     model.set_attn_implementation("tikv")
     room = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16, **options}
     results = model.generate_batch(
@@ -93,6 +96,15 @@ def test_texts_are_those_of_a_cache_of_the_format(arch, name):
     want = one_by_one("full", FORMATS[name])
     with pages(**FORMATS[name]):
         assert batched("full") == want
+
+
+@pytest.mark.archs("cuda")
+@pytest.mark.full
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_on_a_gpu(arch, name):
+    want = one_by_one("full", FORMATS[name], arch)
+    with pages(**FORMATS[name]):
+        assert batched("full", arch=arch, use_cuda_graph=True, use_async_batching=True) == want
 
 
 @pytest.mark.parametrize("kind", ["ring", "both"])

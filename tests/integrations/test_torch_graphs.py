@@ -49,8 +49,8 @@ class Decoder:
         return made
 
     def rows(self):
-        arrays = [a.numpy() for layer in range(2) for a in (self.store.keys(layer), self.store.values(layer))]
-        return [a[:, :, : self.store.length].tobytes() for a in arrays]
+        arrays = [a for layer in range(2) for a in (self.store.keys(layer), self.store.values(layer))]
+        return [a.copy_to_host()[:, :, : self.store.length].tobytes() for a in arrays]
 
 
 @pytest.mark.parametrize("window", [None, 5])
