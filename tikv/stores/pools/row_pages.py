@@ -205,9 +205,10 @@ class RowPages(Pages[LayerPools]):
             return call.attend_unkept(bounds, new, tables, lens, held)
 
         def take_mass(step: AppendStep) -> None:
-            new = np.diff(step.cu_seqlens)
-            held = [np.max(sequences.held(layer, state)) for state in step.states]
-            call.take_mass(len(ids), int(np.max(held + new, initial=0)), rows)
+            if call.mass:
+                new = np.diff(step.cu_seqlens)
+                held = [np.max(sequences.held(layer, state)) for state in step.states]
+                call.take_mass(len(ids), int(np.max(held + new, initial=0)), rows)
 
         step, before = None, [sequences.state(seq, operation).draft for seq in ids]
         parents = Parents(operation, terms["parents"], live) if layer == 0 and "parents" in terms else None
