@@ -135,7 +135,7 @@ def test_arrays_in_one(arch, rng, of_three):
         for a, b in zip(out[:2], want[:2], strict=True):
             oracle.assert_same_bits(oracle.to_numpy(a), oracle.to_numpy(b))
         assert out[2] is None
-        with pytest.raises(tikv.ShapeError, match="of q?kv"):
+        with pytest.raises(tikv.ShapeError, match=r"of q?kv"):
             getattr(flash_attn, name)(*packed[:-1], packed[-1][..., :1, :, :], *(() if dense else lengths))
         if dense and of_three:
             third = flash_attn_interface.flash_attn_qkvpacked_func(joint, **options)

@@ -16,6 +16,7 @@ from tikv.compat.flashinfer.scores import multiplied, scales_of, scores_of
 from tikv.compat.flashinfer.wrappers import (
     Wrapper,
     check_hints,
+    check_pdl,
     heads_of,
     keys_in_pages,
     keys_in_rows,
@@ -396,6 +397,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("run")
         refuse_passed(operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        check_pdl(operation, enable_pdl)
         self._check_window(operation, window_left)
         keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)

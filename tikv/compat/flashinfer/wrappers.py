@@ -248,6 +248,12 @@ def check_hints(operation: str, flags: dict[str, Any], integers: dict[str, Any])
         checks.integer_or_none(value, name, operation)
 
 
+def check_pdl(operation: str, enable_pdl: Any) -> None:
+    """Check an option that tunes FlashInfer's launches, and changes nothing here."""
+    if enable_pdl is not None:
+        flag(enable_pdl, "enable_pdl", operation)
+
+
 def planned_dtypes(
     operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None, codes: bool = False,
     name: str = "o_data_type",
