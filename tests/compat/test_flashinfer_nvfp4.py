@@ -69,10 +69,17 @@ def test_pages_of_prompts(arch, rng, case):
     wrapper.plan(*table, 4, 2, 64, 5, q_data_type="float32", kv_data_type="uint8", **options)
     cache, of_groups = placed(codes, arch), both(scales, arch)
     results = []
-    for pages in (cache, (cache[:, 0], cache[:, 1])):
-        results.append(wrapper.run(placed(q, arch), pages, return_lse=True, kv_cache_sf=of_groups))
+    together = eight_bits(scales, arch)
+    for pages, numbers in (
+        (cache, of_groups),
+        ((cache[:, 0], cache[:, 1]), of_groups),
+        (cache, together),
+        (cache, placed(scales.view(np.uint8), arch)),
+    ):
+        results.append(wrapper.run(placed(q, arch), pages, return_lse=True, kv_cache_sf=numbers))
         compared(*results[-1], q, k, v, starts, of_keys, case, masks if case.get("mask") else None)
-    oracle.assert_same_bits(*(oracle.to_numpy(out) for out, _ in results))
+    for out, _ in results[1:]:
+        oracle.assert_same_bits(oracle.to_numpy(out), oracle.to_numpy(results[0][0]))
 
 
 def test_decoding_with_scales_of_all(arch, rng):
@@ -98,25 +105,25 @@ def test_appended_rows(arch, rng, by_slots):
     slots = np.where(batch < 0, -1, indices[indptr[batch] + positions // page] * page + positions % page)
     rows = [rng.standard_normal((8, 2, 32)).astype(np.float32) for _ in "kv"]
     before = rng.integers(0, 255, (9, 2, page, 2, 16), np.uint8), rng.integers(0, 100, (9, 2, page, 2, 2), np.uint8)
-    cache, (k_sf, v_sf) = placed(before[0].copy(), arch), both(before[1].view(ml_dtypes.float8_e4m3fn), arch)
+    cache, of_groups = placed(before[0].copy(), arch), both(before[1].view(ml_dtypes.float8_e4m3fn), arch)
     arrays, scales = [placed(a, arch) for a in rows], (0.5, 2.0)
     if by_slots:
         flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            *arrays, placed(slots[:7], arch), cache, (k_sf, v_sf), *scales
+            *arrays, placed(slots[:7], arch), cache, of_groups, *scales
         )
     else:
         table = (indices, indptr, ((lengths - 1) % page + 1).astype(np.int32))
         index = [placed(a, arch) for a in (batch, positions.astype(np.int32), *table)]
-        flashinfer.nvfp4_quantize_append_paged_kv_cache(*arrays, *index[:2], cache, (k_sf, v_sf), *index[2:], *scales)
-    codes, of_groups = before[0].copy(), before[1].copy()
+        flashinfer.nvfp4_quantize_append_paged_kv_cache(*arrays, *index[:2], cache, of_groups, *index[2:], *scales)
+    codes, numbers_after = before[0].copy(), before[1].copy()
     for stream, (a, scale) in enumerate(zip(rows, scales, strict=True)):
         words, numbers, _ = reference.quantize_groups(a, 4, 16, "nvfp4", ml_dtypes.float8_e4m3fn, scale)
         for t, slot in enumerate(slots[:7]):
             codes[slot // page, stream, slot % page] = words[t].view(np.uint8)
-            of_groups[slot // page, stream, slot % page] = numbers[t].astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            numbers_after[slot // page, stream, slot % page] = numbers[t].astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_array_equal(bits(cache), codes)
-    for stream, a in enumerate((k_sf, v_sf)):
-        np.testing.assert_array_equal(bits(a), of_groups[:, stream])
+    for stream, a in enumerate(of_groups):
+        np.testing.assert_array_equal(bits(a), numbers_after[:, stream])
 
 
 @pytest.mark.archs("cpu")
@@ -133,7 +140,8 @@ def test_what_writes_refuse(arch):
         ({"nvfp4_4over6": 3}, "nvfp4_4over6=3"),
         ({"slot_mapping": np.array([1, 9])}, "9"),
         ({"slot_mapping": np.array([1, 2, 3])}, "fewer rows than the 3"),
-        ({"kv_cache_sf": None}, "paged_kv_cache"),
+        ({"kv_cache_sf": None}, "kv_cache_sf in nvfp4: NoneType"),
+        ({"kv_cache_sf": np.zeros((2, 2, 4, 2, 2), np.uint8)}, "lie in one array, which can be read only"),
     ):
         with pytest.raises(tikv.TikvError, match=words):
             call(*rows, **right | change)
@@ -146,10 +154,13 @@ def test_what_writes_refuse(arch):
     ("change", "words"),
     [
         ({"kv_cache_sf": None}, "pages of uint8 hold nvfp4, and its scales are missing"),
-        ({"kv_cache_sf": (np.ones((4, 5, 2, 4), np.float32),) * 2}, "kv_cache_sf of k is f32.* must be float8_e4m3fn"),
+        (
+            {"kv_cache_sf": (np.ones((4, 5, 2, 4), np.float32),) * 2},
+            "kv_cache_sf in nvfp4: float32. Pass uint8 or float8_e4m3fn",
+        ),
         ({"kv_cache_sf": (np.ones((4, 5, 2, 3), ml_dtypes.float8_e4m3fn),) * 2}, "16 codes have one scale"),
-        ({"kv_cache_sf": np.ones((4, 2, 5, 2, 4), ml_dtypes.float8_e4m3fn)}, "Pass a pair of contiguous arrays"),
-        ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.float32)}, "pages are float32; they must be uint8"),
+        ({"kv_cache_sf": (np.ones((4, 5, 3, 4), np.uint8)[:, :, :2],) * 2}, "Pass keys and values in one array each"),
+        ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.float32)}, "the pages in nvfp4: float32. Pass uint8"),
         ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.uint8)}, "16 codes have one scale"),
         ({"paged_kv_cache": np.ones((4, 2, 5, 2, 33), np.uint8)[..., 1:]}, "rows start at such words"),
         ({"paged_kv_cache": np.ones((4, 2, 6, 2, 32), np.uint8)}, "16 codes have one scale"),

@@ -84,6 +84,7 @@ class Keys(NamedTuple):
     v: Any
     arrays: tuple[Any, Any]
     layout: str = "NHD"
+    every: int = 1  # each page is every so many blocks of the pools
 
 
 class Run(NamedTuple):
@@ -412,6 +413,8 @@ class PlannedAttention:
                 k, v = (a.restrided((a.shape[0], 1, *a.shape[1:]), (a.strides[0], 0, *a.strides[1:])) for a in (k, v))
                 layout = PagedLayout()
             held = int(table.shape[1]) * (1 if self.requests.lists is None else self.requests.page)
+            if keys.every > 1:
+                table = table * keys.every
             width_v = self.heads.width_v if v is None else None
             caches = Caches(layout, k, v, self.lengths, table, head_dim_v=width_v, **scales.of_codes)
         request = AttendRequest(
