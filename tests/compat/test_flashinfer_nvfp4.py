@@ -190,3 +190,10 @@ def test_what_is_refused(arch, change, words):
     wrapper.plan(*plan, 4, 2, 64, 5, q_data_type="float32")
     with pytest.raises(tikv.DTypeError, match="keys: nvfp4, and the plan has kv_data_type=float32"):
         wrapper.run(**call)
+
+
+@pytest.mark.archs("cpu")
+def test_rows_in_nvfp4_are_refused(arch):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(np.zeros(8, np.uint8))
+    with pytest.raises(tikv.DTypeError, match="kv_data_type=uint8 is nvfp4, which is not supported here"):
+        wrapper.plan(np.array([0, 1]), np.array([0, 3]), 4, 2, 64, q_data_type="float32", kv_data_type="uint8")

@@ -268,7 +268,12 @@ def planned_dtypes(
     """
     queries = dtypes.parse(default if of_queries is None else of_queries, operation)
     of_keys = default if of_keys is None else of_keys
-    if codes and is_uint8(of_keys):
+    if is_uint8(of_keys) and not codes:
+        raise DTypeError(
+            f"{operation}: kv_data_type={of_keys} is nvfp4, which is not supported here. Use pages, and a wrapper over "
+            "them."
+        )
+    if is_uint8(of_keys):
         keys: Any = GROUP_FORMATS["nvfp4"]
     else:
         keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
