@@ -176,7 +176,8 @@ class PlannedAttention:
         self.size = tile_size(self.sight, False, most, group, self.on_host)
         tiles = query_tiles(np, requests.starts, np.arange(total), self.size, len(counts))
         used = len(tiles.used) if room else int(tiles.used.sum())
-        self.rows = for_operation(tiles.rows[:used].reshape(-1), self.like)
+        rows = tiles.rows[:used].reshape(-1).clip(max=max(0, self.total - 1))  # also of tiles that no request needs
+        self.rows = for_operation(rows, self.like)
         self.places = for_operation(tiles.tile * self.size + tiles.number, self.like)
         return tiles.sequence[:used], tiles.lengths(requests.lengths, self.sight.right == 0)[:used]
 
