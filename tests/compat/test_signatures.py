@@ -98,11 +98,11 @@ REFUSED = {
         "backend": "cudnn",
     },
     "flash_attn.flash_attn_func": {"dropout_p": 0.5},
-    "flash_attn_interface.flash_attn_func": DESCALES | {"qv": ROWS[None], "sm_margin": 3, "pack_gqa": False},
+    "flash_attn_interface.flash_attn_func": DESCALES | {"qv": ROWS[None], "sm_margin": 3},
     "flash_attn_interface.flash_attn_qkvpacked_func": DESCALES | {"sm_margin": 3},
     "flash_attn_interface.flash_attn_varlen_func": DESCALES
-    | {"qv": ROWS, "seqused_q": STARTS, "sm_margin": 3, "pack_gqa": False},
-    "flash_attn_interface.flash_attn_with_kvcache": {"scheduler_metadata": SPACE, "sm_margin": 3, "pack_gqa": False},
+    | {"qv": ROWS, "seqused_q": STARTS, "sm_margin": 3},
+    "flash_attn_interface.flash_attn_with_kvcache": {"scheduler_metadata": SPACE, "sm_margin": 3},
 }  # fmt: skip
 TUNING = {"non_blocking": False, "fixed_split_size": 4, "disable_split_kv": True}
 LENGTHS = {"max_token_per_sequence": 9, "max_sequence_kv": 9, "uniform_q_len": 2, "use_fp16_qk_reduction": True}
@@ -120,8 +120,8 @@ WITHOUT_EFFECT = {
     "flashinfer.decode.single_decode_with_kv_cache": {"use_tensor_cores": True},
     "flashinfer.prefill.single_prefill_with_kv_cache": {"use_fp16_qk_reduction": True, "backend": "fa2"},
     "flash_attn.flash_attn_func": {"deterministic": True},
-    "flash_attn_interface.flash_attn_func": {"deterministic": True, "num_splits": 2, "pack_gqa": True},
-    "flash_attn_interface.flash_attn_with_kvcache": {"num_splits": 2, "pack_gqa": True},
+    "flash_attn_interface.flash_attn_func": {"deterministic": True, "num_splits": 2, "pack_gqa": False},
+    "flash_attn_interface.flash_attn_with_kvcache": {"num_splits": 2, "pack_gqa": False},
 }  # fmt: skip
 
 

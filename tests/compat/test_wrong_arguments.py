@@ -256,7 +256,7 @@ OTHERS = {
     "max_seqlen_k": [-1, 1, 1.5],
     "seqused_k": [starts(3, 1), starts(-1, 1), starts(1)],
     "dropout_p": [0.5, "x", float("nan")],
-    "pack_gqa": [False],
+    "pack_gqa": [2],
     "sm_margin": [1, -1, 1.5],
     "rotary_seqlens": [starts(3, 99), starts(-1, 0)],
     "window_size": [(1,), (1, 2, 3), (1.0, 2.0), "ab", np.array([0.5, 1.0]), (True, False)],
