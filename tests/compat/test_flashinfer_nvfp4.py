@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from test_flashinfer_graphs import Replayed
 from test_flashinfer_wrappers import compared, name_of, options_of, paged, placed, requests_of
 
 import tikv
@@ -91,6 +92,35 @@ def test_decoding_with_scales_of_all(arch, rng):
     pages = {"paged_kv_cache": placed(codes, arch), "kv_cache_sf": both(scales, arch)}
     out, lse = wrapper.run_return_lse(placed(q, arch), **pages, k_scale=0.5, v_scale=0.25)
     compared(out, lse, q, 0.5 * k, 0.25 * v, starts, of_keys, {})
+
+
+@pytest.mark.archs("cpu", "cuda")
+@pytest.mark.parametrize("together", [False, True], ids=["pair", "one"])
+def test_captured_decoding(arch, rng, together):
+    """On CUDA one capture follows later plans, also where pages are every other block."""
+    pytest.importorskip("torch")
+    buffers = [placed(np.zeros(n, np.int32), arch) for n in (4, 12, 3)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(placed(np.zeros(8, np.uint8), arch), *buffers)
+    codes, scales = encoded(rng.standard_normal((20, 2, 5, 2, 64)).astype(np.float32))
+    numbers = eight_bits(scales, arch) if together else both(scales, arch)
+    pages, q = placed(codes, arch), placed(np.zeros((3, 4, 64), np.float32), arch)
+    pools, replayed = decoded(codes, scales), None
+    for lengths in ((9, 4, 6), (20, 0, 1), (1, 30, 2)):
+        counts = -(-np.array(lengths) // 5)
+        indptr = np.cumsum([0, *counts]).astype(np.int32)
+        indices = rng.permutation(20)[: indptr[-1]].astype(np.int32)
+        last = np.where(counts > 0, (np.array(lengths) - 1) % 5 + 1, 0).astype(np.int32)
+        table = [placed(a, arch) for a in (indptr, indices, last)]
+        wrapper.plan(*table, 4, 2, 64, 5, q_data_type="float32", kv_data_type="uint8")
+        asked = rng.standard_normal((3, 4, 64)).astype(np.float32)
+        q.copy_(placed(asked, arch))
+        replayed = replayed or Replayed(arch, lambda: wrapper.run(q, pages, return_lse=True, kv_cache_sf=numbers))
+        rows = [pools[indices[indptr[b] : indptr[b + 1]]].swapaxes(1, 2) for b in range(3)]
+        k, v = (
+            np.concatenate([a[:, :, i].reshape(-1, 2, 64)[:n] for a, n in zip(rows, lengths, strict=True)])
+            for i in range(2)
+        )
+        compared(*replayed(), asked, k, v, np.arange(4), np.cumsum([0, *lengths]), {})
 
 
 @pytest.mark.parametrize("by_slots", [False, True], ids=["pages", "slots"])
