@@ -170,7 +170,7 @@ def test_what_writes_refuse(arch):
         ({"nvfp4_4over6": 3}, "nvfp4_4over6=3"),
         ({"slot_mapping": np.array([1, 9])}, "9"),
         ({"slot_mapping": np.array([1, 2, 3])}, "fewer rows than the 3"),
-        ({"kv_cache_sf": None}, "kv_cache_sf in nvfp4: NoneType"),
+        ({"kv_cache_sf": None}, "kv_cache_sf is NoneType"),
         ({"kv_cache_sf": np.zeros((2, 2, 4, 2, 2), np.uint8)}, "lie in one array, which can be read only"),
     ):
         with pytest.raises(tikv.TikvError, match=words):
@@ -186,11 +186,11 @@ def test_what_writes_refuse(arch):
         ({"kv_cache_sf": None}, "pages of uint8 hold nvfp4, and its scales are missing"),
         (
             {"kv_cache_sf": (np.ones((4, 5, 2, 4), np.float32),) * 2},
-            "kv_cache_sf in nvfp4: float32. Pass uint8 or float8_e4m3fn",
+            "kv_cache_sf is float32; it must be float8_e4m3fn",
         ),
         ({"kv_cache_sf": (np.ones((4, 5, 2, 3), ml_dtypes.float8_e4m3fn),) * 2}, "16 codes have one scale"),
         ({"kv_cache_sf": (np.ones((4, 5, 3, 4), np.uint8)[:, :, :2],) * 2}, "Pass keys and values in one array each"),
-        ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.float32)}, "the pages in nvfp4: float32. Pass uint8"),
+        ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.float32)}, "and the pages are float32"),
         ({"paged_kv_cache": np.ones((4, 2, 5, 2, 64), np.uint8)}, "16 codes have one scale"),
         ({"paged_kv_cache": np.ones((4, 2, 5, 2, 33), np.uint8)[..., 1:]}, "rows start at such words"),
         ({"paged_kv_cache": np.ones((4, 2, 6, 2, 32), np.uint8)}, "16 codes have one scale"),

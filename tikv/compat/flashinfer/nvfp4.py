@@ -42,8 +42,15 @@ def code_pools(
     """
     if layout != "NHD":
         refuse_option(operation, kv_layout=(layout, "'NHD' for pages in nvfp4"))
-    _check_bytes(operation, "the pages", paged_kv_cache, ("uint8",))
-    _check_bytes(operation, "kv_cache_sf", kv_cache_sf, ("uint8", "float8_e4m3fn"))
+    for dtype in _dtypes_of(paged_kv_cache):
+        if not is_uint8(dtype):
+            raise DTypeError(
+                f"{operation}: kv_cache_sf is for pages in nvfp4, which are uint8, and the pages are {dtype}. Leave it "
+                "out, or pass such pages."
+            )
+    for dtype in _dtypes_of(kv_cache_sf):
+        if not is_uint8(dtype) and not str(dtype).endswith("float8_e4m3fn"):
+            raise DTypeError(f"{operation}: kv_cache_sf is {dtype}; it must be float8_e4m3fn, or its bits in uint8.")
     pairs = zip(*(pools_of(a, layout, operation, view_bits) for a in (paged_kv_cache, kv_cache_sf)), strict=True)
     pools = [_as_words(operation, name, *pair) for name, pair in zip("kv", pairs, strict=True)]
     every = {_every(codes, scales) for codes, scales in pools}
@@ -79,16 +86,10 @@ def written_pools(
     return pools.k, pools.v
 
 
-def _check_bytes(operation: str, what: str, arrays: Any, names: tuple[str, ...]) -> None:
-    """Check the dtypes of an array or a pair.
-
-    Raises:
-        DTypeError: one is different.
-    """
-    for array in arrays if isinstance(arrays, tuple | list) else (arrays,):
-        dtype = getattr(array, "dtype", type(array).__name__)
-        if str(getattr(dtype, "__name__", dtype)).rpartition(".")[2] not in names:
-            raise DTypeError(f"{operation}: {what} in nvfp4: {dtype}. Pass {' or '.join(names)}.")
+def _dtypes_of(arrays: Any) -> list[Any]:
+    """The dtypes of an array or a pair, or the types of what are no arrays."""
+    pair = arrays if isinstance(arrays, tuple | list) else (arrays,)
+    return [getattr(array, "dtype", type(array).__name__) for array in pair]
 
 
 def _as_words(operation: str, name: str, codes: ArrayView, scales: ArrayView) -> tuple[ArrayView, ArrayView]:
