@@ -87,7 +87,7 @@ def written_pools(
 
 
 def _dtypes_of(arrays: Any) -> list[Any]:
-    """The dtypes of an array or a pair, or the types of what are no arrays."""
+    """The dtypes of an array or a pair; of any other object, the name of its type."""
     pair = arrays if isinstance(arrays, tuple | list) else (arrays,)
     return [getattr(array, "dtype", type(array).__name__) for array in pair]
 
