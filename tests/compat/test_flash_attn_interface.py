@@ -229,7 +229,7 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
             tikv.OptionError,
             "scheduler_metadata is not supported",
         ),
-        ({"pack_gqa": False}, tikv.OptionError, "pack_gqa=False"),
+        ({"pack_gqa": 2}, tikv.OptionError, "pack_gqa=2"),
         ({"sm_margin": 4}, tikv.OptionError, "sm_margin=4"),
         (
             {"qv": np.ones((2, 1, 2, 16), np.float32), "v_descale": np.ones((2, 1), np.float32)},

@@ -17,7 +17,7 @@ def space(arch):
     return placed(np.zeros(8, np.uint8), arch)
 
 
-@pytest.mark.archs("cpu", "vulkan")
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("case", [c for c in CASES if "mask" not in c], ids=name_of)
 def test_options_of_forward_replace_those_of_the_plan(arch, rng, case):
     (q, k, v), starts, of_keys, _ = requests_of(rng, 2, 2, 32)
@@ -107,7 +107,7 @@ def test_the_fast_plan_in_place_of_plan(arch, rng):
         flashinfer.fast_decode_plan(q, indptr, indices, last, 8, 2, 32, 5)
 
 
-@pytest.mark.archs("cpu", "vulkan")
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("counts", [(1, 0, 5, 19, 2, 3), (3,) * 6, (1,) * 6], ids=["tiles", "alike", "one"])
 @pytest.mark.parametrize("case", [{"causal": True}, {"mode": "ALIBI"}, {"mode": "ROPE_LLAMA"}], ids=name_of)
 def test_forms_of_the_log_sum_exp(arch, rng, case, counts):

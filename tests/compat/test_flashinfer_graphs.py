@@ -188,7 +188,7 @@ def test_what_graphs_refuse(arch):
         ({"window_left": 3}, "options are not those of the first plan"),
         ({"page_size": 8}, "options are not those of the first plan"),
         ({"q_data_type": "float16"}, "options are not those of the first plan"),
-        ({"q_len_per_req": 2}, "options are not those|the first plan had 2"),
+        ({"q_len_per_req": 2}, "options are not those|there is room for 2"),
     ):
         with pytest.raises(tikv.TikvError, match=words):
             wrapper.plan(**plan | change)
@@ -208,5 +208,5 @@ def test_what_graphs_refuse(arch):
     with pytest.raises(tikv.CapacityError, match="no queries"):
         rows.plan(np.array([0, 0]), np.array([0, 3]), *heads)
     rows.plan(np.array([0, 2]), np.array([0, 3]), *heads)
-    with pytest.raises(tikv.CapacityError, match="3 queries, and the first plan had 2"):
+    with pytest.raises(tikv.CapacityError, match="3 queries, and there is room for 2"):
         rows.plan(np.array([0, 3]), np.array([0, 3]), *heads)

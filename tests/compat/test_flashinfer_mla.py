@@ -61,6 +61,7 @@ def dense_of(table, page):
     return starts, pages, lengths
 
 
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("form", ["csr", "dense", "arrays"])
 @pytest.mark.parametrize("joint", [False, True], ids=["pair", "one"])
 def test_the_form_of_newer_versions(arch, rng, joint, form):

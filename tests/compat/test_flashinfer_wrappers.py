@@ -396,7 +396,7 @@ def ones(*shape, dtype=np.float32):
         ({"v_scale": float("inf")}, "v_scale=inf"),
         ({"sinks": ones(3)}, "sink"),
         ({"window_left": 3}, "window_left=3"),
-        ({"kv_cache_sf": ones(3)}, "kv_cache_sf is not supported"),
+        ({"kv_cache_sf": ones(3)}, "kv_cache_sf is for pages in nvfp4, which are uint8, and the pages are float32"),
         ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0"),
         ({"use_fp16_softmax": True}, "use_fp16_softmax=True"),
         ({"return_lse": 5}, "return_lse=5"),
@@ -432,7 +432,7 @@ def test_what_constructors_refuse(arch):
             with pytest.raises(tikv.OptionError, match=next(iter(options))):
                 wrapper(space, **options)
         for option, value in inspect.signature(wrapper).parameters.items():
-            if value.default is None and option not in ("jit_args", "jit_kwargs"):
+            if value.default is None and option not in ("jit_args", "jit_kwargs", "max_total_num_rows"):
                 with pytest.raises(tikv.OptionError, match=f"{option} is not supported"):
                     wrapper(space, **{option: space})
         with pytest.raises(tikv.DTypeError, match="workspace is list"):

@@ -115,6 +115,18 @@ CALLS = {
             "kv_layout": "NHD",
         },
     ),
+    "append_paged_mla_kv_cache": (
+        flashinfer.append_paged_mla_kv_cache,
+        {
+            "append_ckv": rows(2, 8),
+            "append_kpe": rows(2, 4),
+            "batch_indices": starts(0, 1),
+            "positions": starts(2, 4),
+            "ckv_cache": rows(3, 4, 8),
+            "kpe_cache": rows(3, 4, 4),
+            **PAGES,
+        },
+    ),
     "batch_decode": (
         flashinfer.batch_decode_with_paged_kv_cache,
         {
@@ -256,7 +268,7 @@ OTHERS = {
     "max_seqlen_k": [-1, 1, 1.5],
     "seqused_k": [starts(3, 1), starts(-1, 1), starts(1)],
     "dropout_p": [0.5, "x", float("nan")],
-    "pack_gqa": [False],
+    "pack_gqa": [2],
     "sm_margin": [1, -1, 1.5],
     "rotary_seqlens": [starts(3, 99), starts(-1, 0)],
     "window_size": [(1,), (1, 2, 3), (1.0, 2.0), "ab", np.array([0.5, 1.0]), (True, False)],
@@ -306,8 +318,8 @@ MORE_OF_CALLS = {("flash_attn 3", "q"), ("flash_attn_varlen_func", "q"), ("flash
 MORE_OF_CALLS |= {("flash_attn_varlen_func 3", "q")}
 MORE_OF_CALLS |= {("flash_attn_varlen_kvpacked_func", name) for name in ("q", "kv")}
 MORE_OF_CALLS |= {(name, "qkv") for name in ("flash_attn_qkvpacked_func", "flash_attn_qkvpacked_func 3")}
-UNREAD = {"kv_last_page_len": "append_paged_kv_cache"}  # which page lengths follow from
-WRITTEN = {"k_cache", "v_cache", "out", "key_cache", "value_cache", "kv_cache", "dst"}
+UNREAD = {"kv_last_page_len": ("append_paged_kv_cache", "append_paged_mla_kv_cache")}  # page lengths follow from others
+WRITTEN = {"k_cache", "v_cache", "out", "key_cache", "value_cache", "kv_cache", "dst", "ckv_cache", "kpe_cache"}
 FILLED = {"batch_indices", "positions"}  # by `get_batch_indices_positions`
 
 
@@ -343,7 +355,7 @@ def cases():
     for name, (function, given) in CALLS.items():
         parameters = inspect.signature(function).parameters
         for argument in given:
-            if UNREAD.get(argument) != name:
+            if name not in UNREAD.get(argument, ()):
                 yield pytest.param(name, argument, parameters[argument].default, id=f"{name}-{argument}")
 
 

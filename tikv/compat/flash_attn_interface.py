@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
         causal, window_size, softcap, rotary_interleaved, num_splits: as in `tikv.compat.flash_attn`.
         attention_chunk: tokens per chunk: a query sees only the keys of its own chunk; 0 for all keys.
         scheduler_metadata: must be None; there is nothing to prepare.
-        pack_gqa: None or True; the query heads of a group always share the keys that they read.
+        pack_gqa: has no effect; the query heads of a group always share the keys that they read.
         sm_margin: must be 0; a launch takes the whole GPU.
         return_softmax_lse: also return the log-sum-exp (natural logarithm), (B, Hq, Sq) or (Hq, total).
 
@@ -325,8 +325,8 @@ def flash_attn_varlen_func(
 def _check_options(operation: str, pack_gqa: Any, sm_margin: Any, deterministic: Any = False) -> None:
     """Refuse what these options may not be."""
     flag(deterministic, "deterministic", operation)
-    if pack_gqa is not None and not flag(pack_gqa, "pack_gqa", operation):
-        refuse_option(operation, pack_gqa=(pack_gqa, "None or True"))
+    if pack_gqa is not None:
+        flag(pack_gqa, "pack_gqa", operation)
     if type(sm_margin) is not int or sm_margin:
         refuse_option(operation, sm_margin=(sm_margin, "0"))
 

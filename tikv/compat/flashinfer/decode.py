@@ -16,6 +16,7 @@ from tikv.compat.flashinfer.scores import multiplied, scales_of, scores_of
 from tikv.compat.flashinfer.wrappers import (
     Wrapper,
     check_hints,
+    check_pdl,
     heads_of,
     keys_in_pages,
     keys_in_rows,
@@ -381,8 +382,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             window_left, q_len_per_req: None, or as in the plan.
             skip_softmax_threshold_scale_factor: must be None.
             kv_cache_sf: for pages in nvfp4, which are uint8 with two codes in a byte and whose plan has
-                ``kv_data_type="uint8"``: a pair of float8_e4m3fn arrays (N, bs, H, D / 16), the scales of groups. Only
-                in NHD.
+                ``kv_data_type="uint8"``: the scales of groups of 16, float8_e4m3fn or its bits in uint8, in the form of
+                the pages. Only in NHD.
 
         Returns:
             (B * q_len_per_req, Hq, D); with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
@@ -396,6 +397,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("run")
         refuse_passed(operation, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        check_pdl(operation, enable_pdl)
         self._check_window(operation, window_left)
         keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)

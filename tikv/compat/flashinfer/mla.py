@@ -13,6 +13,7 @@ from tikv.compat.flashinfer.pools import PageLists
 from tikv.compat.flashinfer.scores import Scores, scores_of
 from tikv.compat.flashinfer.wrappers import (
     Wrapper,
+    check_pdl,
     paged_requests,
     planned_dtypes,
     refuse_passed,
@@ -159,6 +160,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if not (value is None and name.endswith("layout")) and value not in CHOICES[name]:
                 refuse_option(operation, **{name: (value, " or ".join(map(repr, CHOICES[name])))})
         checks.integer_or_none(max_q_len, "max_q_len", operation)
+        check_pdl(operation, enable_pdl)
         has_sinks = flag(use_sinks, "use_sinks", operation)
         heads = checks.integer(num_heads, "num_heads", operation, low=1)
         width_v = checks.integer(head_dim_ckv, "head_dim_ckv", operation, low=1)

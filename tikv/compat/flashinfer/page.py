@@ -7,7 +7,8 @@ from typing import Any
 
 from tikv import dtypes
 from tikv.arrays import Array, describe, view
-from tikv.compat.flashinfer.pools import check_layout, nvfp4_pools, pools_of, slots_of_page
+from tikv.compat.flashinfer.nvfp4 import written_pools
+from tikv.compat.flashinfer.pools import check_layout, pools_of, slots_of_page
 from tikv.compat.indices import Indices, on_host, refuse_option
 from tikv.compat.ragged_rows import first_rows, with_one_head
 from tikv.errors import DTypeError, ShapeError
@@ -123,7 +124,8 @@ def nvfp4_quantize_append_paged_kv_cache(
         batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as in `append_paged_kv_cache`.
         paged_kv_cache: uint8, (N, 2, bs, H, D / 2) or a pair (N, bs, H, D / 2): two codes in a byte, the first one in
             the lower four bits.
-        kv_cache_sf: a pair of contiguous float8_e4m3fn arrays (N, bs, H, D / 16): the scales of groups of 16.
+        kv_cache_sf: a pair of contiguous arrays (N, bs, H, D / 16), float8_e4m3fn or its bits in uint8: the scales of
+            groups of 16.
         k_scale, v_scale: positive numbers, by which all keys and all values are divided first.
         kv_layout: "NHD".
 
@@ -137,7 +139,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     """
     operation = "flashinfer.nvfp4_quantize_append_paged_kv_cache"
     check_layout(kv_layout, operation)
-    pools = nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
+    pools = written_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
     indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
     _append(operation, (append_key, append_value), pools, indices, kv_layout)
 
@@ -169,7 +171,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     check_layout(kv_layout, operation)
     if nvfp4_4over6 is not None:
         refuse_option(operation, nvfp4_4over6=(nvfp4_4over6, "None: scales are those of amax / 6"))
-    pools = nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
+    pools = written_pools(operation, paged_kv_cache, kv_cache_sf, kv_layout, _positive(operation, k_scale, v_scale))
     slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(nnz,)")
     rows = [
         first_rows(a, slots.shape[0], name, operation)
@@ -195,7 +197,11 @@ def _positive(operation: str, k_scale: Any, v_scale: Any) -> tuple[float, float]
 
 
 def _append(
-    operation: str, rows: tuple[Any, Any], pools: tuple[Any, Any], indices: dict[str, Any], layout: str
+    operation: str,
+    rows: tuple[Any, Any],
+    pools: tuple[Any, Any],
+    indices: dict[str, Any],
+    layout: str,
 ) -> None:
     """Write rows of keys and values into pools, where FlashInfer's indices of tokens and pages say.
 

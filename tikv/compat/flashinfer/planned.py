@@ -84,6 +84,7 @@ class Keys(NamedTuple):
     v: Any
     arrays: tuple[Any, Any]
     layout: str = "NHD"
+    every: int = 1  # each page is every so many blocks of the pools
 
 
 class Run(NamedTuple):
@@ -175,7 +176,8 @@ class PlannedAttention:
         self.size = tile_size(self.sight, False, most, group, self.on_host)
         tiles = query_tiles(np, requests.starts, np.arange(total), self.size, len(counts))
         used = len(tiles.used) if room else int(tiles.used.sum())
-        self.rows = for_operation(tiles.rows[:used].reshape(-1), self.like)
+        rows = tiles.rows[:used].reshape(-1).clip(max=max(0, self.total - 1))  # also of tiles that no request needs
+        self.rows = for_operation(rows, self.like)
         self.places = for_operation(tiles.tile * self.size + tiles.number, self.like)
         return tiles.sequence[:used], tiles.lengths(requests.lengths, self.sight.right == 0)[:used]
 
@@ -412,6 +414,8 @@ class PlannedAttention:
                 k, v = (a.restrided((a.shape[0], 1, *a.shape[1:]), (a.strides[0], 0, *a.strides[1:])) for a in (k, v))
                 layout = PagedLayout()
             held = int(table.shape[1]) * (1 if self.requests.lists is None else self.requests.page)
+            if keys.every > 1:
+                table = table * keys.every
             width_v = self.heads.width_v if v is None else None
             caches = Caches(layout, k, v, self.lengths, table, head_dim_v=width_v, **scales.of_codes)
         request = AttendRequest(

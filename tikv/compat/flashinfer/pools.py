@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes
-from tikv.arrays import Array, ArrayView, describe, is_contiguous, view, view_bits
+from tikv.arrays import Array, ArrayView, describe, view
 from tikv.compat.indices import Indices, library_of, refuse_option
-from tikv.errors import DTypeError, PositionError, ShapeError
-from tikv.formats import GROUP_FORMATS
+from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
 from tikv.ops.quantize import Quantized
@@ -57,62 +55,6 @@ def pools_of(
             pools[i] = a.restrided(shape, strides)
         checks.rank(pools[i], (4,), "a pool", "(N, bs, H, D) for NHD, (N, H, bs, D) for HND", operation)
     return pools[0], pools[1]
-
-
-def is_uint8(dtype: Any) -> bool:
-    """Whether this names the bytes of a library, in which FlashInfer stores nvfp4."""
-    return str(getattr(dtype, "__name__", dtype)).rpartition(".")[2] == "uint8"
-
-
-def nvfp4_pools(
-    operation: str, paged_kv_cache: Any, kv_cache_sf: Any, layout: str, factors: tuple[float, float] = (1.0, 1.0)
-) -> tuple[Quantized, Quantized]:
-    """Pools of bytes, with two codes in each, and the scales of their groups, as pools of nvfp4.
-
-    `factors` are the scales of all keys and of all values.
-
-    Raises:
-        ShapeError, DTypeError: their arrays do not fit each other.
-        OptionError: their layout is HND.
-    """
-    if layout != "NHD":
-        refuse_option(operation, kv_layout=(layout, "'NHD' for pages in nvfp4"))
-    pair = paged_kv_cache if isinstance(paged_kv_cache, tuple | list) else (paged_kv_cache,)
-    for array in pair:
-        if not is_uint8(getattr(array, "dtype", None)):
-            shown = getattr(array, "dtype", type(array).__name__)
-            raise DTypeError(
-                f"{operation}: with kv_cache_sf, pages are {shown}; they must be uint8, of two codes each."
-            )
-    pools = pools_of(paged_kv_cache, layout, operation, view_bits)
-    made = list[Quantized]()
-    of_groups = pools_of(kv_cache_sf, layout, operation)
-    for name, codes, scales, factor in zip("kv", pools, of_groups, factors, strict=True):
-        if scales.dtype is not dtypes.float8_e4m3fn:
-            raise DTypeError(f"{operation}: kv_cache_sf of {name} is {describe(scales)}; it must be float8_e4m3fn.")
-        if not is_contiguous(scales):
-            raise ShapeError(
-                f"{operation}: kv_cache_sf of {name} is {describe(scales)} with strides {scales.strides}. Pass a pair "
-                "of contiguous arrays, one for keys and one for values."
-            )
-        *lead, columns = codes.shape
-        if scales.shape != (*lead, columns // 8) or columns % 8:
-            raise ShapeError(
-                f"{operation}: pages of {name} are {describe(codes)} and scales {describe(scales)}; two codes lie in a "
-                "byte, and 16 codes have one scale."
-            )
-        steps = codes.strides
-        if steps[-1] != 1 or any(step % 4 for step in steps[:-1]) or (codes.ptr + codes.offset) % 4:
-            raise ShapeError(
-                f"{operation}: pages of {name} are {describe(codes)} with strides {steps}; rows in nvfp4 are read as "
-                "words of 4 bytes. Pass pages whose rows start at such words."
-            )
-        words = ArrayView(
-            codes.ptr, (*lead, columns // 4), (*(step // 4 for step in steps[:-1]), 1), dtypes.uint32, codes.device,
-            writable=codes.writable, handle=codes.handle, offset=codes.offset, owner=codes.owner,
-        )  # fmt: skip
-        made.append(Quantized(words, scales, None, GROUP_FORMATS["nvfp4"].scaled(factor), (*lead, 2 * columns)))
-    return made[0], made[1]
 
 
 def slots_of_page(pool: Any, layout: str) -> int:

@@ -16,6 +16,7 @@ from tikv.compat.flashinfer.wrappers import (
     Wrapper,
     check_backend,
     check_hints,
+    check_pdl,
     heads_of,
     keys_in_pages,
     keys_in_rows,
@@ -282,6 +283,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             operation, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
+        check_pdl(operation, enable_pdl)
         self._check_window(operation, window_left)
         keys = keys_in_pages(paged_kv_cache, self._kv_layout, operation, kv_cache_sf)
         plan = self._planned(operation, q, keys.k, args)
@@ -493,6 +495,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """
         operation = self._operation("run")
         refuse_passed(operation, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
+        check_pdl(operation, enable_pdl)
         keys = keys_in_rows(k, v, self._kv_layout, operation)
         plan = self._planned(operation, q, keys.k, args)
         assert plan.requests.first is not None

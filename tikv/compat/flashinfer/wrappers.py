@@ -10,8 +10,9 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, view
+from tikv.compat.flashinfer.nvfp4 import code_pools, is_uint8
 from tikv.compat.flashinfer.planned import Heads, Keys, PlannedAttention, PlanRoom, Requests, Run
-from tikv.compat.flashinfer.pools import check_layout, is_uint8, nvfp4_pools, page_lists, pools_of
+from tikv.compat.flashinfer.pools import check_layout, page_lists, pools_of
 from tikv.compat.flashinfer.scores import Scores
 from tikv.compat.indices import flag, library_of, refuse_option
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
@@ -248,6 +249,12 @@ def check_hints(operation: str, flags: dict[str, Any], integers: dict[str, Any])
         checks.integer_or_none(value, name, operation)
 
 
+def check_pdl(operation: str, enable_pdl: Any) -> None:
+    """Check an option that tunes FlashInfer's launches, and changes nothing here."""
+    if enable_pdl is not None:
+        flag(enable_pdl, "enable_pdl", operation)
+
+
 def planned_dtypes(
     operation: str, of_queries: Any, of_keys: Any, of_results: Any, default: Any = None, codes: bool = False,
     name: str = "o_data_type",
@@ -261,7 +268,12 @@ def planned_dtypes(
     """
     queries = dtypes.parse(default if of_queries is None else of_queries, operation)
     of_keys = default if of_keys is None else of_keys
-    if codes and is_uint8(of_keys):
+    if is_uint8(of_keys) and not codes:
+        raise DTypeError(
+            f"{operation}: kv_data_type={of_keys} is nvfp4, which is not supported here. Use pages, and a wrapper over "
+            "them."
+        )
+    if is_uint8(of_keys):
         keys: Any = GROUP_FORMATS["nvfp4"]
     else:
         keys = queries if of_keys is None else dtypes.parse(of_keys, operation)
@@ -313,15 +325,15 @@ def paged_requests(
 def keys_in_pages(paged_kv_cache: Any, layout: str, operation: str, kv_cache_sf: Any = None) -> Keys:
     """The keys and values of FlashInfer's `paged_kv_cache`; in nvfp4 if there are scales of groups, `kv_cache_sf`."""
     if kv_cache_sf is not None:
-        return Keys(*nvfp4_pools(operation, paged_kv_cache, kv_cache_sf, layout), (paged_kv_cache,) * 2, layout)
-    pools = paged_kv_cache if isinstance(paged_kv_cache, tuple | list) else (paged_kv_cache,)
-    if any(is_uint8(getattr(pool, "dtype", None)) for pool in pools):
+        pools = code_pools(operation, paged_kv_cache, kv_cache_sf, layout)
+        return Keys(pools.k, pools.v, (paged_kv_cache,) * 2, layout, pools.every)
+    pair = isinstance(paged_kv_cache, tuple | list)
+    if any(is_uint8(getattr(pool, "dtype", None)) for pool in (paged_kv_cache if pair else (paged_kv_cache,))):
         raise OptionError(f"{operation}: pages of uint8 hold nvfp4, and its scales are missing. Pass kv_cache_sf.")
     k, v = pools_of(paged_kv_cache, layout, operation)
     for a in (k, v):
         if not isinstance(a, ArrayView):
             raise DTypeError(f"{operation}: paged_kv_cache holds a {type(a).__name__}. Pass plain arrays.")
-    pair = isinstance(paged_kv_cache, tuple | list)
     arrays = tuple(paged_kv_cache) if pair else (paged_kv_cache,) * 2
     if library_of(*arrays) is not np or all(isinstance(a, np.ndarray) for a in arrays):
         axis = 1 if layout == "NHD" else 2
