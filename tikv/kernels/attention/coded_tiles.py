@@ -23,6 +23,7 @@ from tikv.runtime import ti
 
 UNIT = 8  # codes that a GPU's thread takes at a time
 EXACT = 0x4B000000  # the bits of 2**23, whose last bits are a code
+AHEAD = 8  # lines of codes that a GPU's thread loads before it uses them; they divide the lines of every tile
 LANES = 32  # of a GPU, for a row of scores
 PIECE = 64  # neighbouring slots of a row that a CPU computes in a loop; they divide every group of tokens
 
@@ -197,17 +198,22 @@ def make_tile_products(style, band, c):
                 sums = ti.Vector([ti.f32(0.0)] * (band * UNIT))
                 biases = ti.Vector([ti.f32(0.0)] * band)
                 number, word = params[P.numbers_first] + tile * lines, params[P.codes_first] + tile * lines * units + u
-                for r in range(lines):
-                    pair = numbers[number + r]
-                    scale = half(pair & ti.u32(0xFFFF))
-                    bias = half(pair >> ti.u32(16)) + scale * ti.f32(middle)
-                    values = unit(ti.cast(codes[word + r * units], ti.u32))
-                    for n in ti.static(range(band)):
-                        y = x[at[n] + r]
-                        biases[n] += y * bias
-                        y = y * scale
-                        for e in ti.static(range(UNIT)):
-                            sums[n * UNIT + e] += values[e] * y
+                for turn in range(lines // AHEAD):
+                    # Loads that follow each other wait for memory together.
+                    pairs, packed = ti.Vector([ti.u32(0)] * AHEAD), ti.Vector([ti.u32(0)] * AHEAD)
+                    for a in ti.static(range(AHEAD)):
+                        pairs[a] = numbers[number + turn * AHEAD + a]
+                        packed[a] = ti.cast(codes[word + (turn * AHEAD + a) * units], ti.u32)
+                    for a in ti.static(range(AHEAD)):
+                        scale = half(pairs[a] & ti.u32(0xFFFF))
+                        bias = half(pairs[a] >> ti.u32(16)) + scale * ti.f32(middle)
+                        values = unit(packed[a])
+                        for n in ti.static(range(band)):
+                            y = x[at[n] + turn * AHEAD + a]
+                            biases[n] += y * bias
+                            y = y * scale
+                            for e in ti.static(range(UNIT)):
+                                sums[n * UNIT + e] += values[e] * y
                 column = params[P.factors_first] + tile * c.columns + u * UNIT
                 for e in ti.static(range(UNIT)):
                     factor = half(factors[column + e])
