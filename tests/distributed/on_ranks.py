@@ -37,7 +37,7 @@ def random_operations(rank, world, group, shard, mesh, interleave, changes, quer
 
 
 def tiles_by_heads(rank, world, group):
-    """KVarN's tiles of this rank's heads have the bits of a store of all heads, and so have results; how many are codes."""
+    """KVarN's tiles of this rank's heads have the bits of a store of all heads; how many tokens are codes."""
     form = {**FORM, "num_layers": 1, "head_dim": 32, "dtype": "kvarn_k4v2_g64", "sinks": 2, "capacity": 300}
     shared, one = ShardedKVCacheStore(group, shard="heads", **form), tikv.KVCacheStore(**form)
     rng, own = np.random.default_rng(3), slice(shared.heads.start, shared.heads.stop)

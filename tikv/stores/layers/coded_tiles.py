@@ -6,6 +6,7 @@ limited size, and attended over; the results are merged by their log-sum-exps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,13 +14,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, write_host
-from tikv.ops.attention.coded_tiles import (
-    SeenTiles,
-    TileCodes,
-    TileScratch,
-    attend_tiles,
-    parts_of,
-)
+from tikv.ops.attention.coded_tiles import SeenTiles, TileCodes, TileScratch, attend_tiles, parts_of
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -117,11 +112,19 @@ class CodedTiles(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps."""
         to = scratch.partial("of codes", (*q.shape[:3], self.form.widths[1]))
-        if q.shape[1] // self.form.heads * q.shape[2] <= MOST_ROWS:
+        if self._is_in_place(q):
             self._attend_in_place(operation, q, scores, slots, scratch, to)
         else:
             self._attend_decoded(operation, q, scores, slots, scratch, to)
         return to.out, to.lse
+
+    def _is_in_place(self, q: ArrayView) -> bool:
+        """Whether queries read the codes in place."""
+        return math.prod(q.shape[1:-1]) // self.form.heads <= MOST_ROWS
+
+    def _decoded_dtype(self, q: ArrayView, live: runtime.Runtime) -> dtypes.DType:
+        """The dtype of decoded tiles: that of the queries for CUDA's tensor cores, which pay off for many."""
+        return q.dtype if live.is_cuda and not self._is_in_place(q) else dtypes.float32
 
     def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
         """The codes of keys and of values, and where those of a sequence are."""
@@ -159,8 +162,8 @@ class CodedTiles(NamedTuple):
     def _attend_decoded(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
-        """Attention over decoded tiles, some at a time, on CUDA in the dtype of the queries, for its tensor cores."""
-        dtype = q.dtype if scratch.runtime.is_cuda else dtypes.float32
+        """Attention over decoded tiles, some at a time."""
+        dtype = self._decoded_dtype(q, scratch.runtime)
         by_first: dict[int, list[DecodedTokens]] = {}
         for run in self._runs(slots, q.shape[0], dtype):
             by_first.setdefault(run.first, []).append(run)
@@ -197,10 +200,11 @@ class CodedTiles(NamedTuple):
         scratch: ScoreMemory,
     ) -> None:
         """Weigh the codes; see `AttentionPlan.weigh`."""
-        for run in self._runs(slots, q.shape[0], dtypes.float32):
+        dtype = self._decoded_dtype(q, scratch.runtime)
+        for run in self._runs(slots, q.shape[0], dtype):
             end = run.first + run.sequences
             asking, lse, to = (a.part(0, run.first, end) for a in (q, weighing.lse, weighing.to))
-            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch, dtypes.float32)
+            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch, dtype)
             plan.weigh(arrays, lse, to.part(2, run.at, run.at + len(run.slots)), tokens, weighing.kind)
 
     def _decoded(
