@@ -289,7 +289,8 @@ def tiles(values):
     seqs = [pool.add(), pool.add()]
     pool.append(0, *(values((140, 2, 32), F32) for _ in "kv"), seqs, [0, 70, 140])
     pool.append(0, *(values((2, 2, 32), F32) for _ in "kv"), seqs, [0, 1, 2])
-    yield "attend", [pool.attend(0, values((2, 4, 32), F32), seqs)]
+    for mass in ("sum", "max"):
+        yield "attend", pool.attend(0, values((2, 4, 32), F32), seqs, return_mass=mass)
 
 
 def chosen_tokens(values):

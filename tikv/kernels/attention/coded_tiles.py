@@ -14,8 +14,9 @@ from tikv.kernels.address import index_array
 from tikv.kernels.attention.by_channel import BAND, LINE_WORDS, SUMS
 from tikv.kernels.attention.cpu.coded import ENDED
 from tikv.kernels.attention.cpu.loops import before, flipped, ordered
+from tikv.kernels.attention.mass import make_joined
 from tikv.kernels.attention.parameters import BITS, FLOATS, LOG2E, LOWEST, MINUS_INFINITY, NAN, SCALARS, X
-from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit
+from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit, not_above_zero
 from tikv.kernels.codec import ELEMENT, make_bits_to_f32, make_element_to_f32, word_array
 from tikv.kernels.groups import make_code, step_of_code, unit_of
 from tikv.kernels.lanes import LEAST_ITERATIONS, butterfly_distances, make_loop, make_row_max, make_row_sum
@@ -69,6 +70,12 @@ class TileWeightParams(NamedTuple):
     lens_sequence: int = 0
     lens_first: int = 0
     lse_first: int = 0
+    lse_sequence: int = 0  # of log-sum-exps that are given: strides
+    lse_head: int = 0
+    lse_token: int = 0
+    mass_sequence: int = 0
+    mass_head: int = 0
+    mass_first: int = 0
 
 
 class TileForm(NamedTuple):
@@ -574,3 +581,49 @@ def make_tile_weights(style, serial, c):
 
 
 make_tile_weights.fast_math = True
+
+
+def make_tile_mass(style, serial, greatest, c):
+    """mass(scores, lens, lse, mass, params, scalars): the mass of each token, as `mass.make_mass` defines it.
+
+    An item is a slot of a KV head. `mass` is in the order of tokens, from `first_valid` on.
+    """
+    logit_of, seen, joined, LENS = make_logit(c), make_seen(c), make_joined(greatest), index_array(c.lens)
+
+    @ti.func
+    def mass_of_slot(i, arrays: ti.template(), params, scalars):
+        scores, lens, lse, mass = ti.static(arrays)
+        slot, head = i % params[W.slots], i // params[W.slots]
+        b, h, ring = head // params[W.heads], head % params[W.heads], params[W.ring]
+        total, is_seen_by_any = ti.f32(0.0), 0
+        for t in range(params[W.queries]):
+            bounds = seen(b, t, lens, params)
+            if is_seen(slot, bounds[0], bounds[1], ring):
+                is_seen_by_any = 1
+                for g in range(c.group):
+                    row = lse[params[W.lse_first] + b * params[W.lse_sequence] + t * params[W.lse_token]
+                              + (h * c.group + g) * params[W.lse_head]]  # fmt: skip
+                    if row != ti.u32(MINUS_INFINITY):
+                        at = (head * params[W.rows] + t * c.group + g) * params[W.tokens] + slot
+                        logit = logit_of(scores[at], scalars[X.logit_scale], scalars[X.softcap])
+                        below = logit - ti.bit_cast(row, ti.f32) / scalars[X.lse_scale]
+                        total = joined(total, exp2(not_above_zero(below)))
+        if is_seen_by_any == 1:
+            first = params[W.first_valid]
+            if ring > 0:
+                first = first % ring
+            number = slot - first
+            number += ti.select(number < 0, ring, 0)
+            at = params[W.mass_first] + b * params[W.mass_sequence] + h * params[W.mass_head] + number
+            mass[at] = joined(mass[at], total)
+
+    loop = make_loop(style, serial, mass_of_slot, W.items)
+
+    @ti.kernel
+    def mass_of_tokens(scores: FLOATS, lens: LENS, lse: BITS, mass: FLOATS, params: WEIGHT_PARAMS, scalars: SCALARS):
+        loop(scores, params, ((scores, lens, lse, mass), params, scalars))
+
+    return mass_of_tokens
+
+
+make_tile_mass.fast_math = True
