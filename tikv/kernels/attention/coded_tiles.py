@@ -29,7 +29,7 @@ LANES = 32  # of a GPU, for a row of scores
 PIECE = 64  # neighbouring slots of a row that a CPU computes in a loop; they divide every group of tokens
 
 
-class TileParams(NamedTuple):
+class ProductParams(NamedTuple):
     """Numbers of a launch: items of work, extents, strides and first entries."""
 
     items: int = 0
@@ -52,7 +52,7 @@ class TileParams(NamedTuple):
     work: int = 0  # on CPU: the stride between the workers' memory
 
 
-class TileWeightParams(NamedTuple):
+class WeightParams(NamedTuple):
     """Numbers of a launch that turns scores into weights."""
 
     items: int = 0
@@ -78,7 +78,7 @@ class TileWeightParams(NamedTuple):
     mass_first: int = 0
 
 
-class TileForm(NamedTuple):
+class ProductForm(NamedTuple):
     """The compile-time choices of the kernels of tiles."""
 
     of: str  # "keys" or "values"
@@ -90,7 +90,7 @@ class TileForm(NamedTuple):
     lens: int  # bits of a length; 0: all tiles are read
 
 
-class TileWeights(NamedTuple):
+class WeightForm(NamedTuple):
     """The compile-time choices of `make_tile_weights`."""
 
     group: int
@@ -99,8 +99,8 @@ class TileWeights(NamedTuple):
     lens: int
 
 
-P = TileParams(*range(len(TileParams._fields)))
-W = TileWeightParams(*range(len(TileWeightParams._fields)))
+P = ProductParams(*range(len(ProductParams._fields)))
+W = WeightParams(*range(len(WeightParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 WEIGHT_PARAMS = ti.types.vector(len(W), ti.i32)
 
@@ -176,7 +176,7 @@ def make_tile_products(style, band, c):
     Args:
         style: as in `lanes.make_loop`.
         band: rows that an item computes for a unit of codes; it divides the number of rows of a KV head.
-        c: `TileForm`.
+        c: `ProductForm`.
     """
     unit, steps, middle = make_unit(c.bits)
     half, units, lines, keys = make_bits_to_f32("f16"), c.columns // UNIT, c.lines, c.of == "keys"
@@ -260,7 +260,7 @@ def make_tile_products_cpu(workers, rows, c):
     Args:
         workers: threads; 1 runs in the calling thread.
         rows: query heads of a KV head times the queries of each.
-        c: `TileForm`.
+        c: `ProductForm`.
 
     `work` holds `tile_work_floats` floats for each worker.
     """

@@ -20,7 +20,7 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 
 if TYPE_CHECKING:
-    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams
 
 # On CPU, below these the calling thread finishes before another one wakes.
 SERIAL_PRODUCTS = 1 << 18
@@ -247,8 +247,8 @@ class _TilePlan(Plan):
             scalars = scalars._replace(logit_scale=scale / cap, softcap=cap * LOG2E)
         all_rows = batch * heads * rows
         items = all_rows if live.is_cpu else -(-all_rows * kernels.LANES // THREADS) * THREADS
-        form = kernels.TileWeights(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
-        params = kernels.TileWeightParams(
+        form = kernels.WeightForm(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
+        params = kernels.WeightParams(
             items, all_rows, rows, q.shape[2], heads, tokens, seen.tiles * self.format.group,
             window=MAX_TOKENS if seen.span is None else min(seen.span, MAX_TOKENS), ring=seen.ring,
             lens_sequence=0 if lens is None else lens.strides[0], lens_first=_first(lens), lse_first=_first(lse),
@@ -268,14 +268,14 @@ class _TilePlan(Plan):
         return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
 
 
-def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[TileForm, TileParams]:
+def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[ProductForm, ProductParams]:
     """The kernels' compile-time choices for tiles, and what is known of their numbers."""
-    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams
 
     lines, columns = of.codes.shape[3], of.factors.shape[3]
     table, codes, numbers, factors = of.table, *of.arrays
-    form = TileForm(of.of, format.bits(of.of), lines, columns, group, _bits(table), _bits(of.lens))
-    params = TileParams(
+    form = ProductForm(of.of, format.bits(of.of), lines, columns, group, _bits(table), _bits(of.lens))
+    params = ProductParams(
         room=codes.shape[2], heads=heads, codes_first=codes.offset * 8 // (UNIT * form.bits),
         numbers_first=numbers.offset // 4, factors_first=_first(factors), blocks=codes.shape[0],
         table_sequence=0 if table is None else table.strides[0], table_first=_first(table),
