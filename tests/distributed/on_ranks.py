@@ -36,6 +36,20 @@ def random_operations(rank, world, group, shard, mesh, interleave, changes, quer
     return twins.one.length
 
 
+def tiles_by_heads(rank, world, group):
+    """KVarN's tiles of this rank's heads have the bits of a store of all heads; how many tokens are codes."""
+    form = {**FORM, "num_layers": 1, "head_dim": 32, "dtype": "kvarn_k4v2_g64", "sinks": 2, "capacity": 300}
+    shared, one = ShardedKVCacheStore(group, shard="heads", **form), tikv.KVCacheStore(**form)
+    rng, own = np.random.default_rng(3), slice(shared.heads.start, shared.heads.stop)
+    for count in (70, 1, 130):
+        q, k, v = rng.standard_normal((3, count, 6, 32)).astype(np.float16)
+        result, expected = shared.extend(0, q[:, own], k[:, own], v[:, own]), one.extend(0, q, k, v)
+        np.testing.assert_allclose(result, expected[..., own, :], rtol=0, atol=2.0**-9)
+        for a, b in zip(shared.local.tokens(0), one.tokens(0), strict=True):
+            oracle.assert_same_bits(a, np.ascontiguousarray(b.copy_to_host()[:, own]))
+    return shared.local.quantised(0)
+
+
 def refusals(rank, world, group):
     """Messages of calls that are refused, in turn."""
     found = []

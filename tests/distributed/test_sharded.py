@@ -49,6 +49,11 @@ def test_slopes_with_other_operations(ranks, request, interleave, changes, terms
 
 
 @pytest.mark.parametrize("ranks", ["two", "three"])
+def test_tiles_of_kvarn_sharded_by_heads(ranks, request):
+    assert {*request.getfixturevalue(ranks).run(on_ranks.tiles_by_heads)} == {128}
+
+
+@pytest.mark.parametrize("ranks", ["two", "three"])
 def test_the_mass_is_of_the_tokens_of_all_ranks(ranks, request):
     for found in request.getfixturevalue(ranks).run(on_ranks.masses):
         assert found == (11, 24)

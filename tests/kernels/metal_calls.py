@@ -173,6 +173,7 @@ def attention(values):
     yield from attend_in_parts(values, F32)
     yield from attend_with_terms(values)
     yield from scores_by_channel(values)
+    yield from tiles(values)
     yield from chosen_tokens(values)
     yield from turned_keys(values)
     yield from attend_in_order(values)
@@ -273,6 +274,23 @@ def scores_by_channel(values):
             AttentionScale(None, None),
         )
         yield "scored attention", [plan.attend(arrays[0], {"q": q, "k": products, "v": v}, attended)]
+
+
+def tiles(values):
+    """KVarN's tiles: read in place by few queries, by more as numbers; in a ring, and in the blocks of a pool."""
+    form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 32, "dtype": "kvarn_k4v2_g64"}
+    for window, softcap in ((None, None), (100, 5.0)):
+        store = tikv.KVCacheStore(capacity=200, window=window, **form)
+        store.append(0, *(values((130, 2, 32), F16) for _ in "kv"))
+        for count in (1, 12):
+            q, k, v = values((count, 4, 32), F16), *(values((count, 2, 32), F16) for _ in "kv")
+            yield "extend", [store.extend(0, q, k, v, softcap=softcap)]
+    pool = tikv.PagedKVCacheStore(num_blocks=4, block_size=64, **form)
+    seqs = [pool.add(), pool.add()]
+    pool.append(0, *(values((140, 2, 32), F32) for _ in "kv"), seqs, [0, 70, 140])
+    pool.append(0, *(values((2, 2, 32), F32) for _ in "kv"), seqs, [0, 1, 2])
+    for mass in ("sum", "max"):
+        yield "attend", pool.attend(0, values((2, 4, 32), F32), seqs, return_mass=mass)
 
 
 def chosen_tokens(values):

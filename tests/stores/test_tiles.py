@@ -67,14 +67,25 @@ class Tokens:
         q = self.new(1, QUERIES)
         self.compare(self.store.attend(0, q), oracle.to_numpy(q), k, v)
 
-    def compare(self, out, q, k, v):
-        """Attention of the newest tokens' queries in float64."""
-        k, v = (np.repeat(a.astype(np.float64), QUERIES // HEADS, axis=1) for a in (k, v))
+    def as_read(self, numbers, queries):
+        """What so many queries read: for many, CUDA rounds decoded tiles to their dtype, for its tensor cores."""
+        many = queries * QUERIES // HEADS > coded_tiles.MOST_ROWS
+        return numbers.astype(self.dtype) if self.arch == "cuda" and many else numbers
+
+    def weights(self, q, k, cap=None):
+        """The weights that the newest tokens' queries give keys, in float64."""
+        k = np.repeat(self.as_read(k, q.shape[1]).astype(np.float64), QUERIES // HEADS, axis=1)
         scores = q.astype(np.float64).swapaxes(1, 2) @ k.swapaxes(-1, -2) / np.sqrt(self.width)
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
         queries, keys = scores.shape[2:]
         visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
         weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
-        exact = (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2)
+        return weights / weights.sum(-1, keepdims=True)
+
+    def compare(self, out, q, k, v, cap=None):
+        """Attention of the newest tokens' queries in float64."""
+        v = np.repeat(self.as_read(v, q.shape[1]).astype(np.float64), QUERIES // HEADS, axis=1)
+        exact = (self.weights(q, k, cap) @ v).swapaxes(1, 2)
         limit = 2.0**-9 if q.dtype == np.float16 else 1e-5
         assert abs(oracle.to_numpy(out) - exact).max() <= limit * abs(exact).max()
 
@@ -178,17 +189,14 @@ def test_pieces_of_limited_memory(arch, rng, monkeypatch):
     tokens.append(20)
     assert tokens.store.quantised(0) == 6 * 64
     k, v = tokens.expected()
-    for queries in (1, 20):  # which read the codes in place, and decoded tokens
+    for queries, cap in ((1, None), (3, 30.0), (20, None)):  # few read the codes in place, many decoded tokens
         q = tokens.new(queries, QUERIES)
-        out, mass = tokens.store.attend(0, q, return_mass=True)
-        tokens.compare(out, oracle.to_numpy(q), k, v)
-        repeated = np.repeat(k.astype(np.float64), QUERIES // HEADS, axis=1)
-        scores = oracle.to_numpy(q).astype(np.float64).swapaxes(1, 2) @ repeated.swapaxes(-1, -2) / np.sqrt(128)
-        visible = np.arange(k.shape[2]) <= np.arange(k.shape[2] - queries, k.shape[2])[:, None]
-        weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        expected = weights.reshape(3, HEADS, -1, weights.shape[-1]).sum(2)
-        np.testing.assert_allclose(oracle.to_numpy(mass), expected, atol=1e-4)
+        out, mass = tokens.store.attend(0, q, return_mass=True, softcap=cap)
+        greatest = tokens.store.attend(0, q, return_mass="max", softcap=cap)[1]
+        tokens.compare(out, oracle.to_numpy(q), k, v, cap)
+        weights = tokens.weights(oracle.to_numpy(q), k, cap).reshape(3, HEADS, -1, k.shape[2])
+        np.testing.assert_allclose(oracle.to_numpy(mass), weights.sum(2), atol=1e-4)
+        np.testing.assert_allclose(oracle.to_numpy(greatest), weights.max(2), atol=1e-4)
 
 
 @pytest.mark.archs("cpu", "cuda")

@@ -14,8 +14,9 @@ from tikv.kernels.address import index_array
 from tikv.kernels.attention.by_channel import BAND, LINE_WORDS, SUMS
 from tikv.kernels.attention.cpu.coded import ENDED
 from tikv.kernels.attention.cpu.loops import before, flipped, ordered
+from tikv.kernels.attention.mass import make_joined
 from tikv.kernels.attention.parameters import BITS, FLOATS, LOG2E, LOWEST, MINUS_INFINITY, NAN, SCALARS, X
-from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit
+from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit, not_above_zero
 from tikv.kernels.codec import ELEMENT, make_bits_to_f32, make_element_to_f32, word_array
 from tikv.kernels.groups import make_code, step_of_code, unit_of
 from tikv.kernels.lanes import LEAST_ITERATIONS, butterfly_distances, make_loop, make_row_max, make_row_sum
@@ -23,11 +24,12 @@ from tikv.runtime import ti
 
 UNIT = 8  # codes that a GPU's thread takes at a time
 EXACT = 0x4B000000  # the bits of 2**23, whose last bits are a code
+AHEAD = 8  # lines of codes that a GPU's thread loads before it uses them; they divide the lines of every tile
 LANES = 32  # of a GPU, for a row of scores
 PIECE = 64  # neighbouring slots of a row that a CPU computes in a loop; they divide every group of tokens
 
 
-class TileParams(NamedTuple):
+class ProductParams(NamedTuple):
     """Numbers of a launch: items of work, extents, strides and first entries."""
 
     items: int = 0
@@ -50,7 +52,7 @@ class TileParams(NamedTuple):
     work: int = 0  # on CPU: the stride between the workers' memory
 
 
-class TileWeightParams(NamedTuple):
+class WeightParams(NamedTuple):
     """Numbers of a launch that turns scores into weights."""
 
     items: int = 0
@@ -68,9 +70,15 @@ class TileWeightParams(NamedTuple):
     lens_sequence: int = 0
     lens_first: int = 0
     lse_first: int = 0
+    lse_sequence: int = 0  # of log-sum-exps that are given: strides
+    lse_head: int = 0
+    lse_token: int = 0
+    mass_sequence: int = 0
+    mass_head: int = 0
+    mass_first: int = 0
 
 
-class TileForm(NamedTuple):
+class ProductForm(NamedTuple):
     """The compile-time choices of the kernels of tiles."""
 
     of: str  # "keys" or "values"
@@ -82,7 +90,7 @@ class TileForm(NamedTuple):
     lens: int  # bits of a length; 0: all tiles are read
 
 
-class TileWeights(NamedTuple):
+class WeightForm(NamedTuple):
     """The compile-time choices of `make_tile_weights`."""
 
     group: int
@@ -91,8 +99,8 @@ class TileWeights(NamedTuple):
     lens: int
 
 
-P = TileParams(*range(len(TileParams._fields)))
-W = TileWeightParams(*range(len(TileWeightParams._fields)))
+P = ProductParams(*range(len(ProductParams._fields)))
+W = WeightParams(*range(len(WeightParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 WEIGHT_PARAMS = ti.types.vector(len(W), ti.i32)
 
@@ -168,7 +176,7 @@ def make_tile_products(style, band, c):
     Args:
         style: as in `lanes.make_loop`.
         band: rows that an item computes for a unit of codes; it divides the number of rows of a KV head.
-        c: `TileForm`.
+        c: `ProductForm`.
     """
     unit, steps, middle = make_unit(c.bits)
     half, units, lines, keys = make_bits_to_f32("f16"), c.columns // UNIT, c.lines, c.of == "keys"
@@ -197,17 +205,22 @@ def make_tile_products(style, band, c):
                 sums = ti.Vector([ti.f32(0.0)] * (band * UNIT))
                 biases = ti.Vector([ti.f32(0.0)] * band)
                 number, word = params[P.numbers_first] + tile * lines, params[P.codes_first] + tile * lines * units + u
-                for r in range(lines):
-                    pair = numbers[number + r]
-                    scale = half(pair & ti.u32(0xFFFF))
-                    bias = half(pair >> ti.u32(16)) + scale * ti.f32(middle)
-                    values = unit(ti.cast(codes[word + r * units], ti.u32))
-                    for n in ti.static(range(band)):
-                        y = x[at[n] + r]
-                        biases[n] += y * bias
-                        y = y * scale
-                        for e in ti.static(range(UNIT)):
-                            sums[n * UNIT + e] += values[e] * y
+                for turn in range(lines // AHEAD):
+                    # Loads that follow each other wait for memory together.
+                    pairs, packed = ti.Vector([ti.u32(0)] * AHEAD), ti.Vector([ti.u32(0)] * AHEAD)
+                    for a in ti.static(range(AHEAD)):
+                        pairs[a] = numbers[number + turn * AHEAD + a]
+                        packed[a] = ti.cast(codes[word + (turn * AHEAD + a) * units], ti.u32)
+                    for a in ti.static(range(AHEAD)):
+                        scale = half(pairs[a] & ti.u32(0xFFFF))
+                        bias = half(pairs[a] >> ti.u32(16)) + scale * ti.f32(middle)
+                        values = unit(packed[a])
+                        for n in ti.static(range(band)):
+                            y = x[at[n] + turn * AHEAD + a]
+                            biases[n] += y * bias
+                            y = y * scale
+                            for e in ti.static(range(UNIT)):
+                                sums[n * UNIT + e] += values[e] * y
                 column = params[P.factors_first] + tile * c.columns + u * UNIT
                 for e in ti.static(range(UNIT)):
                     factor = half(factors[column + e])
@@ -247,7 +260,7 @@ def make_tile_products_cpu(workers, rows, c):
     Args:
         workers: threads; 1 runs in the calling thread.
         rows: query heads of a KV head times the queries of each.
-        c: `TileForm`.
+        c: `ProductForm`.
 
     `work` holds `tile_work_floats` floats for each worker.
     """
@@ -568,3 +581,49 @@ def make_tile_weights(style, serial, c):
 
 
 make_tile_weights.fast_math = True
+
+
+def make_tile_mass(style, serial, greatest, c):
+    """mass(scores, lens, lse, mass, params, scalars): the mass of each token, as `mass.make_mass` defines it.
+
+    An item is a slot of a KV head. `mass` is in the order of tokens, from `first_valid` on.
+    """
+    logit_of, seen, joined, LENS = make_logit(c), make_seen(c), make_joined(greatest), index_array(c.lens)
+
+    @ti.func
+    def mass_of_slot(i, arrays: ti.template(), params, scalars):
+        scores, lens, lse, mass = ti.static(arrays)
+        slot, head = i % params[W.slots], i // params[W.slots]
+        b, h, ring = head // params[W.heads], head % params[W.heads], params[W.ring]
+        total, is_seen_by_any = ti.f32(0.0), 0
+        for t in range(params[W.queries]):
+            bounds = seen(b, t, lens, params)
+            if is_seen(slot, bounds[0], bounds[1], ring):
+                is_seen_by_any = 1
+                for g in range(c.group):
+                    row = lse[params[W.lse_first] + b * params[W.lse_sequence] + t * params[W.lse_token]
+                              + (h * c.group + g) * params[W.lse_head]]  # fmt: skip
+                    if row != ti.u32(MINUS_INFINITY):
+                        at = (head * params[W.rows] + t * c.group + g) * params[W.tokens] + slot
+                        logit = logit_of(scores[at], scalars[X.logit_scale], scalars[X.softcap])
+                        below = logit - ti.bit_cast(row, ti.f32) / scalars[X.lse_scale]
+                        total = joined(total, exp2(not_above_zero(below)))
+        if is_seen_by_any == 1:
+            first = params[W.first_valid]
+            if ring > 0:
+                first = first % ring
+            number = slot - first
+            number += ti.select(number < 0, ring, 0)
+            at = params[W.mass_first] + b * params[W.mass_sequence] + h * params[W.mass_head] + number
+            mass[at] = joined(mass[at], total)
+
+    loop = make_loop(style, serial, mass_of_slot, W.items)
+
+    @ti.kernel
+    def mass_of_tokens(scores: FLOATS, lens: LENS, lse: BITS, mass: FLOATS, params: WEIGHT_PARAMS, scalars: SCALARS):
+        loop(scores, params, ((scores, lens, lse, mass), params, scalars))
+
+    return mass_of_tokens
+
+
+make_tile_mass.fast_math = True

@@ -65,7 +65,7 @@ def make_joined(greatest):
     def joined(a, b):
         both = a + b
         if ti.static(greatest):
-            larger = ti.select(is_nan(a) | (a > b), a, b)
+            larger = ti.select(is_nan(a), a, ti.select(a > b, a, b))
             both = ti.select(is_nan(b), b, larger)
         return both
 

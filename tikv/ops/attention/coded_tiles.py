@@ -20,7 +20,7 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 
 if TYPE_CHECKING:
-    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams
 
 # On CPU, below these the calling thread finishes before another one wakes.
 SERIAL_PRODUCTS = 1 << 18
@@ -120,52 +120,87 @@ def attend_tiles(
         CapacityError: an array is larger than 32-bit indices reach.
     """
     keys, values = codes
-    others = [a for a in (keys.table, keys.lens) if a is not None]
-    arrays = [q, *keys.arrays, *values.arrays, *scratch, *to, *others]
-    key = ("attend_tiles", *[a.key for a in arrays], format, seen.tiles, seen.span, seen.ring, *asked)
+    codes_of = [f"the {what} of {of}" for of in "KV" for what in ("codes", "scales", "factors")]
+    names = ("q", *codes_of, "rotated queries", "scores", "parts of results", "out", "lse")
+    arrays = [q, *keys.arrays, *values.arrays, *scratch, *to]
+    _run(live, operation, "", dict(zip(names, arrays, strict=True)), keys, (format, seen, asked))
+
+
+def weigh_tiles(
+    live: runtime.Runtime,
+    operation: str,
+    q: ArrayView,
+    keys: TileCodes,
+    format: TileFormat,
+    seen: SeenTiles,
+    asked: AttentionScale,
+    scratch: TileScratch,
+    weighing: tuple[ArrayView, ArrayView, str],
+) -> None:
+    """The mass that (B, Hq, T, D) queries give the tokens; `weighing` has log-sum-exps, the mass, and its kind.
+
+    They are those of `AttentionPlan.weigh`; `scratch.parts` is not used.
+    """
+    lse, mass, kind = weighing
+    names = ("q", "the codes of K", "the scales of K", "the factors of K", "rotated queries", "scores", "lse", "mass")
+    arrays = [q, *keys.arrays, scratch.rotated, scratch.scores, lse, mass]
+    _run(live, operation, kind, dict(zip(names, arrays, strict=True)), keys, (format, seen, asked))
+
+
+def _run(
+    live: runtime.Runtime, operation: str, kind: str, named: dict[str, ArrayView], keys: TileCodes,
+    options: tuple[TileFormat, SeenTiles, AttentionScale],
+) -> None:  # fmt: skip
+    """Run the plan over these arrays."""
+    named |= {name: a for name, a in (("block tables", keys.table), ("lengths", keys.lens)) if a is not None}
+    format, seen, asked = options
+    key = ("tiles", kind, *named, *[a.key for a in named.values()], format, seen.tiles, seen.span, seen.ring, *asked)
     plan: Any = live.plans.get(key)
     if plan is None:
-        has = keys.table is not None, keys.lens is not None
-        plan = live.plans.keep(key, _TilePlan(live, operation, format, seen, asked, has))
+        plan = live.plans.keep(key, _TilePlan(live, operation, kind, tuple(named), options))
     length, first_valid = seen.length, seen.first_valid
     if seen.ring and length > 2 * seen.ring:  # the same tokens in the same slots, in 32 bits
         short = seen.ring + length % seen.ring
         length, first_valid = short, max(0, first_valid - (length - short))
-    plan.run(arrays, {"length": length, "first_valid": first_valid, "ahead": seen.ahead})
+    plan.run([*named.values()], {"length": length, "first_valid": first_valid, "ahead": seen.ahead})
 
 
 class _TilePlan(Plan):
-    """The launches of `attend_tiles` for arrays of one form and one number of tiles, and the memory of CPU workers."""
+    """The launches over arrays of one form and one number of tiles, and the memory of CPU workers.
+
+    Without a `kind` of mass they attend, otherwise they weigh.
+    """
 
     def __init__(
-        self, live: runtime.Runtime, operation: str, format: TileFormat, seen: SeenTiles, asked: AttentionScale,
-        has: tuple[bool, bool],
+        self, live: runtime.Runtime, operation: str, kind: str, names: tuple[str, ...],
+        options: tuple[TileFormat, SeenTiles, AttentionScale],
     ) -> None:  # fmt: skip
-        codes = [f"the {what} of {of}" for of in "KV" for what in ("codes", "scales", "factors")]
-        others = [name for name, exists in zip(("block tables", "lengths"), has, strict=True) if exists]
-        names = ("q", *codes, "rotated queries", "scores", "parts of results", "out", "lse", *others)
-        super().__init__(live, operation, names, [7 <= i < 12 for i in range(len(names))])
-        self.format, self.seen, self.asked, self.has = format, seen, asked, has
+        written = {"rotated queries", "scores", "parts of results", "out", "mass", *["lse"] * (not kind)}
+        super().__init__(live, operation, names, [name in written for name in names])
+        self.kind = kind
+        self.format, self.seen, self.asked = options
         self.work: list[ArrayView] = []
 
     def bind(self, arrays: Sequence[ArrayView]) -> list[Launch]:
-        """As in `Plan`; entries that `attend_tiles` sets in each run are left out."""
-        seen, self.work = self.seen, []
+        """As in `Plan`; entries that change are set in each run."""
+        live, operation, seen, self.work = self.live, self.operation, self.seen, []
         for name, a in zip(self.names, arrays, strict=True):
-            checks.addressable(a, a.dtype.itemsize, self.live, name, self.operation)
-        q, k, k_numbers, k_factors, v, v_numbers, v_factors, rotated, scores, parts, out, lse, *rest = arrays
-        others = iter(rest)
-        table, lens = (next(others) if exists else None for exists in self.has)
-        keys = TileCodes("keys", k, k_numbers, k_factors, table, lens)
-        values = TileCodes("values", v, v_numbers, v_factors, table, lens)
-        each = -(-seen.tiles // parts.shape[0])
-        return [
-            rotation_launch(self.live, self.operation, q, rotated, None),
-            self._product(keys, rotated, scores, (q, scores), (seen.tiles, 1, 0)),
-            self._weights(scores, lens, lse, q),
-            self._product(values, scores, parts, (q, scores), (parts.shape[0], each, parts.strides[0])),
-            rotation_launch(self.live, self.operation, parts, out, None),
+            checks.addressable(a, a.dtype.itemsize, live, name, operation)
+        named = dict(zip(self.names, arrays, strict=True))
+        q, rotated, scores = (named[name] for name in ("q", "rotated queries", "scores"))
+        indices = named.get("block tables"), named.get("lengths")
+        keys, shapes = TileCodes("keys", arrays[1], arrays[2], arrays[3], *indices), (q, scores)
+        launches = [
+            rotation_launch(live, operation, q, rotated, None),
+            self._product(keys, rotated, scores, shapes, (seen.tiles, 1, 0)),
+            self._weights(q, scores, indices[1], named["lse"], named.get("mass")),
         ]
+        if not self.kind:
+            values, parts = TileCodes("values", arrays[4], arrays[5], arrays[6], *indices), named["parts of results"]
+            of_parts = parts.shape[0], -(-seen.tiles // parts.shape[0]), parts.strides[0]
+            launches.append(self._product(values, scores, parts, shapes, of_parts))
+            launches.append(rotation_launch(live, operation, parts, named["out"], None))
+        return launches
 
     def _product(
         self, of: TileCodes, x: ArrayView, to: ArrayView, shapes: tuple[ArrayView, ArrayView],
@@ -197,8 +232,10 @@ class _TilePlan(Plan):
         params = params._replace(items=tasks, work=floats)
         return Launch(kernel.bind(workers, *taken, self.work[-1], params), taken)
 
-    def _weights(self, scores: ArrayView, lens: ArrayView | None, lse: ArrayView, q: ArrayView) -> Launch:
-        """The launch that turns scores into weights."""
+    def _weights(
+        self, q: ArrayView, scores: ArrayView, lens: ArrayView | None, lse: ArrayView, mass: ArrayView | None
+    ) -> Launch:
+        """The launch that turns scores into weights, or into the mass of tokens."""
         from tikv.kernels.attention import coded_tiles as kernels
         from tikv.kernels.attention.parameters import LOG2E, MAX_TOKENS, AttentionScalars
 
@@ -210,26 +247,35 @@ class _TilePlan(Plan):
             scalars = scalars._replace(logit_scale=scale / cap, softcap=cap * LOG2E)
         all_rows = batch * heads * rows
         items = all_rows if live.is_cpu else -(-all_rows * kernels.LANES // THREADS) * THREADS
-        form = kernels.TileWeights(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
-        params = kernels.TileWeightParams(
+        form = kernels.WeightForm(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
+        params = kernels.WeightParams(
             items, all_rows, rows, q.shape[2], heads, tokens, seen.tiles * self.format.group,
             window=MAX_TOKENS if seen.span is None else min(seen.span, MAX_TOKENS), ring=seen.ring,
             lens_sequence=0 if lens is None else lens.strides[0], lens_first=_first(lens), lse_first=_first(lse),
         )  # fmt: skip
-        serial = live.is_cpu and all_rows * tokens < SERIAL_WEIGHTS
-        kernel = launch.kernel(live, kernels.make_tile_weights, live.kernel_style, serial, form)
+        serial, style = live.is_cpu and all_rows * tokens < SERIAL_WEIGHTS, live.kernel_style
+        if mass is not None:
+            items = checks.integer(batch * heads * params.slots, "tokens", self.operation, high=2**31 - 1)
+            params = params._replace(
+                items=items, lse_sequence=lse.strides[0], lse_head=lse.strides[1], lse_token=lse.strides[2],
+                mass_sequence=mass.strides[0], mass_head=mass.strides[1], mass_first=_first(mass),
+            )  # fmt: skip
+            kernel = launch.kernel(live, kernels.make_tile_mass, style, serial, self.kind == "max", form)
+            taken = [scores, lens or lse, lse, mass]
+            return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
+        kernel = launch.kernel(live, kernels.make_tile_weights, style, serial, form)
         taken = [scores, lens or lse, lse]
         return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
 
 
-def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[TileForm, TileParams]:
+def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[ProductForm, ProductParams]:
     """The kernels' compile-time choices for tiles, and what is known of their numbers."""
-    from tikv.kernels.attention.coded_tiles import TileForm, TileParams
+    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams
 
     lines, columns = of.codes.shape[3], of.factors.shape[3]
     table, codes, numbers, factors = of.table, *of.arrays
-    form = TileForm(of.of, format.bits(of.of), lines, columns, group, _bits(table), _bits(of.lens))
-    params = TileParams(
+    form = ProductForm(of.of, format.bits(of.of), lines, columns, group, _bits(table), _bits(of.lens))
+    params = ProductParams(
         room=codes.shape[2], heads=heads, codes_first=codes.offset * 8 // (UNIT * form.bits),
         numbers_first=numbers.offset // 4, factors_first=_first(factors), blocks=codes.shape[0],
         table_sequence=0 if table is None else table.strides[0], table_first=_first(table),

@@ -6,6 +6,7 @@ limited size, and attended over; the results are merged by their log-sum-exps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,13 +14,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, write_host
-from tikv.ops.attention.coded_tiles import (
-    SeenTiles,
-    TileCodes,
-    TileScratch,
-    attend_tiles,
-    parts_of,
-)
+from tikv.ops.attention.coded_tiles import SeenTiles, TileCodes, TileScratch, attend_tiles, parts_of, weigh_tiles
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -117,50 +112,61 @@ class CodedTiles(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps."""
         to = scratch.partial("of codes", (*q.shape[:3], self.form.widths[1]))
-        if q.shape[1] // self.form.heads * q.shape[2] <= MOST_ROWS:
+        if self._is_in_place(q):
             self._attend_in_place(operation, q, scores, slots, scratch, to)
         else:
             self._attend_decoded(operation, q, scores, slots, scratch, to)
         return to.out, to.lse
 
-    def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
-        """The codes of keys and of values, and where those of a sequence are."""
+    def _is_in_place(self, q: ArrayView) -> bool:
+        """Whether queries read the codes in place."""
+        return math.prod(q.shape[1:-1]) // self.form.heads <= MOST_ROWS
+
+    def _decoded_dtype(self, q: ArrayView, live: runtime.Runtime) -> dtypes.DType:
+        """The dtype of decoded tiles: that of the queries for CUDA's tensor cores, which pay off for many."""
+        return q.dtype if live.is_cuda and not self._is_in_place(q) else dtypes.float32
+
+    def _codes(self, slots: CodeSlots, first: int, end: int) -> tuple[TileCodes, TileCodes]:
+        """The codes of keys and of values of some sequences, and where those of a sequence are."""
         table, lens = slots.paged.get("table"), slots.paged.get("lens")
         keys = TileCodes("keys", self.k, self.k_numbers, self.k_factors, table, lens)
-        return keys, TileCodes("values", self.v, self.v_numbers, self.v_factors, table, lens)
+        values = TileCodes("values", self.v, self.v_numbers, self.v_factors, table, lens)
+        return keys.sequences(first, end), values.sequences(first, end)
 
     def _attend_in_place(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
         """Attention that reads the codes, of as many sequences at a time as there is room for scores of."""
-        live, heads, (batch, of_all, queries, width) = scratch.runtime, self.form.heads, q.shape
-        rows, tiles = of_all // heads * queries, slots.groups
+        for first, end, memory, seen in self._in_place(q, slots, scratch):
+            asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
+            codes = self._codes(slots, first, end)
+            form = self.form.tiles, seen, scores
+            attend_tiles(scratch.runtime, operation, asking, codes, *form, memory, (out, lse))
+
+    def _in_place(
+        self, q: ArrayView, slots: CodeSlots, scratch: ScoreMemory
+    ) -> Iterator[tuple[int, int, TileScratch, SeenTiles]]:
+        """The sequences whose scores there is room for at a time, from one to another; memory, and what they see."""
+        heads, (batch, of_all, queries, width), width_v = self.form.heads, q.shape, self.form.widths[1]
+        rows, tiles, known = of_all // heads * queries, slots.groups, slots.tokens
         tokens = min(slots.room, self.form.group << (tiles - 1).bit_length())
         several = max(1, min(batch, SCORE_BYTES // (heads * rows * tokens * 4)))
-        seen = SeenTiles(
-            tiles, slots.tokens.length, slots.tokens.first_valid, slots.tokens.ahead, slots.span, slots.ring
-        )
+        seen = SeenTiles(tiles, known.length, known.first_valid, known.ahead, slots.span, slots.ring)
         for first in range(0, batch, several):
-            end = min(batch, first + several)
-            count = end - first
-            parts = parts_of(live, count, heads, rows, self.form.widths[1], tiles)
+            count = min(batch - first, several)
+            parts = parts_of(scratch.runtime, count, heads, rows, width_v, tiles)
             memory = TileScratch(
                 scratch.array("rotated queries", (count, of_all, queries, width)),
                 scratch.array("scores", (count, heads, rows, tokens)),
-                scratch.array("parts of codes", (parts, count, of_all, queries, self.form.widths[1])),
+                scratch.array("parts of codes", (parts, count, of_all, queries, width_v)),
             )
-            asking, out, lse = q, to.out, to.lse
-            codes = self._codes(slots)
-            if count < batch:
-                asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
-                codes = codes[0].sequences(first, end), codes[1].sequences(first, end)
-            attend_tiles(live, operation, asking, codes, self.form.tiles, seen, scores, memory, (out, lse))
+            yield first, first + count, memory, seen
 
     def _attend_decoded(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
-        """Attention over decoded tiles, some at a time, on CUDA in the dtype of the queries, for its tensor cores."""
-        dtype = q.dtype if scratch.runtime.is_cuda else dtypes.float32
+        """Attention over decoded tiles, some at a time."""
+        dtype = self._decoded_dtype(q, scratch.runtime)
         by_first: dict[int, list[DecodedTokens]] = {}
         for run in self._runs(slots, q.shape[0], dtype):
             by_first.setdefault(run.first, []).append(run)
@@ -197,10 +203,17 @@ class CodedTiles(NamedTuple):
         scratch: ScoreMemory,
     ) -> None:
         """Weigh the codes; see `AttentionPlan.weigh`."""
-        for run in self._runs(slots, q.shape[0], dtypes.float32):
+        if self._is_in_place(q):
+            for first, end, memory, seen in self._in_place(q, slots, scratch):
+                asking, lse, to = (a.part(0, first, end) for a in (q, weighing.lse, weighing.to))
+                codes, form = self._codes(slots, first, end)[0], (self.form.tiles, seen, scores)
+                weigh_tiles(scratch.runtime, operation, asking, codes, *form, memory, (lse, to, weighing.kind))
+            return
+        dtype = self._decoded_dtype(q, scratch.runtime)
+        for run in self._runs(slots, q.shape[0], dtype):
             end = run.first + run.sequences
             asking, lse, to = (a.part(0, run.first, end) for a in (q, weighing.lse, weighing.to))
-            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch, dtypes.float32)
+            plan, arrays, tokens = self._decoded(operation, asking, scores, slots, run, scratch, dtype)
             plan.weigh(arrays, lse, to.part(2, run.at, run.at + len(run.slots)), tokens, weighing.kind)
 
     def _decoded(
