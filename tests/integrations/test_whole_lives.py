@@ -82,12 +82,16 @@ ONE_LAYER_READY = [("begin", 1, [0], 0), ("interrupt", 0, True, 1, 1), ("compile
 AFTER_AN_INTERRUPT = [
     ("begin", 1, [0], 0), ("tokens", 71, 0), ("interrupt", 0, False, 1, 0), ("crop", 1), ("compiled", 1, True, 0)
 ]  # fmt: skip
+BETWEEN_MASK_AND_LAYER = [
+    ("begin", 5, [0], 1), ("compiled", 2, False, 1), ("interrupt", 0, False, 2, 1), ("compiled", 1, True, 1)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "options", "operations"),
     [
         ("gemma3", {"max_cache_len": 300}, SLOTS_MOVED),
+        ("mistral", {"max_cache_len": 40}, BETWEEN_MASK_AND_LAYER),
         ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
         ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
         ("mistral", {"max_cache_len": 40}, RECORDED_IN_A_RING),

@@ -566,8 +566,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 check_taken_by_all(tokens, held, self._with_keys, self._with_states)
             if self.running_replay is not None:
                 return self.running_replay.sizes(layer_idx, tokens)
-            for layer in self._rings if tokens == 1 else ():
-                layer.make_ready()
+            for layer in self._rings:  # a mask is for all layers of a kind: their slots agree, if no step follows too
+                (layer.make_ready if tokens == 1 else layer._put_in_order)()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
 
     @property
