@@ -332,8 +332,9 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: (total_q, Hq, D).
         kv: (total_k, 2, H, D).
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
-            alibi_slopes, deterministic, return_attn_probs: as in `flash_attn_varlen_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p: as in `flash_attn_varlen_func`.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as there.
+        return_attn_probs: as there.
 
     Raises:
         OptionError, ShapeError, DTypeError, PositionError: as in `flash_attn_varlen_func`.

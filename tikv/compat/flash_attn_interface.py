@@ -214,8 +214,8 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (B, S, 3, H, D); with ``num_heads_q``, (B, S, num_heads_q + 2 * H, D).
         num_heads_q: the number of query heads in ``qkv``; None if there are as many as KV heads.
-        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, deterministic,
-            sm_margin, return_attn_probs: as in `flash_attn_func`.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size: as in `flash_attn_func`.
+        attention_chunk, softcap, deterministic, sm_margin, return_attn_probs: as there.
 
     Raises:
         OptionError, ShapeError, DTypeError, PositionError: as in `flash_attn_func`, or heads do not divide.

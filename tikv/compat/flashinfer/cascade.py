@@ -253,9 +253,10 @@ class MultiLevelCascadeAttentionWrapper:
                 of `BatchPrefillWithPagedKVCacheWrapper.plan` for each level, whose queries are the same: on a level
                 that all requests share, they belong to one request.
             causal: on the last level, each query sees the tokens up to its own; it sees all of the others.
-            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, use_fp16_qk_reduction, sm_scale,
-                window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type: as there, on each
-                level. As in FlashInfer, windows and position encodings count from the end of each part.
+            num_qo_heads, num_kv_heads, head_dim, page_size, use_fp16_qk_reduction, sm_scale: as there, on each level.
+            pos_encoding_mode, window_left, logits_soft_cap, rope_scale, rope_theta: as there, on each level. As in
+                FlashInfer, windows and position encodings count from the end of each part.
+            q_data_type, kv_data_type: as there.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: an argument is not supported, or does not fit the
@@ -404,8 +405,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """Say which queries each request has, and which pages beside the prefix; all are float16, as in FlashInfer.
 
         Args:
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
-                page_size: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            qo_indptr, paged_kv_indptr, paged_kv_indices: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size: as there.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: as there.

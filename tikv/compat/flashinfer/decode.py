@@ -482,9 +482,9 @@ def fast_decode_plan(
         self: the wrapper.
         global_override_indptr_cpu: ``indptr`` on the host, which is read in its place without waiting for the device;
             None to read ``indptr``.
-        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left,
-            logits_soft_cap, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
-            disable_split_kv, q_len_per_req: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap, kv_data_type, data_type: as there.
+        sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size, disable_split_kv, q_len_per_req: as there.
         q_data_type: likewise; None for ``data_type``, and float16 without both.
 
     Raises:

@@ -314,8 +314,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
         Args:
             q, paged_kv_cache, k_scale, v_scale, return_lse: as in `run`.
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-                rope_theta: as in `plan`; with a mask, the window stays that of the plan.
+            causal, pos_encoding_mode: as in `plan`.
+            use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta: as there.
+            window_left: as there; with a mask, the window stays that of the plan.
 
         Raises:
             OptionError, ShapeError, DTypeError: as in `run`; with ``use_cuda_graph=True``, other options than those of
@@ -528,8 +529,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
         Args:
             q, k, v, return_lse: as in `run`.
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-                rope_theta: as in `plan`; with a mask, the window stays that of the plan.
+            causal, pos_encoding_mode: as in `plan`.
+            use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta: as there.
+            window_left: as there; with a mask, the window stays that of the plan.
 
         Raises:
             OptionError, ShapeError, DTypeError, PositionError: as in `run`; with ``use_cuda_graph=True``, other options
