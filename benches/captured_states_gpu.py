@@ -59,9 +59,7 @@ def configurations(small):
     return {
         "Qwen3-Next": transformers.Qwen3NextConfig(**size, head_dim=width, **linear),
         "FalconH1": transformers.FalconH1Config(**size, head_dim=width, **scan),
-        "LFM2": transformers.Lfm2Config(
-            **size, layer_types=["conv", "conv", "conv", "full_attention"] * (layers // 4)
-        ),
+        "LFM2": transformers.Lfm2Config(**size, layer_types=["conv", "conv", "conv", "full_attention"] * (layers // 4)),
     }
 
 
