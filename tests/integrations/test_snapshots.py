@@ -1,5 +1,6 @@
 """A `TikvCache` goes back to what a snapshot remembers, whatever was done to it since: the same logits, bit for bit."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -11,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import tiny_models  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvSnapshot  # noqa: E402
@@ -63,6 +65,34 @@ CHANGES = {
     "repeats": lambda cache: cache.batch_repeat_interleave(2),
     "a selection": lambda cache: cache.batch_select_indices(torch.tensor([1])),
 }
+
+
+class Counted(TorchDispatchMode):
+    """How often torch is asked to copy, by the name of its operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if "copy" in name or "clone" in name:
+            self.copies[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
+def test_states_of_all_layers_are_copied_at_once(arch, name):
+    """On a GPU that is a launch for each kind, not one for each state."""
+    model = model_of(name)
+    cache = TikvCache(model.config)
+    read(model, cache, tokens(2, 9))
+    with Counted() as taken:
+        snapshot = cache.snapshot()
+    read(model, cache, tokens(2, 1))
+    with Counted() as restored:
+        cache.restore(snapshot)
+    assert taken.copies == restored.copies == {"_foreach_copy_": 1}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -32,7 +32,10 @@ class TikvSnapshot(runtime.NotCopied):
     def __init__(self, cache: Any) -> None:
         self._cache: Any = weakref.ref(cache)
         self.length = int(cache.get_seq_length())
-        self._parts = {part: [_saved(layer) for layer in layers] for part, layers in parts_of(cache).items()}
+        copies = _copies_of_states(cache)
+        self._parts = {part: [_saved(layer, copies) for layer in layers] for part, layers in parts_of(cache).items()}
+        if copies is not None:
+            copies.make()
         self._updated = copy.copy(getattr(cache, "is_updated", None))
 
     @property
@@ -54,8 +57,11 @@ class TikvSnapshot(runtime.NotCopied):
                 f"{CACHE}.restore: {self!r} was taken of another cache. Pass a snapshot of this one; for a cache "
                 f"of its own, use copy.deepcopy() of the cache that it was taken of."
             )
+        copies = _copies_of_states(cache)
         for part, layers in parts_of(cache).items():
-            layers[:] = [saved.back(layer) for saved, layer in zip(self._parts[part], layers, strict=True)]
+            layers[:] = [saved.back(layer, copies) for saved, layer in zip(self._parts[part], layers, strict=True)]
+        if copies is not None:
+            copies.make()
         if self._updated is not None:
             cache.is_updated = copy.copy(self._updated)
 
@@ -68,7 +74,7 @@ class _Nothing:
 
     nbytes = 0
 
-    def back(self, layer: Any) -> Any:
+    def back(self, layer: Any, copies: Any) -> Any:
         return layer
 
 
@@ -89,7 +95,7 @@ class _Mark:
         self._copy = _copied(layer, self.length)
         layer.marks.discard(self)
 
-    def back(self, layer: TikvLayer) -> TikvLayer:
+    def back(self, layer: TikvLayer, copies: Any) -> TikvLayer:
         """A layer that holds the marked tokens: this one, or a copy of the copy."""
         if self._copy is not None:
             layer.before_change(0)
@@ -109,16 +115,16 @@ class _Copy:
     def nbytes(self) -> int:
         return _bytes_of(self._copy)
 
-    def back(self, layer: Any) -> Any:
+    def back(self, layer: Any, copies: Any) -> Any:
         return copy.deepcopy(self._copy)
 
 
 class _State:
     """Of a layer that keeps a state: the state, which is copied, and its keys if it has some."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, copies: Any) -> None:
         self._keys = _keys_of(layer)
-        self._state = copy.deepcopy(layer.state())
+        self._state = layer.copied_state(copies)
 
     @property
     def nbytes(self) -> int:
@@ -127,14 +133,23 @@ class _State:
             if a is not None
         )  # fmt: skip
 
-    def back(self, layer: Any) -> Any:
-        layer = self._keys.back(layer)
-        layer.set_state(self._state)
+    def back(self, layer: Any, copies: Any) -> Any:
+        layer = self._keys.back(layer, copies)
+        layer.set_state(self._state, copies)
         return layer
 
 
-def _saved(layer: Any) -> Any:
-    return _State(layer) if hasattr(layer, "set_state") else _keys_of(layer)
+def _copies_of_states(cache: Any) -> Any:
+    """What copies the states of all layers together; None if no layer has one."""
+    if not any(hasattr(layer, "set_state") for layers in parts_of(cache).values() for layer in layers):
+        return None
+    from tikv.integrations.transformers.layers.states import StateCopies
+
+    return StateCopies()
+
+
+def _saved(layer: Any, copies: Any) -> Any:
+    return _State(layer, copies) if hasattr(layer, "set_state") else _keys_of(layer)
 
 
 def _keys_of(layer: Any) -> Any:

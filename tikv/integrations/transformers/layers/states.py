@@ -18,6 +18,8 @@ from tikv.integrations.transformers.layers.state_calls import StateCall
 from tikv.integrations.transformers.layers.streaming import StreamingLayer
 from tikv.integrations.transformers.names import CACHE
 
+STATES = ("conv_states", "recurrent_states")
+
 
 class EarlierState(NamedTuple):
     """A state before a call of its module.
@@ -47,6 +49,35 @@ def _copied(state: Any, spare: Any) -> Any:
         return None if state is None else state.detach().clone()
     with torch.inference_mode(spare.is_inference()), torch.no_grad():
         return spare.copy_(state)
+
+
+class StateCopies:
+    """Copies of states that are made together: on a GPU in one launch for each kind, whatever the number of layers."""
+
+    def __init__(self) -> None:
+        self._to: list[Any] = []
+        self._sources: list[Any] = []
+
+    def add(self, to: Any, source: Any) -> None:
+        """Let `make` copy a state to where another one lies."""
+        self._to.append(to)
+        self._sources.append(source)
+
+    def new(self, state: Any) -> Any:
+        """New memory, to which `make` copies a state; None of None."""
+        if state is None:
+            return None
+        self.add(to := torch.empty_like(state), state.detach())
+        return to
+
+    def make(self) -> None:
+        """Make the copies."""
+        for inference in {to.is_inference() for to in self._to}:
+            pairs = [(a, b) for a, b in zip(self._to, self._sources, strict=True) if a.is_inference() == inference]
+            with torch.inference_mode(inference), torch.no_grad():
+                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        self._to.clear()
+        self._sources.clear()
 
 
 class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
@@ -125,8 +156,10 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         if records[at].is_start:
             self._forget_state(state_idx)
         else:
-            self._put(self.conv_states, {state_idx: records[at].conv})
-            self._put(self.recurrent_states, {state_idx: records[at].recurrent})
+            copies = StateCopies()
+            self._put(self.conv_states, {state_idx: records[at].conv}, copies)
+            self._put(self.recurrent_states, {state_idx: records[at].recurrent}, copies)
+            copies.make()
         del records[at:]
         return True
 
@@ -293,22 +326,28 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         """The state, and what is known of it, by the names of attributes; nothing is copied."""
         return {name: getattr(self, name) for name in vars(StateLayer(self.index, **self._options))}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take a copy of what `state` returned; states that are as large are written in place."""
+    def copied_state(self, copies: StateCopies) -> dict[str, Any]:
+        """As `state`, but copied; the states themselves by `copies`."""
+        return {
+            name: {i: copies.new(state) for i, state in value.items()} if name in STATES else copy.deepcopy(value)
+            for name, value in self.state().items()
+        }
+
+    def set_state(self, state: Mapping[str, Any], copies: StateCopies) -> None:
+        """Take what `state` returned, the states by `copies`; those that are as large are written in place."""
         for name, value in state.items():
-            if name in ("conv_states", "recurrent_states"):
-                self._put(getattr(self, name), value)
+            if name in STATES:
+                self._put(getattr(self, name), value, copies)
             else:
                 setattr(self, name, copy.deepcopy(value))
 
     @staticmethod
-    def _put(states: dict[int, Any], saved: Mapping[int, Any]) -> None:
+    def _put(states: dict[int, Any], saved: Mapping[int, Any], copies: StateCopies) -> None:
         for i, state in saved.items():
             if state is not None and states[i] is not None and states[i].shape == state.shape:
-                with torch.inference_mode(states[i].is_inference()), torch.no_grad():
-                    states[i].copy_(state)
+                copies.add(states[i], state)
             else:
-                states[i] = None if state is None else state.clone()
+                states[i] = copies.new(state)
 
     def _cropped_to(self, tokens_to_remove: int) -> Any:
         """Raise if the state after fewer tokens is no longer known."""
@@ -446,7 +485,9 @@ class _KeysBeside(StateLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         layer = self._keys.__deepcopy__(self, memo)
-        layer.set_state(self.state())
+        copies = StateCopies()
+        layer.set_state(self.state(), copies)
+        copies.make()
         return layer
 
     def __repr__(self) -> str:
