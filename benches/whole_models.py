@@ -31,6 +31,9 @@ FIELDS = {
     "as_eager": ("that equal those with torch's attention", False),
 }
 PANELS = ("token_ms", "prompt_ms", "peak_mb", "first_call_s")
+# Of several runs, those that the picture leaves out for one text and for more: a phone shows it, too.
+LEFT_OUT = {"one": ("peak_mb",), "more": ("prompt_ms", "first_call_s")}
+WIDTH = 4.6  # inches
 
 
 def interval(figure) -> tuple[float, float]:
@@ -127,7 +130,10 @@ def panels(found: dict) -> list[tuple[str, list[tuple[str, tuple[float, float], 
     """Of each panel the title and the bars: cache, (least, greatest), label, whether transformers' best is less."""
     drawn = []
     for part in parts(found):
-        for field in PANELS:
+        left_out = ()
+        if len(found["runs"]) > 1 and "batch" in part:
+            left_out = LEFT_OUT["one" if part["batch"] == 1 else "more"]
+        for field in [field for field in PANELS if field not in left_out]:
             figures = measured(part, field)
             others = [figure for name, figure in figures.items() if not name.startswith(OURS)]
             bars = []
@@ -146,34 +152,33 @@ def panels(found: dict) -> list[tuple[str, list[tuple[str, tuple[float, float], 
 def line(found: dict) -> str:
     """What stands below the picture."""
     words = "x: times the better of transformers' two, red where it is more; pale: up to the greatest of several runs"
-    return f"{about(found)}\n{words}"
+    return "\n".join(textwrap.fill(each, 78) for each in (about(found), words))
 
 
 def figure_of(found: dict, theme: str):
-    """Two panels side by side in each row."""
+    """A panel below the other, so that words are large enough on a phone."""
     from matplotlib import patches, pyplot
 
     drawn = panels(found)
-    rows = -(-len(drawn) // 2)
-    figure, axes = pyplot.subplots(rows, 2, figsize=(10, 0.5 + 1.3 * rows), layout="constrained", squeeze=False)
-    for place in axes.flat[len(drawn) :]:
-        place.remove()
-    for place, (name, bars) in zip(axes.flat, drawn, strict=False):
+    figure, axes = pyplot.subplots(
+        len(drawn), 1, figsize=(WIDTH, 0.5 + 1.35 * len(drawn)), layout="constrained", squeeze=False
+    )
+    for place, (name, bars) in zip(axes.flat, drawn, strict=True):
         picture.plain(place)
         for at, (cache, (least, most), label, lost) in enumerate(bars):
             colour = COLOURS[OURS if cache.startswith(OURS) else "transformers"]
             place.barh(at, most, 0.85, color=colour, alpha=0.4 if least < most else 1)
             place.barh(at, least, 0.85, color=colour)
             look = {"color": LOSS[theme], "weight": "bold"} if lost else {}
-            place.text(most, at, label, va="center", fontsize=7, **look)
-        place.set_yticks(range(len(bars)), [cache for cache, *_ in bars], fontsize=7)
-        place.set_xlim(0, 1.4 * max(most for _, (_, most), *_ in bars))
+            place.text(most, at, label, va="center", fontsize=8, **look)
+        place.set_yticks(range(len(bars)), [cache for cache, *_ in bars], fontsize=8)
+        place.set_xlim(0, 1.75 * max(most for _, (_, most), *_ in bars))
         place.set_xticks([])
         place.set_title(name, fontsize=9, loc="left")
         place.invert_yaxis()
     keys = [patches.Patch(color=colour, label=who) for who, colour in COLOURS.items()]
     figure.legend(handles=keys, frameon=False, loc="outside upper center", ncols=2)
-    figure.text(0.01, -0.04, line(found), fontsize=6)
+    figure.text(0.01, -0.01, line(found), fontsize=7, va="top")
     return figure
 
 
