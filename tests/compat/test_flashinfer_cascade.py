@@ -106,6 +106,7 @@ def test_levels_of_a_later_plan_with_graphs(arch, rng):
             np.testing.assert_array_equal(values(buffer), a[1])
 
 
+@pytest.mark.full("vulkan", each_value=True)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stage", ["decode", "append", "append-causal"])
 def test_a_prefix_in_rows(arch, rng, stage, layout):

@@ -17,7 +17,7 @@ def space(arch):
     return placed(np.zeros(8, np.uint8), arch)
 
 
-@pytest.mark.full(each_value=True)
+@pytest.mark.full("vulkan", unless=lambda params: params["case"] == CASES[0])
 @pytest.mark.parametrize("case", [c for c in CASES if "mask" not in c], ids=name_of)
 def test_options_of_forward_replace_those_of_the_plan(arch, rng, case):
     (q, k, v), starts, of_keys, _ = requests_of(rng, 2, 2, 32)

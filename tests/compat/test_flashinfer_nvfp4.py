@@ -59,6 +59,7 @@ def stored(rng, page=5, **requests):
     return (q, k, v), starts, of_keys, masks, (codes, scales), table
 
 
+@pytest.mark.full("vulkan", unless=lambda params: params["case"] == CASES[0])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_pages_of_prompts(arch, rng, case):
     (q, k, v), starts, of_keys, masks, (codes, scales), table = stored(rng)
