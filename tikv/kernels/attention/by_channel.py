@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import index_array
-from tikv.kernels.attention.cpu.coded import ENDED
+from tikv.kernels.attention.cpu.lines import BAND, make_line_sums
 from tikv.kernels.attention.cpu.loops import before
 from tikv.kernels.attention.parameters import FLOATS
 from tikv.kernels.codec import (
@@ -62,9 +62,6 @@ class Scored(NamedTuple):
 
 P = ScoreParams(*range(len(ScoreParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
-BAND = 4  # at most so many rows share a code that was taken out of its word
-LINE_WORDS = 16  # words of a cache line
-SUMS = 64  # floats that are summed in registers: 8 vectors of most CPUs
 
 
 def make_find_group(c):
@@ -154,10 +151,8 @@ make_channel_scores.fast_math = True
 def make_channel_scores_cpu(workers, rows, most, c):
     """scores(q, codes, numbers, table, out, work, params) on CPU: as `make_channel_scores`.
 
-    A task is a group of tokens. A worker first multiplies the rows of a band by the scales. Then the words of a
-    channel's group are the lanes of vectors: the code writes out each lane, and LLVM joins them. One mask takes the
-    same code out of each word, for all rows of the band. Sums stay in registers, so a pass over several rows takes only
-    a few codes of a word.
+    A task is a group of tokens, and a line of codes is a channel. A worker first multiplies the rows of a band by the
+    scales; `make_line_sums` has the loops over codes.
     The function is not cached, since its real functions belong to one Taichi program.
 
     Args:
@@ -166,13 +161,13 @@ def make_channel_scores_cpu(workers, rows, most, c):
         most: at most so many of these rows are computed together.
         c: `Scored`.
 
-    `work` holds `channel_work_floats` floats for each worker.
+    `work` holds `line_work_floats` floats for each worker.
     """
-    row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
+    row, (count, words) = GROUP_FORMATS[c.name], unit_of(c.name)
     load_q, value = make_load(c.query, 1, SIZE[c.query] * 8), make_element_to_f32(c.scale)
     units, steps = row.group // count, [1 / step_of_code(c.name, e) for e in range(count)]
     B = max(n for n in range(1, most + 1) if rows % n == 0)
-    E = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * B * units <= SUMS))
+    list_channels, fetch, add_up = make_line_sums(c.name, c.width, row.group, B)
     Q, CODES, TABLE = element_array(c.query), word_array(32), index_array(c.table)
     SC = ti.types.ndarray(dtype=ELEMENT[c.scale], ndim=1)
     find_group, row_of_queries, width = make_find_group(c), make_row_of_queries(c), c.width
@@ -188,41 +183,6 @@ def make_channel_scores_cpu(workers, rows, most, c):
             work[begin + d] = y * value(numbers[scales + d * 2])
             total += y * value(numbers[scales + d * 2 + 1])
         work[sum_to] = total
-
-    @ti.real_func
-    def list_channels(work: FLOATS, to: ti.i32, uid: ti.i32):
-        begin = before(to, width + 1)
-        for d in range(width):
-            work[begin + d] = ti.bit_cast(d * (units * words), ti.f32)
-        work[begin + width] = ti.bit_cast(ENDED, ti.f32)
-
-    @ti.real_func
-    def fetch(codes: CODES, work: FLOATS, first: ti.i32, to: ti.i32, uid: ti.i32):
-        total = ti.u32(0)
-        for line in range(width * units * words // LINE_WORDS):
-            total = total | codes[first + line * LINE_WORDS]
-        work[to] = ti.bit_cast(total, ti.f32)
-
-    @ti.real_func
-    def add_up(codes: CODES, work: FLOATS, first: ti.i32, factors: ti.i32, listed: ti.i32, to: ti.i32, uid: ti.i32):
-        for part in ti.static(range(count // E)):
-            sums = ti.Vector([ti.f32(0.0)] * (B * E * units))
-            at, entry, word = before(factors, B * width), listed, ti.bit_cast(work[listed], ti.i32)
-            while word != ENDED:  # if the loop had a count, LLVM would gather words of several channels
-                begin = before(word + first, units * words)
-                for u in ti.static(range(units)):
-                    packed = [codes[begin + ti.static(u * words + w)] for w in range(words)]
-                    for e in ti.static(range(E)):
-                        x = code(packed, part * E + e)
-                        for g in ti.static(range(B)):
-                            sums[(g * E + e) * units + u] += x * work[at + ti.static(g * width)]
-                at += 1
-                entry += 1
-                word = ti.bit_cast(work[entry], ti.i32)
-            for g in ti.static(range(B)):
-                begin = before(to + (g * count + part * E) * units, E * units)
-                for n in ti.static(range(E * units)):
-                    work[begin + ti.static(n)] = sums[g * E * units + n]
 
     @ti.real_func
     def store(work: FLOATS, out: FLOATS, first: ti.i32, biases: ti.i32, to: ti.i32, step: ti.i32, uid: ti.i32):
@@ -268,8 +228,3 @@ def make_channel_scores_cpu(workers, rows, most, c):
 
 
 make_channel_scores_cpu.fast_math = True
-
-
-def channel_work_floats(width, group):
-    """Floats that a worker of `make_channel_scores_cpu` needs: rows times scales, biases, a list of channels, sums."""
-    return (BAND + 1) * (width + 1) + BAND * group

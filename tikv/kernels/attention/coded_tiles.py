@@ -11,14 +11,13 @@ import zlib
 from typing import Any, NamedTuple
 
 from tikv.kernels.address import index_array
-from tikv.kernels.attention.by_channel import BAND, LINE_WORDS, SUMS
-from tikv.kernels.attention.cpu.coded import ENDED
+from tikv.kernels.attention.cpu.lines import BAND, make_line_sums
 from tikv.kernels.attention.cpu.loops import before, flipped, ordered
 from tikv.kernels.attention.mass import make_joined
 from tikv.kernels.attention.parameters import BITS, FLOATS, LOG2E, LOWEST, MINUS_INFINITY, NAN, SCALARS, X
 from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit, not_above_zero
 from tikv.kernels.codec import ELEMENT, make_bits_to_f32, make_element_to_f32, word_array
-from tikv.kernels.groups import make_code, step_of_code, unit_of
+from tikv.kernels.groups import step_of_code, unit_of
 from tikv.kernels.lanes import LEAST_ITERATIONS, butterfly_distances, make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
@@ -254,7 +253,7 @@ make_tile_products.fast_math = True
 def make_tile_products_cpu(workers, rows, c):
     """products(x, codes, numbers, factors, table, lens, out, work, params) on CPU: as `make_tile_products`.
 
-    A task is a part of a KV head's tiles. The loops are those of `by_channel.make_channel_scores_cpu`.
+    A task is a part of a KV head's tiles. `make_line_sums` has the loops over codes.
     The function is not cached, since its real functions belong to one Taichi program.
 
     Args:
@@ -262,13 +261,13 @@ def make_tile_products_cpu(workers, rows, c):
         rows: query heads of a KV head times the queries of each.
         c: `ProductForm`.
 
-    `work` holds `tile_work_floats` floats for each worker.
+    `work` holds `line_work_floats` floats for each worker.
     """
     name, lines, columns, keys = f"quant{c.bits}_32", c.lines, c.columns, c.of == "keys"
-    code, (count, words), value = make_code(name), unit_of(name), make_element_to_f32("f16")
+    (count, words), value = unit_of(name), make_element_to_f32("f16")
     units, steps = columns // count, [1 / step_of_code(name, e) for e in range(count)]
     B = max(n for n in range(1, BAND + 1) if rows % n == 0)
-    E = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * B * units <= SUMS))
+    list_lines, fetch, add_up = make_line_sums(name, lines, columns, B)
     CODES, TABLE, LENS = word_array(32), index_array(c.table), index_array(c.lens)
     HALVES = ti.types.ndarray(dtype=ELEMENT["f16"], ndim=1)
     find_tile, (row_of_queries, row_of_scores) = make_find_tile(c), make_rows_of(c)
@@ -284,41 +283,6 @@ def make_tile_products_cpu(workers, rows, c):
             work[begin + r] = y * value(numbers[scales + r * 2])
             total += y * value(numbers[scales + r * 2 + 1])
         work[sum_to] = total
-
-    @ti.real_func
-    def list_lines(work: FLOATS, to: ti.i32, uid: ti.i32):
-        begin = before(to, lines + 1)
-        for r in range(lines):
-            work[begin + r] = ti.bit_cast(r * (units * words), ti.f32)
-        work[begin + lines] = ti.bit_cast(ENDED, ti.f32)
-
-    @ti.real_func
-    def fetch(codes: CODES, work: FLOATS, first: ti.i32, to: ti.i32, uid: ti.i32):
-        total = ti.u32(0)
-        for line in range(lines * units * words // LINE_WORDS):
-            total = total | codes[first + line * LINE_WORDS]
-        work[to] = ti.bit_cast(total, ti.f32)
-
-    @ti.real_func
-    def add_up(codes: CODES, work: FLOATS, first: ti.i32, numbers: ti.i32, listed: ti.i32, to: ti.i32, uid: ti.i32):
-        for part in ti.static(range(count // E)):
-            sums = ti.Vector([ti.f32(0.0)] * (B * E * units))
-            at, entry, word = before(numbers, B * lines), listed, ti.bit_cast(work[listed], ti.i32)
-            while word != ENDED:  # if the loop had a count, LLVM would gather words of several lines
-                begin = before(word + first, units * words)
-                for u in ti.static(range(units)):
-                    packed = [codes[begin + ti.static(u * words + w)] for w in range(words)]
-                    for e in ti.static(range(E)):
-                        x = code(packed, part * E + e)
-                        for g in ti.static(range(B)):
-                            sums[(g * E + e) * units + u] += x * work[at + ti.static(g * lines)]
-                at += 1
-                entry += 1
-                word = ti.bit_cast(work[entry], ti.i32)
-            for g in ti.static(range(B)):
-                begin = before(to + (g * count + part * E) * units, E * units)
-                for n in ti.static(range(E * units)):
-                    work[begin + ti.static(n)] = sums[g * E * units + n]
 
     @ti.real_func
     def store(factors: HALVES, work: FLOATS, out: FLOATS, first: ti.i32, bias: ti.f32, factor: ti.i32, to: ti.i32,
@@ -393,11 +357,6 @@ def make_tile_products_cpu(workers, rows, c):
 
 
 make_tile_products_cpu.fast_math = True
-
-
-def tile_work_floats(c):
-    """Floats that a worker of `make_tile_products_cpu` needs: rows times scales, biases, a list of lines, sums."""
-    return (BAND + 1) * (c.lines + 1) + BAND * c.columns
 
 
 def make_seen(c):

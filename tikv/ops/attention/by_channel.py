@@ -80,6 +80,7 @@ def channel_scores(
 def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: int, paged: bool) -> Plan:
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         from tikv.kernels.attention import by_channel as kernels
+        from tikv.kernels.attention.cpu import lines
         from tikv.kernels.groups import unit_of
 
         q, codes, numbers, out = arrays[:4]
@@ -106,10 +107,10 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
             kernel = launch.kernel(live, kernels.make_channel_scores, live.kernel_style, band, form)
             return [Launch(kernel.bind(items, *taken, tuple(params)), taken)]
         workers = live.threads if items * rows * format.group * width >= SERIAL_PRODUCTS else 1
-        each = kernels.channel_work_floats(width, format.group)
+        each = lines.line_work_floats(width, format.group)
         plan.work = work = new_array((workers * each,), dtypes.float32, live)
         kernel = launch.kernel(
-            live, kernels.make_channel_scores_cpu, workers, rows, 1 if live.invariant else kernels.BAND, form
+            live, kernels.make_channel_scores_cpu, workers, rows, 1 if live.invariant else lines.BAND, form
         )
         return [Launch(kernel.bind(workers, *taken, work, tuple(params._replace(work=each))), taken)]
 

@@ -208,6 +208,7 @@ class _TilePlan(Plan):
     ) -> Launch:  # fmt: skip
         """The launch that multiplies `x` with codes; `parts` are their number, tiles of each, and the step."""
         from tikv.kernels.attention import coded_tiles as kernels
+        from tikv.kernels.attention.cpu import lines
 
         live, (q, scores) = self.live, shapes
         batch, heads, rows, tokens = scores.shape
@@ -226,7 +227,7 @@ class _TilePlan(Plan):
             return Launch(kernel.bind(items, *taken, params._replace(items=items)), taken)
         products = tasks * each * rows * form.columns * form.lines
         workers = live.threads if products >= SERIAL_PRODUCTS else 1
-        floats = kernels.tile_work_floats(form)
+        floats = lines.line_work_floats(form.lines, form.columns)
         self.work.append(new_array((workers * floats,), dtypes.float32, live))
         kernel = launch.kernel(live, kernels.make_tile_products_cpu, workers, rows, form)
         params = params._replace(items=tasks, work=floats)

@@ -16,6 +16,7 @@ from tikv import runtime
 from tikv.errors import OptionError
 from tikv.integrations.transformers.cache.files import parts_of
 from tikv.integrations.transformers.layers.layer import TikvLayer
+from tikv.integrations.transformers.memory.state_copies import STATES, StateCopies
 from tikv.integrations.transformers.names import CACHE
 from tikv.stores.picture import counted, size_in_words
 
@@ -32,10 +33,9 @@ class TikvSnapshot(runtime.NotCopied):
     def __init__(self, cache: Any) -> None:
         self._cache: Any = weakref.ref(cache)
         self.length = int(cache.get_seq_length())
-        copies = _copies_of_states(cache)
+        copies = StateCopies()
         self._parts = {part: [_saved(layer, copies) for layer in layers] for part, layers in parts_of(cache).items()}
-        if copies is not None:
-            copies.make()
+        copies.make()
         self._updated = copy.copy(getattr(cache, "is_updated", None))
 
     @property
@@ -57,11 +57,10 @@ class TikvSnapshot(runtime.NotCopied):
                 f"{CACHE}.restore: {self!r} was taken of another cache. Pass a snapshot of this one; for a cache "
                 f"of its own, use copy.deepcopy() of the cache that it was taken of."
             )
-        copies = _copies_of_states(cache)
+        copies = StateCopies()
         for part, layers in parts_of(cache).items():
             layers[:] = [saved.back(layer, copies) for saved, layer in zip(self._parts[part], layers, strict=True)]
-        if copies is not None:
-            copies.make()
+        copies.make()
         if self._updated is not None:
             cache.is_updated = copy.copy(self._updated)
 
@@ -74,7 +73,7 @@ class _Nothing:
 
     nbytes = 0
 
-    def back(self, layer: Any, copies: Any) -> Any:
+    def back(self, layer: Any, copies: StateCopies) -> Any:
         return layer
 
 
@@ -95,7 +94,7 @@ class _Mark:
         self._copy = _copied(layer, self.length)
         layer.marks.discard(self)
 
-    def back(self, layer: TikvLayer, copies: Any) -> TikvLayer:
+    def back(self, layer: TikvLayer, copies: StateCopies) -> TikvLayer:
         """A layer that holds the marked tokens: this one, or a copy of the copy."""
         if self._copy is not None:
             layer.before_change(0)
@@ -115,40 +114,31 @@ class _Copy:
     def nbytes(self) -> int:
         return _bytes_of(self._copy)
 
-    def back(self, layer: Any, copies: Any) -> Any:
+    def back(self, layer: Any, copies: StateCopies) -> Any:
         return copy.deepcopy(self._copy)
 
 
 class _State:
     """Of a layer that keeps a state: the state, which is copied, and its keys if it has some."""
 
-    def __init__(self, layer: Any, copies: Any) -> None:
+    def __init__(self, layer: Any, copies: StateCopies) -> None:
         self._keys = _keys_of(layer)
         self._state = layer.copied_state(copies)
 
     @property
     def nbytes(self) -> int:
         return int(self._keys.nbytes) + sum(
-            int(a.nbytes) for name in ("conv_states", "recurrent_states") for a in self._state[name].values()
+            int(a.nbytes) for name in STATES for a in self._state[name].values()
             if a is not None
         )  # fmt: skip
 
-    def back(self, layer: Any, copies: Any) -> Any:
+    def back(self, layer: Any, copies: StateCopies) -> Any:
         layer = self._keys.back(layer, copies)
         layer.set_state(self._state, copies)
         return layer
 
 
-def _copies_of_states(cache: Any) -> Any:
-    """What copies the states of all layers together; None if no layer has one."""
-    if not any(hasattr(layer, "set_state") for layers in parts_of(cache).values() for layer in layers):
-        return None
-    from tikv.integrations.transformers.layers.states import StateCopies
-
-    return StateCopies()
-
-
-def _saved(layer: Any, copies: Any) -> Any:
+def _saved(layer: Any, copies: StateCopies) -> Any:
     return _State(layer, copies) if hasattr(layer, "set_state") else _keys_of(layer)
 
 

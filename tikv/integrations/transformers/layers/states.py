@@ -16,9 +16,8 @@ from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.layers.state_calls import StateCall
 from tikv.integrations.transformers.layers.streaming import StreamingLayer
+from tikv.integrations.transformers.memory.state_copies import STATES, StateCopies
 from tikv.integrations.transformers.names import CACHE
-
-STATES = ("conv_states", "recurrent_states")
 
 
 class EarlierState(NamedTuple):
@@ -49,35 +48,6 @@ def _copied(state: Any, spare: Any) -> Any:
         return None if state is None else state.detach().clone()
     with torch.inference_mode(spare.is_inference()), torch.no_grad():
         return spare.copy_(state)
-
-
-class StateCopies:
-    """Copies of states that are made together: on a GPU in one launch for each kind, whatever the number of layers."""
-
-    def __init__(self) -> None:
-        self._to: list[Any] = []
-        self._sources: list[Any] = []
-
-    def add(self, to: Any, source: Any) -> None:
-        """Let `make` copy a state to where another one lies."""
-        self._to.append(to)
-        self._sources.append(source)
-
-    def new(self, state: Any) -> Any:
-        """New memory, to which `make` copies a state; None of None."""
-        if state is None:
-            return None
-        self.add(to := torch.empty_like(state), state.detach())
-        return to
-
-    def make(self) -> None:
-        """Make the copies."""
-        for inference in {to.is_inference() for to in self._to}:
-            pairs = [(a, b) for a, b in zip(self._to, self._sources, strict=True) if a.is_inference() == inference]
-            with torch.inference_mode(inference), torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-        self._to.clear()
-        self._sources.clear()
 
 
 class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
