@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from lives import families  # noqa: E402
 
 import tikv  # noqa: E402
+from tikv.integrations.transformers.batching import attend  # noqa: E402
 from tikv.integrations.transformers.batching import managers as batching  # noqa: E402
 from tikv.integrations.transformers.versions.installed import MODELS_UPDATE_PAGES, VERSION  # noqa: E402
 
@@ -108,7 +109,7 @@ def test_texts_on_a_gpu(arch, name):
     assert batched(name, arch=arch, use_cuda_graph=False, use_async_batching=False) == want
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize("path", ["indices", "tiles", "whole"])
 def test_each_path_gives_the_same_texts(arch, name, path, as_on_a_device):
     """Without block tables; the code for devices, which never waits for one; and prompts that fit a batch."""
@@ -117,6 +118,36 @@ def test_each_path_gives_the_same_texts(arch, name, path, as_on_a_device):
         as_on_a_device()
     options = {"max_batch_tokens": 64} if path == "whole" else {"max_blocks_per_request": 0}
     assert batched(name, **options) == want
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3"])
+def test_tiles_give_the_results_of_single_requests(arch, name, dtype, monkeypatch):
+    """The code for devices after each step of each layer, also where a wrong result does not change a text."""
+    single, tiles, seen = attend._by_request, attend._by_tiles, []
+
+    def both(q, k, v, layer, batch, request):
+        before = {part: a.clone() for part, a in layer.pages.arrays.items()}
+        got = tiles(q, k, v, layer, batch, request)
+        bits = {part: a.clone() for part, a in layer.pages.arrays.items()}
+        for part, a in layer.pages.arrays.items():
+            a.copy_(before[part])
+        want, used = single(q, k, v, layer, batch, request), int(batch.starts[-1])
+        torch.testing.assert_close(got[:used], want[:used], rtol=1e-5, atol=1e-5)
+        for part, a in layer.pages.arrays.items():
+            a, b = (
+                x.view(torch.uint8).flatten(0, 1)[torch.arange(x.shape[0] * x.shape[1]) != layer.trash]
+                for x in (a, bits[part])
+            )
+            assert torch.equal(a, b)
+        seen.append(batch.lengths.tolist())
+        return want
+
+    monkeypatch.setattr(attend, "_by_request", both)
+    with tikv.integrations.transformers.pages(**({"dtype": dtype} if dtype else {})):
+        made = batched(name)
+    assert dtype or made == texts(name)
+    assert any(length > 7 for lengths in seen for length in lengths)
 
 
 def test_nothing_is_gathered_and_no_mask_is_made(arch, monkeypatch):

@@ -171,7 +171,7 @@ class BatchTiles:
             ends = torch.maximum(tiles.lengths(batch.firsts[1:], True), first)
             self.ends = torch.stack((ends, first), 1).reshape(-1).int()
             if batch.read.numel():
-                self.new = _behind_older(batch, total)
+                self.new = _among_older(batch, total)
             return
         self.table = batch.pages(torch.arange(sequences, device=device))[tiles.sequence]
         if batch.window is None:
@@ -180,13 +180,18 @@ class BatchTiles:
             self.lengths = (batch.lengths_in_pages[tiles.sequence] * tiles.used).int()
 
 
-def _behind_older(batch: Batch, total: int) -> Any:
-    """(total,) where the new rows lie in `batch.read`; that of a row of no request is its last one."""
+def _among_older(batch: Batch, total: int) -> Any:
+    """(total,) where the new rows of a sliding layer lie in `batch.read`; that of a row of no request is its last one.
+
+    Those of a chunk lie behind the older rows. A request with one new token is read in the order of its ring's slots.
+    """
     rows = torch.arange(total, device=batch.read.device)
     starts, sequences = batch.starts.long(), batch.lengths.shape[0]
     request = torch.searchsorted(starts[1:], rows, side="right")
     inside, request = request < sequences, request.clamp(max=sequences - 1)
     at = batch.firsts[1:][request] - (starts[1:][request] - rows)
+    slot = batch.firsts[:-1] + (batch.lengths - 1) % batch.window
+    at = torch.where((starts[1:] - starts[:-1] == 1)[request], slot[request], at)
     return torch.where(inside, at, batch.read.numel() - 1)
 
 

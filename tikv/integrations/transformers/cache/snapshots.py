@@ -16,7 +16,7 @@ from tikv import runtime
 from tikv.errors import OptionError
 from tikv.integrations.transformers.cache.files import parts_of
 from tikv.integrations.transformers.layers.layer import TikvLayer
-from tikv.integrations.transformers.memory.state_copies import STATES, StateCopies
+from tikv.integrations.transformers.memory.state_copies import StateCopies
 from tikv.integrations.transformers.names import CACHE
 from tikv.stores.picture import counted, size_in_words
 
@@ -123,14 +123,13 @@ class _State:
 
     def __init__(self, layer: Any, copies: StateCopies) -> None:
         self._keys = _keys_of(layer)
-        self._state = layer.copied_state(copies)
+        before = copies.nbytes
+        self._state = copies.copied(layer.state())
+        self._state_bytes = copies.nbytes - before
 
     @property
     def nbytes(self) -> int:
-        return int(self._keys.nbytes) + sum(
-            int(a.nbytes) for name in STATES for a in self._state[name].values()
-            if a is not None
-        )  # fmt: skip
+        return int(self._keys.nbytes) + self._state_bytes
 
     def back(self, layer: Any, copies: StateCopies) -> Any:
         layer = self._keys.back(layer, copies)

@@ -5,7 +5,7 @@ This module is imported only for models with such layers, since old versions of 
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -294,14 +294,13 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The state, and what is known of it, by the names of attributes; nothing is copied."""
-        return {name: getattr(self, name) for name in vars(StateLayer(self.index, **self._options))}
+        return {name: getattr(self, name) for name in self._names}
 
-    def copied_state(self, copies: StateCopies) -> dict[str, Any]:
-        """As `state`, but copied; the states themselves by `copies`."""
-        return {
-            name: {i: copies.new(state) for i, state in value.items()} if name in STATES else copy.deepcopy(value)
-            for name, value in self.state().items()
-        }
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        """The attributes of the state: those of keys and values are left out, and what the constructor was called with."""
+        constant = ("index", "_options", *self._options)
+        return tuple(name for name in vars(StateLayer(self.index, **self._options)) if name not in constant)
 
     def set_state(self, state: Mapping[str, Any], copies: StateCopies) -> None:
         """Take what `state` returned, the states by `copies`; those that are as large are written in place."""
@@ -309,7 +308,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             if name in STATES:
                 self._put(getattr(self, name), value, copies)
             else:
-                setattr(self, name, copy.deepcopy(value))
+                setattr(self, name, copies.copied(value))
 
     @staticmethod
     def _put(states: dict[int, Any], saved: Mapping[int, Any], copies: StateCopies) -> None:

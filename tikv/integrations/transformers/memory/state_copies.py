@@ -7,12 +7,18 @@ from typing import Any
 import torch
 
 STATES = ("conv_states", "recurrent_states")  # the attributes of a layer that hold them
+_PLAIN = frozenset({type(None), bool, int, str, torch.dtype, torch.device})  # what needs no copy
 
 
 class StateCopies:
-    """Copies of states that are made together: on a GPU in one launch for each kind, whatever the number of layers."""
+    """Copies of states that are made together: on a GPU in one launch for each kind, whatever the number of layers.
+
+    Attributes:
+        nbytes: how much memory the new ones take.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._to: list[Any] = []
         self._sources: list[Any] = []
 
@@ -26,7 +32,21 @@ class StateCopies:
         if state is None:
             return None
         self.add(to := torch.empty_like(state), state.detach())
+        self.nbytes += to.nbytes
         return to
+
+    def copied(self, value: Any) -> Any:
+        """A value with tensors and containers of its own; `copy.deepcopy` takes ten times as long for such small ones."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is dict:
+            return {key: self.copied(each) for key, each in value.items()}
+        if kind in (list, set):
+            return kind(self.copied(each) for each in value)
+        if isinstance(value, tuple):
+            return kind._make(self.copied(each) for each in value)
+        return self.new(value) if isinstance(value, torch.Tensor) else value
 
     def make(self) -> None:
         """Make the copies."""
