@@ -21,6 +21,7 @@ if VERSION < batching.FIRST:
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as pages  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api  # noqa: E402
 
 LENGTHS = (3, 1, 19, 2, 25)  # longer and shorter than windows of 7, pages of 4 and batches of 16
 TOKENS = 9
@@ -107,6 +108,20 @@ def test_texts_on_a_gpu(arch, name):
     want = texts(name, arch)
     assert batched(name, arch=arch, use_cuda_graph=name not in EXPERTS, use_async_batching=True) == want
     assert batched(name, arch=arch, use_cuda_graph=False, use_async_batching=False) == want
+
+
+@pytest.mark.archs("cuda")
+@pytest.mark.full
+def test_batches_wait_for_the_memory_to_be_zeroed(arch, monkeypatch):
+    """It is zeroed on another stream than the one on which batches that overlap are computed."""
+    want, original = texts("qwen3", arch), continuous_api.ContinuousBatchingManager._create_batch_processor
+
+    def late(manager):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        return original(manager)
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "_create_batch_processor", late)
+    assert batched("qwen3", arch=arch, use_cuda_graph=False, use_async_batching=True) == want
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss", "cohere2"])

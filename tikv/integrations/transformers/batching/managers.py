@@ -159,7 +159,10 @@ def check_enters(storage: Storage | None) -> None:
 def _making_pages(original: Any) -> Any:
     def _create_batch_processor(self: Any) -> Any:
         with page_memory.making(getattr(self, "tikv_pages", None)):
-            return original(self)
+            processor = original(self)
+        if self.model.device.type == "cuda":  # batches that overlap run on a stream that does not wait for the zeros
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return processor
 
     return _create_batch_processor
 
