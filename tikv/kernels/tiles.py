@@ -2,8 +2,8 @@
 
 The rule is that of `reference.quantize_tiles`, in the same order of sums, so the bits are the same on every back end.
 It takes a few passes over a tile in each of 16 turns. A CPU makes them one after another, in memory of its thread. On
-GPUs each pass is a launch over all tiles, with a thread for each token, channel or tile, since a pass needs all results
-of the one before it.
+CUDA a block of threads does (`tiles_cuda`). On other GPUs, and for very wide heads, each pass is a launch over all
+tiles, with a thread for each token, channel or tile, since a pass needs all results of the one before it.
 """
 
 import functools
