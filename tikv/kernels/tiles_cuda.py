@@ -129,14 +129,14 @@ def make_deviations(c):
         for j in ti.static(range(channels)):
             parts[warp * width + lane + j * LANES] = sums[j]
         ti.simt.block.sync()
-        running = ti.Vector([ti.f32(0.0)] * WARPS)
+        result = ti.f32(0.0)
         if thread < width:
-            for n in ti.static(range(WARPS)):
-                running[n] = parts[n * width + thread]
+            running = [parts[n * width + thread] for n in range(WARPS)]
             for z in ti.static(range(WARPS.bit_length() - 1)):
                 for n in ti.static(range(WARPS >> (z + 1))):
-                    running[n] = running[n] + running[n + (WARPS >> (z + 1))]
-        return running[0]
+                    running[n] += running[ti.static(n + (WARPS >> (z + 1)))]
+            result = running[0]
+        return result
 
     @ti.func
     def of_channels(thread, lane, warp, values: ti.template(), parts: ti.template(), means: ti.template()):
@@ -339,7 +339,7 @@ def make_write_tile(c):
     ext, form, width, keys = instructions(), TILE_FORMATS[c.name], c.width, c.of == "keys"
     group, bits, (rows, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
     tokens, channels, each, last_code = group // WARPS, width // LANES, 32 // bits, (1 << bits) - 1
-    words_of_row, lanes = columns // each, LANES // tokens
+    words_of_row, shift, lanes = columns // each, each.bit_length() - 1, LANES // tokens
     (range_of_channel, range_of_token), half = make_ranges(c), make_half("cuda")
 
     @ti.func
@@ -350,10 +350,13 @@ def make_write_tile(c):
         numbers[to], numbers[to + 1] = half(of_scale), half(of_low)
 
     @ti.func
-    def put_code(words: ti.template(), word, shift, x: ti.template(), low: ti.template(), scale: ti.template()):
+    def put_code(words: ti.template(), t, d, x: ti.template(), low: ti.template(), scale: ti.template()):
         code, last = 0, last_code
         ext.code(code, x, low, scale, last)
-        ti.atomic_or(words[word], ti.cast(code, ti.u32) << ti.cast(shift, ti.u32))
+        word, column = t * words_of_row + (d >> shift), d
+        if ti.static(keys):  # lanes have neighbouring channels, and write to neighbouring words
+            word, column = (t >> shift) * rows + d, t
+        ti.atomic_or(words[word], ti.cast(code, ti.u32) << ti.cast((column & (each - 1)) * bits, ti.u32))
 
     @ti.func
     def write_tile(thread, lane, warp, values: ti.template(), by_token, shared: ti.template(), arrays: ti.template(),
@@ -375,10 +378,8 @@ def make_write_tile(c):
             for j in ti.static(range(channels)):
                 low_of, scale_of = lows[lane + j * LANES], scales[lane + j * LANES]
                 for i in ti.static(range(tokens)):
-                    # Lanes have neighbouring channels, and write to neighbouring words.
-                    to, t = lane + j * LANES, i * WARPS + warp
-                    put_code(words, t // each * rows + to, t % each * bits, values[ti.static(i * channels + j)],
-                             low_of, scale_of)  # fmt: skip
+                    e = ti.static(i * channels + j)
+                    put_code(words, i * WARPS + warp, lane + j * LANES, values[e], low_of, scale_of)
         else:
             low, scale = range_of_token(lane, values)
             if is_first:
@@ -389,9 +390,8 @@ def make_write_tile(c):
             for i in ti.static(range(tokens)):
                 low_of, scale_of = shuffle(low, ti.static(i * lanes)), shuffle(scale, ti.static(i * lanes))
                 for j in ti.static(range(channels)):
-                    to, d = (i * WARPS + warp) * words_of_row, lane + j * LANES
-                    put_code(words, to + d // each, d % each * bits, values[ti.static(i * channels + j)], low_of,
-                             scale_of)  # fmt: skip
+                    e = ti.static(i * channels + j)
+                    put_code(words, i * WARPS + warp, lane + j * LANES, values[e], low_of, scale_of)
         ti.simt.block.sync()
         for n in range((rows * words_of_row - thread + THREADS - 1) // THREADS):
             to = n * THREADS + thread
