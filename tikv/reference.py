@@ -664,7 +664,7 @@ def balance(tiles: Array) -> tuple[Array, Array]:
 
     def deviations() -> tuple[Array, Array]:
         balanced = tiles / tokens[..., None] / channels[..., None, :]
-        return _deviation(balanced, 32), _deviation(np.ascontiguousarray(balanced.swapaxes(-1, -2)), 4)
+        return _deviation(balanced, 32), _deviation(np.ascontiguousarray(balanced.swapaxes(-1, -2)), 16)
 
     of_tokens, of_channels = deviations()
     best, least_imbalance = (tokens, channels), _imbalance(of_tokens, of_channels)

@@ -1,5 +1,8 @@
 """KVarN: the reference against the definition in float64, and the kernels against the reference, bit for bit."""
 
+import shutil
+import subprocess
+
 import ml_dtypes
 import numpy as np
 import oracle
@@ -104,7 +107,12 @@ def test_few_bits_lose_less_than_groups_of_columns(rng):
 @pytest.mark.parametrize("of", OF)
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
-    [("kvarn_k4v2_g64", 64, np.float32), ("kvarn_k4v4", 128, np.float16), ("kvarn_k4v2_g64", 96, BF16)],
+    [
+        ("kvarn_k4v2_g64", 64, np.float32),
+        ("kvarn_k4v4", 128, np.float16),
+        ("kvarn_k4v2_g64", 96, BF16),
+        pytest.param("kvarn_k4v2_g64", 288, np.float16, marks=[pytest.mark.archs("cuda"), pytest.mark.full]),
+    ],
 )
 def test_the_bits_of_the_reference(arch, rng, name, width, dtype, of):
     form = formats.TILE_FORMATS[name]
@@ -118,6 +126,37 @@ def test_the_bits_of_the_reference(arch, rng, name, width, dtype, of):
         out = oracle.place(oracle.random_bits(rng, x.shape, out_dtype), arch)
         assert tikv.dequantize(tiles, out=out) is out
         oracle.assert_same_bits(out, reference.dequantize_tiles(*expected, form.bits(of), of, out_dtype))
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_write_is_one_launch_of_a_plan_that_is_kept(arch, rng):
+    """Also over other arrays of the form: the plan of the first call is found again."""
+    live, before = tikv.runtime.current(), None
+    if live.is_cuda and not live.engine.has_bitcode:
+        pytest.skip(f"{live.engine.title} cannot link bitcode")
+    live.plans.clear()
+    both = uneven(rng, (2, 3), 64, 64)  # of one form, which alignment is part of
+    placed = oracle.place(both, arch)
+    for i, x in enumerate(both):
+        tiles = tikv.quantize(placed[i], "kvarn_k4v2_g64", of="keys")
+        for a, b in zip(tiles, reference.quantize_tiles(x, 4, 64, "keys"), strict=False):
+            oracle.assert_same_bits(a, b)
+        (plan,) = (plan for key, plan in live.plans.items() if key[0] == "encode_tiles")
+        assert before in (None, plan)
+        before = plan
+        assert len(plan.launches) == 1
+
+
+@pytest.mark.once
+def test_the_bitcode_is_that_of_its_source(tmp_path):
+    from tikv.kernels.tiles_cuda import BITCODE, SOURCE
+
+    assembler = shutil.which("llvm-as-14")
+    if assembler is None:
+        pytest.skip("needs llvm-as-14, whose bitcode it is")
+    shutil.copy(SOURCE, tmp_path)  # bitcode names the file
+    subprocess.run([assembler, SOURCE.name, "-o", "made.bc"], check=True, cwd=tmp_path)
+    assert (tmp_path / "made.bc").read_bytes() == BITCODE.read_bytes()
 
 
 def test_bits_per_number(arch, rng):

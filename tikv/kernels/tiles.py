@@ -2,8 +2,8 @@
 
 The rule is that of `reference.quantize_tiles`, in the same order of sums, so the bits are the same on every back end.
 It takes a few passes over a tile in each of 16 turns. A CPU makes them one after another, in memory of its thread. On
-GPUs each pass is a launch over all tiles, with a thread for each token, channel or tile, since a pass needs all results
-of the one before it.
+CUDA a block of threads does (`tiles_cuda`). On other GPUs, and for very wide heads, each pass is a launch over all
+tiles, with a thread for each token, channel or tile, since a pass needs all results of the one before it.
 """
 
 import functools
@@ -30,13 +30,13 @@ from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
 TURNS = 16
-TOKEN_SUMS, CHANNEL_SUMS = 32, 4  # running sums over a token's channels, and over a channel's tokens
+TOKEN_SUMS, CHANNEL_SUMS = 32, 16  # running sums over a token's channels, and over a channel's tokens
 BAND = 8  # channels that a CPU takes at a time
 EDGE = 65504.0  # float16's largest number
 LEAST_SCALE, LEAST_DEVIATION = 1e-10, 1e-8
 LOW, HIGH = 1e-3, 1e3  # between which a deviation counts
 LEAST_FACTOR, MOST_FACTOR = math.exp(-0.3), math.exp(10.0)
-TINY_BITS, TINY_DISTANCE_BITS = (127 - 80) << 23, (127 - 60) << 23
+TINY_BITS, TINY_DISTANCE = (127 - 80) << 23, 2.0**-60
 
 
 class TileParams(NamedTuple):
@@ -172,8 +172,7 @@ def make_deviation(style, sums, count):
     @ti.func
     def square(x, mean, row):
         distance = in_order(x - mean, row)
-        is_tiny = ti.bit_cast(distance, ti.u32) & ti.u32(0x7FFFFFFF) < ti.u32(TINY_DISTANCE_BITS)
-        distance = ti.select(is_tiny, ti.f32(0.0), distance)
+        distance = ti.select(ti.abs(distance) < ti.f32(TINY_DISTANCE), ti.f32(0.0), distance)
         return product(distance, distance, row)
 
     @ti.func
@@ -181,6 +180,31 @@ def make_deviation(style, sums, count):
         return root(ratio(total(squares, row), ti.f32(degrees)))
 
     return mean, square, deviation
+
+
+@functools.cache
+def make_next_factor(style):
+    """next_factor(factor, deviation, row): a factor after a turn."""
+    product = make_product(style)
+
+    @ti.func
+    def next_factor(factor, deviation, row):
+        limited_deviation = ti.min(ti.max(deviation, ti.f32(LOW)), ti.f32(HIGH))
+        return ti.min(ti.max(product(factor, limited_deviation, row), ti.f32(LEAST_FACTOR)), ti.f32(MOST_FACTOR))
+
+    return next_factor
+
+
+@functools.cache
+def make_half(style):
+    """half(x): the bits of the nearest float16, of which none is infinite."""
+    to_half = make_f32_to_bits("f16", style)
+
+    @ti.func
+    def half(x):
+        return ti.cast(to_half(ti.min(ti.max(x, ti.f32(-EDGE)), ti.f32(EDGE))), ti.u16)
+
+    return half
 
 
 class Passes(NamedTuple):
@@ -199,11 +223,7 @@ def make_encode(style, c):
     (rows, columns), bits = form.sides(c.of, width), form.bits(c.of)
     each, last_code = 32 // bits, float((1 << bits) - 1)
     product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
-    whole_ratio, to_half = make_whole_ratio(style), make_f32_to_bits("f16", style)
-
-    @ti.func
-    def half(x):
-        return ti.cast(to_half(ti.min(ti.max(x, ti.f32(-EDGE)), ti.f32(EDGE))), ti.u16)
+    whole_ratio, half = make_whole_ratio(style), make_half(style)
 
     @ti.func
     def encode(work: ti.template(), at, tile, r, codes: ti.template(), numbers: ti.template(),
@@ -252,6 +272,7 @@ def make_passes(style, c):
     rotate, odd = make_block_rotation(style, width), steps_of(block_of(width)) % 2
     token_mean, token_square, token_deviation = make_deviation(style, TOKEN_SUMS, width)
     channel_mean, channel_square, channel_deviation = make_deviation(style, CHANNEL_SUMS, group)
+    next_factor = make_next_factor(style)
 
     @ti.func
     def load(source: ti.template(), work: ti.template(), at, number, t, params):
@@ -317,11 +338,6 @@ def make_passes(style, c):
                     work[to + e] = next_factor(work[to + e], deviations[e], at)
                 else:
                     work[of + e] = deviations[e]
-
-    @ti.func
-    def next_factor(factor, deviation, row):
-        limited_deviation = ti.min(ti.max(deviation, ti.f32(LOW)), ti.f32(HIGH))
-        return ti.min(ti.max(product(factor, limited_deviation, row), ti.f32(LEAST_FACTOR)), ti.f32(MOST_FACTOR))
 
     @ti.func
     def spread_token(work: ti.template(), at, t):

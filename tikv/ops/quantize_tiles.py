@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, launch, runtime
@@ -194,41 +194,74 @@ def run_tiles(
     writes_tiles: bool,
 ) -> None:
     """Encode rows, or decode tiles to rows; `arrays` are those of rows, codes, scales with biases, and factors."""
+    from tikv.kernels.tiles_cuda import WIDEST
+
     if not writes_tiles:
         _decode(live, operation, format, of, arrays, rows, width)
-        return
-    tiles = rows.sequences * rows.heads * rows.tokens // format.group
+    elif live.is_cpu or (live.is_cuda and live.engine.has_bitcode and width <= WIDEST):
+        _encode(live, operation, format, of, arrays, rows, width)
+    else:
+        _encode_by_passes(live, operation, format, of, arrays, rows, width)
 
+
+def _encode(
+    live: runtime.Runtime, operation: str, format: TileFormat, of: str, arrays: Sequence[ArrayView], rows: TileRows,
+    width: int,
+) -> None:  # fmt: skip
+    """`run_tiles` that encodes, in one launch."""
+
+    def make() -> Plan:
+        from tikv.kernels import tiles as kernels
+        from tikv.kernels.tiles_cuda import THREADS, make_encode_tiles_cuda
+
+        form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width)
+        tiles = rows.sequences * rows.heads * rows.tokens // format.group
+        each, workers = kernels.places_of(form.name, form.width).end, min(live.threads, tiles)
+        work = [new_array((workers * each,), dtypes.float32, live)] if live.is_cpu else []  # which the plan keeps alive
+        items = checks.integer(
+            workers if live.is_cpu else tiles * THREADS, "threads that encode tiles", operation, high=2**31 - 1
+        )
+
+        def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+            _check_addresses(live, operation, arrays)
+            params = _params_of(rows, tiles)._replace(work=each)
+            if live.is_cpu:
+                kernel = launch.kernel(live, kernels.make_encode_tiles_cpu, workers, form)
+            else:
+                kernel = launch.kernel(live, make_encode_tiles_cuda, form)
+            taken = [*arrays, *work]
+            return [Launch(kernel.bind(items, *taken, params), taken)]
+
+        return Plan(live, operation, ("x", *NAMES), (False, True, True, True), bind)
+
+    _run_kept(live, "encode_tiles", operation, format, of, arrays, rows, make)
+
+
+def _encode_by_passes(
+    live: runtime.Runtime, operation: str, format: TileFormat, of: str, arrays: Sequence[ArrayView], rows: TileRows,
+    width: int,
+) -> None:  # fmt: skip
+    """`run_tiles` that encodes, with a launch for each pass over all tiles."""
     from tikv.kernels import tiles as kernels
 
+    tiles = rows.sequences * rows.heads * rows.tokens // format.group
     form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width)
     each = kernels.places_of(form.name, form.width).end
-    workers = min(live.threads, tiles) if live.is_cpu else tiles
-    checks.integer(workers * each, "floats between the passes over tiles", operation, high=2**31 - 1)
-    work = new_array((workers * each,), dtypes.float32, live)  # launches keep no memory alive: this function does
+    checks.integer(tiles * each, "floats between the passes over tiles", operation, high=2**31 - 1)
+    work = new_array((tiles * each,), dtypes.float32, live)  # launches keep no memory alive: this function does
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         _check_addresses(live, operation, arrays)
         taken = [*arrays, work]
-        params = kernels.TileParams(
-            tiles, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts,
-            each,
-        )  # fmt: skip
-
-        def launched(items: int, maker: Any, *choices: Any) -> Launch:
-            kernel = launch.kernel(live, maker, *choices)
-            return Launch(kernel.bind(items, *taken, tuple(params._replace(items=items))), taken)
-
-        style = live.kernel_style
-        if live.is_cpu:
-            kernel = launch.kernel(live, kernels.make_encode_tiles_cpu, workers, form)
-            return [Launch(kernel.bind(workers, *taken, tuple(params)), taken)]
+        params = _params_of(rows, tiles)._replace(work=each)
 
         def passes(*named: str, first: int = 0) -> list[Launch]:
-            return [
-                launched(tiles * kernels.items_of(name, form), kernels.make_tile_pass, style, name, first, form)
-                for name in named
-            ]
+            launches = []
+            for name in named:
+                items = tiles * kernels.items_of(name, form)
+                kernel = launch.kernel(live, kernels.make_tile_pass, live.kernel_style, name, first, form)
+                launches.append(Launch(kernel.bind(items, *taken, tuple(params._replace(items=items))), taken))
+            return launches
 
         start = [*passes("load"), *passes("channels", first=1), *passes("tokens"), *passes("choose", first=1)]
         turn = passes("channels", "tokens", "choose")
@@ -244,11 +277,9 @@ def _decode(
     """`run_tiles` that decodes, in one launch."""
     table = rows.table
     arrays = [*arrays, *([] if table is None else [table])]
-    key = ("decode_tiles", operation, *[a.key for a in arrays], format, of, *rows[: TileRows._fields.index("firsts")])
-    plan: Plan | None = live.plans.get(key)
-    if plan is None:
-        at = 0 if table is None else table.strides[0]
+    at = 0 if table is None else table.strides[0]
 
+    def make() -> Plan:
         def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
             from tikv.kernels import tiles as kernels
             from tikv.kernels.hadamard import HELD
@@ -260,22 +291,39 @@ def _decode(
             checks.integer(items, "threads that decode tiles", operation, high=2**31 - 1)
             bits = 0 if table is None else table.dtype.itemsize * 8
             form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width, bits)
-            params = kernels.TileParams(
-                items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows=count,
-                table_sequence=at,
-                table_first=0 if table is None else table.offset // table.dtype.itemsize,
-            )  # fmt: skip
+            first = 0 if table is None else table.offset // table.dtype.itemsize
+            params = _params_of(rows, items)._replace(rows=count, table_sequence=at, table_first=first)
             serial = live.is_cpu and count < SERIAL_ROWS
             kernel = launch.kernel(live, kernels.make_decode_tiles, live.kernel_style, serial, form)
             taken = [*arrays[:4], table or arrays[0]]
             return [Launch(kernel.bind(items, *taken, params), taken)]
 
         names = ("out", *NAMES, *["block tables"] * (table is not None))
-        plan = Plan(live, operation, names, [name == "out" for name in names], bind)
-        plan = live.plans.keep(key, plan)
+        return Plan(live, operation, names, [name == "out" for name in names], bind)
+
+    _run_kept(live, "decode_tiles", operation, format, of, arrays, rows, make)
+
+
+def _params_of(rows: TileRows, items: int) -> Any:
+    """The `TileParams` of rows."""
+    from tikv.kernels.tiles import TileParams
+
+    return TileParams(
+        items, rows.tokens, rows.heads, rows.sequence, rows.head, rows.token, rows.step, rows.skip, *rows.firsts
+    )
+
+
+def _run_kept(
+    live: runtime.Runtime, name: str, operation: str, format: TileFormat, of: str, arrays: Sequence[ArrayView],
+    rows: TileRows, make: Callable[[], Plan],
+) -> None:  # fmt: skip
+    """Run a plan over tiles, which is made once for arrays of one form."""
+    key = (name, operation, *[a.key for a in arrays], format, of, *rows[: TileRows._fields.index("firsts")])
+    plan: Plan | None = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, make())
     names = ("first", "codes_first", "numbers_first", "factors_first", "skip")
-    entries = dict(zip(names, (*rows.firsts, rows.skip), strict=True))
-    plan.run(arrays, entries)
+    plan.run(arrays, dict(zip(names, (*rows.firsts, rows.skip), strict=True)))
 
 
 def _check_addresses(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:

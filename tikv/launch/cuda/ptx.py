@@ -54,7 +54,7 @@ def patch(
     With `strict`, arithmetic follows IEEE: each product and sum is rounded separately, and subnormals are kept.
     `resident` is the number of blocks that a multiprocessor should hold at once; the assembler saves registers for it.
     For `pairs`, see `peepholes`. `shared` says that the launch sets the size of the kernel's shared memory, which is
-    not in the text; such a kernel may be so long that it needs `ptx_body`.
+    not in the text.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
     once, and touches no memory before the previous one is complete. So the order of reads and writes does not change.
@@ -62,9 +62,7 @@ def patch(
     Raises:
         Unpatchable: the text does not have the form that this module knows.
     """
-    ptx = ptx.replace("\0", "").rstrip() + "\n"
-    if shared:
-        ptx = inlined(ptx)
+    ptx = inlined(ptx.replace("\0", "").rstrip() + "\n")
     # Taichi declares its shared arrays extern and allocates them at the launch; those with a size are allocated here.
     ptx = re.sub(r"^\.extern (\.shared \.align \d+ \.b8 \w+\[[1-9]\d*\];)", r"\1", ptx, flags=re.M)
     entries = list(_ENTRY.finditer(ptx))

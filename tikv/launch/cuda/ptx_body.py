@@ -1,7 +1,8 @@
 """Put the body of a long loop, which LLVM leaves as a function, into the entry that calls it.
 
-LLVM inlines a function that is called from one place, unless it is very long. The kernels of `attention.hopper` then
-cannot stay as they are: products of warpgroups and registers that warpgroups exchange work within one function only.
+LLVM inlines a function that is called from one place, unless it is very long. Such a kernel cannot stay as it is: only
+an entry takes its arguments by value, and products of warpgroups and registers that warpgroups exchange work within one
+function only.
 """
 
 from __future__ import annotations
