@@ -23,10 +23,9 @@ def test_a_case_without_a_new_value_is_left_for_a_thorough_run(pytestconfig):
     def case(name, **params):
         return SimpleNamespace(parent=parent, originalname=name, name=name, callspec=SimpleNamespace(params=params))
 
-    cases = [
-        case("test_a", dtype="f16", width=8), case("test_a", dtype="f32", width=16), case("test_a", dtype="f16", width=16),
-        case("test_a", dtype="f16", width=32), case("test_b", dtype="f16", width=16), case("test_b", dtype="f16", width=16),
-    ]  # fmt: skip
+    values = [("f16", 8), ("f32", 16), ("f16", 16), ("f16", 32)]
+    cases = [case("test_a", dtype=dtype, width=width) for dtype, width in values]
+    cases += [case("test_b", dtype="f16", width=16)] * 2
     seen: dict = {}
     assert [has_new_value(each, "cpu", seen) for each in cases] == [True, True, False, True, True, False]
     assert has_new_value(cases[2], "vulkan", seen)
