@@ -71,8 +71,9 @@ def pytest_addoption(parser):
     group.addoption(
         "--thorough",
         action="store_true",
-        help="run also the files marked thorough, which put together what other files test; so does --full of a "
-        "back end, and where paths are given they run too",
+        help="run also the files marked thorough, which put together what other files test, and the cases of a test "
+        "whose parameters all have values of earlier cases; so does --full of a back end, and where paths are given "
+        "they run too",
     )
     group.addoption(
         "--done",
@@ -210,7 +211,9 @@ def _waits_for(item, arch, full: list[str], seen: dict[tuple, set]) -> str:
         return ""
     if _is_left(item, arch, seen):
         return "--full"
-    return "--thorough" if item.get_closest_marker("thorough") and not item.config.stash[_thorough] else ""
+    if item.config.stash[_thorough]:
+        return ""
+    return "--thorough" if item.get_closest_marker("thorough") or not _has_new_value(item, arch, seen) else ""
 
 
 def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
@@ -221,13 +224,19 @@ def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
         unless = marker.kwargs.get("unless")
         if not marker.kwargs.get("each_value") and not (unless and unless(params)):
             return True
-    if any(marker.kwargs.get("each_value") for marker in markers):
-        before = seen.setdefault((item.parent.nodeid, getattr(item, "originalname", item.name), arch), set())
-        values = {(name, repr(value)) for name, value in params.items()}
-        if before and values <= before:
-            return True
-        before |= values
-    return False
+    each_value = any(marker.kwargs.get("each_value") for marker in markers)
+    return each_value and item.config.stash[_thorough] and not _has_new_value(item, arch, seen)
+
+
+def _has_new_value(item, arch, seen: dict[tuple, set]) -> bool:
+    """Whether a case is the first of its test, or brings a value of a parameter that no case before it has."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    before = seen.setdefault((item.parent.nodeid, getattr(item, "originalname", item.name), arch), set())
+    values = {(name, repr(value)) for name, value in params.items()}
+    if before and values <= before:
+        return False
+    before |= values
+    return True
 
 
 @pytest.hookimpl(trylast=True)

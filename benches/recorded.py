@@ -9,6 +9,7 @@ import functools
 import json
 import pathlib
 import re
+import textwrap
 from typing import NamedTuple
 
 import picture
@@ -28,40 +29,37 @@ NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
 
 # (what the picture calls it, the file of benches below benches/, the row's name there)
 COPIES = [
-    ("prefill, float32", "ops/bench_copy.py", "prefill, float32"),
-    ("prefill, float16", "ops/bench_copy.py", "prefill, float16"),
+    ("prefill,\nfloat16", "ops/bench_copy.py", "prefill, float16"),
     ("prefill, float32\nto float16", "ops/bench_copy.py", "prefill, float32 to float16"),
     (
-        "append, 64 sequences\nx 64 rows, float16",
+        "64 sequences\nx 64 rows",
         "ops/bench_ragged.py",
         "append ragged, 64 sequences, 64 rows each, float16",
     ),
     (
-        "131,072 tokens into\nrandom pages of 16",
+        "131,072 tokens,\npages of 16",
         "ops/bench_paged.py",
         "write slots, 131,072 tokens, random pages of 16, float16",
     ),
-    ("compact, any half\nof the rows", "ops/bench_compact.py", "compact, 32 layers, 8192 rows, half: any rows"),
 ]
 # The same, and whose time it is compared with: torch's by the name of its operation, or one of the others in the row.
 CALLS = [
-    ("1 token, float32", "stores/bench_append.py", "copy kv one token, 1 token, float32", "two index_copy_"),
-    ("1 token, float16", "stores/bench_append.py", "copy kv one token, 1 token, float16", "two index_copy_"),
-    ("1 token, 32 layers", "stores/bench_append.py", "append all, 1 token, 32 layers", "64 index_copy_"),
-    ("32 appends in\na captured graph", "launch/bench_cuda.py", "captured step, 1 token, 32 layers, append",
+    ("one layer", "stores/bench_append.py", "copy kv one token, 1 token, float16", "two index_copy_"),
+    ("32 layers", "stores/bench_append.py", "append all, 1 token, 32 layers", "64 index_copy_"),
+    ("32 layers,\ncaptured", "launch/bench_cuda.py", "captured step, 1 token, 32 layers, append",
      "64 index_copy_ captured"),
-    ("1 token after 1,000,000", "stores/bench_append.py", "append after, 1 token after 1,000,000", "cat"),
-    ("TikvCache.update\nat 20,000 tokens", "integrations/bench_transformers.py", "update, at 20000 tokens",
+    ("TikvCache,\n20,000 tokens", "integrations/bench_transformers.py", "update, at 20000 tokens",
      "DynamicCache"),
 ]  # fmt: skip
-# (sequences x tokens, query heads per KV head)
-DECODES = [("32 x 8,192", 1), ("32 x 8,192", 4), ("32 x 8,192", 8), ("1 x 32,768", 8), ("128 x 1,024", 8)]
+HEADS = "8"  # query heads per KV head, of decode attention
+DECODES = ["32 x 8,192", "1 x 32,768", "128 x 1,024"]  # sequences x tokens
+PROMPTS = ["64", "2,048"]  # new tokens
 SHARED = [
-    ("1 x 524,288 tokens,\nfrom Python", ["attend, 1 x 524,288 tokens"]),
-    ("the same, captured", ["attend, 1 x 524,288 tokens", "the same, captured"]),
+    ("1 x 524,288,\ncaptured", ["attend, 1 x 524,288 tokens", "the same, captured"]),
     ("32 x 8,192,\nfrom Python", ["attend, 32 x 8,192"]),
-    ("the same, captured", ["attend, 32 x 8,192", "the same, captured"]),
+    ("32 x 8,192,\ncaptured", ["attend, 32 x 8,192", "the same, captured"]),
 ]
+WIDTH = 4.6  # inches: words are large enough on a phone
 
 
 class Bar(NamedTuple):
@@ -174,7 +172,7 @@ def copies(row_of) -> Panel:
         cells = row_of(file, work)
         ours, theirs, share = (needed(cells[column]) for column in ("tikv GB/s", "torch GB/s", "of a copy"))
         groups.append(Group(name, [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)], 100 * ours / share))
-    return Panel("writes: K and V of many tokens", "GB/s read and written; line: the device's memcpy", groups)
+    return Panel("writes of many tokens", "GB/s read and written; line: the device's memcpy", groups, room=1.45)
 
 
 def calls(row_of) -> Panel:
@@ -185,7 +183,7 @@ def calls(row_of) -> Panel:
         ours = needed(cells["tikv us"])
         theirs = needed(cells["torch us"]) if cells["torch us"] else needed(cells["others"], after=peer)
         groups.append(Group(name, [Bar("tikv", ours, theirs / ours), Bar("torch", theirs, word=peer)]))
-    return Panel("one token's K and V", "microseconds a call; shorter is better", groups, "log", 4)
+    return Panel("writes of one token", "microseconds a call; shorter is better", groups, "log", 12)
 
 
 def formats(written: Table, read: Table) -> Panel:
@@ -196,7 +194,9 @@ def formats(written: Table, read: Table) -> Panel:
             times[name] = figure(cells["write"], part)
     heads, speed = read.columns[0], "times float16's speed"
     rows = [
-        row for row in read.cells if row["storage"] == "contiguous" and row["format"].partition(",")[0] != "float16"
+        row
+        for row in read.cells
+        if row["storage"] == "contiguous" and row["format"] != "float16" and row[heads] == HEADS
     ]
     groups = []
     for name in dict.fromkeys(row["format"] for row in rows if "," not in row["format"]):
@@ -204,33 +204,32 @@ def formats(written: Table, read: Table) -> Panel:
         bars = [] if time is None else [Bar("tikv", 1 / time, 1 / time, "write")]
         for row in rows:
             if row["format"] == name:
-                count = row[heads]
-                bars.append(Bar("tikv", needed(row[speed]), needed(row[speed]), f"{count} head{'s' * (count != '1')}"))
+                bars.append(Bar("tikv", needed(row[speed]), needed(row[speed]), "decode"))
         groups.append(Group(name, bars, 1.0))
-    axis = "times tikv's float16, which is the line; heads: query heads per KV head"
-    return Panel("fewer bits: writes of 131,072 tokens, decode attention", axis, groups)
+    axis = "times tikv's float16, which is the line"
+    return Panel("fewer bits: writes, and decode over 32 x 8,192 tokens", axis, groups)
 
 
 def decodes(attention: Table) -> Panel:
     """Decode attention over pages beside Triton, over contiguous memory beside torch."""
     groups = []
-    for shape, heads in DECODES:
-        rows = [row for row in attention.cells if row[attention.columns[0]] == f"{shape}, {heads}"]
+    for shape in DECODES:
+        rows = [row for row in attention.cells if row[attention.columns[0]] == f"{shape}, {HEADS}"]
         bars = []
         for storage, peer in (("pages", "Triton"), ("contiguous", "torch")):
-            row = only([row for row in rows if row["storage"] == storage], f"{shape}, {heads}, {storage}")
+            row = only([row for row in rows if row["storage"] == storage], f"{shape}, {HEADS}, {storage}")
             ours, theirs, third = (needed(row[name]) for name in ("tikv, GB/s", peer, "FlashAttention-3"))
             bars += [Bar("tikv", ours, ours / max(theirs, third), storage), Bar(peer, theirs, word=storage)]
             bars.append(Bar("FlashAttention-3", third, word=storage))
-        groups.append(Group(f"{shape},\n{heads} head{'s' * (heads > 1)}", bars))
-    axis = "GB/s of K and V; ratio: to the faster peer; heads: query heads per KV head"
-    return Panel("decode attention, float16: sequences x tokens", axis, groups, room=1.15)
+        groups.append(Group(shape, bars))
+    axis = "GB/s of K and V; ratio: to the faster peer"
+    return Panel("decode, float16: sequences x tokens", axis, groups, room=1.35)
 
 
 def prompts(new: Table) -> Panel:
     """Attention of prompts beside FlashAttention-3 over the same storage, and torch's."""
     groups = []
-    for count in dict.fromkeys(row["new tokens"] for row in new.cells):
+    for count in PROMPTS:
         rows = [row for row in new.cells if row["new tokens"] == count]
         bars = []
         for row in rows:
@@ -239,12 +238,9 @@ def prompts(new: Table) -> Panel:
             bars += [Bar("FlashAttention-3", theirs, word=row["storage"])]
         bars.append(Bar("torch", needed(rows[0]["torch, flash"]), word="flash"))
         bars.append(Bar("torch", needed(rows[0]["torch, cuDNN, no mask"]), word="cuDNN"))
-        groups.append(Group(f"{count} new tokens", bars))
-    return Panel(
-        "attention of prompts over 8,192 tokens",
-        "TFLOP/s; ratio: to FlashAttention-3; cuDNN: without a causal mask",
-        groups,
-    )
+        groups.append(Group(f"{count}\nnew tokens", bars))
+    axis = "TFLOP/s; ratio: to FlashAttention-3; cuDNN: no causal mask"
+    return Panel("prompts over 8,192 tokens", axis, groups, room=1.35)
 
 
 def shared(gpus: Table) -> Panel:
@@ -255,11 +251,11 @@ def shared(gpus: Table) -> Panel:
         one, two = needed(cells["one H200"], unit="us"), needed(cells["two"], unit="us")
         bars = [Bar("tikv", two, one / two, "two GPUs"), Bar("tikv on one GPU", one, word="one GPU")]
         groups.append(Group(name, bars))
-    return Panel("decode attention, tokens split over two H200", "microseconds; shorter is better", groups)
+    return Panel("decode, tokens split over two H200", "microseconds; shorter is better", groups, room=1.35)
 
 
-def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
-    """Two columns of panels, and the line below them, of what the files say."""
+def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[Panel], list[str]]:
+    """The panels, and the lines below them, of what the files say."""
     saved = [
         json.loads((docs / name).read_text(encoding="utf-8"))
         for name in ("figures_h200.json", "figures_h200_earlier.json", "figures_two_gpus.json")
@@ -281,20 +277,22 @@ def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
         return only([row for row in rows if row.get("work") == work], f"a row {work!r} of {file}")
 
     codes = measured("attention_gpu.py codes")
-    left = [copies(bench), calls(bench), formats(measured("bench_quantize.py --arch cuda"), codes)]
-    right = [
+    drawn = [
         decodes(measured("attention_gpu.py decode")),
         prompts(measured("attention_gpu.py prompts")),
+        formats(measured("bench_quantize.py --arch cuda"), codes),
+        copies(bench),
+        calls(bench),
         shared(measured("gpus.sh", "One cache")),
     ]
-    ratios = "ratios are times the peer's speed, red where tikv is slower"
     versions = ", ".join(f"{name} {version}" for name, version in saved[1]["environment"]["versions"].items())
-    return [left, right], f"cuda: NVIDIA H200, {versions}; {ratios}; from the tables in docs/"
+    about = f"NVIDIA H200, {versions}; {HEADS} query heads per KV head; from the tables in docs/"
+    return drawn, [*textwrap.wrap(about, 76), "x: times the peer's speed, red where tikv is slower"]
 
 
-def labels(found: list[list[Panel]]) -> list[str]:
+def labels(found: list[Panel]) -> list[str]:
     """The texts at all bars, in the order in which they are drawn."""
-    bars = [bar for column in found for panel in column for group in panel.groups for bar in group.bars]
+    bars = [bar for panel in found for group in panel.groups for bar in group.bars]
     return [text for bar in bars for text in (bar.word and f" {bar.word}", bar.text) if text]
 
 
@@ -303,50 +301,50 @@ def fill(axes, panel: Panel, theme: str):
     ink = picture.INK[theme]
     longest = max(max(group.roof or 0, *(bar.figure for bar in group.bars)) for group in panel.groups)
     start = 1 if panel.scale == "log" else 0
-    letter = 0.017 * panel.room * longest
+    letter = 0.022 * panel.room * longest
     y, ticks = 0.0, []
     for group in panel.groups:
         top = y
         for bar in group.bars:
             axes.barh(y, bar.figure, 0.92, color=COLOURS[bar.who])
             if bar.word:
-                axes.text(start, y, f" {bar.word}", va="center", fontsize=6, color=INSIDE)
+                axes.text(start, y, f" {bar.word}", va="center", fontsize=8, color=INSIDE)
             # A label that the line would cross stands behind it.
             crossed = group.roof and bar.figure <= group.roof < bar.figure + letter * len(bar.text)
             colour, weight = (LOSS[theme], "bold") if bar.is_loss else (ink, "normal")
             at = group.roof if crossed else bar.figure
-            axes.text(at, y, bar.text, va="center", fontsize=6, color=colour, weight=weight)
+            if panel.scale == "linear":  # nor over the word in a short bar
+                at = max(at, letter * (len(bar.word) + 1.5) if bar.word else 0)
+            axes.text(at, y, bar.text, va="center", fontsize=8, color=colour, weight=weight)
             y += 1
         ticks.append((top + y - 1) / 2)
         if group.roof:
             axes.plot([group.roof] * 2, [top - 0.6, y - 0.4], color=ink, lw=1.5)
         y += 0.7
-    axes.set_yticks(ticks, [group.name for group in panel.groups], fontsize=7)
+    axes.set_yticks(ticks, [group.name for group in panel.groups], fontsize=8)
     axes.set_ylim(y - 0.9, -0.8)
     axes.set_xscale(panel.scale)
     axes.set_xlim(start, panel.room * longest)
-    axes.set_xlabel(panel.axis, fontsize=7)
-    axes.set_title(panel.title, fontsize=9, loc="left")
+    axes.set_xlabel(panel.axis, fontsize=8, loc="left")
+    axes.set_title(panel.title, fontsize=10, loc="left")
 
 
-def figure_of(columns: list[list[Panel]], line: str, theme: str):
-    """All panels, each as high as the number of its bars needs."""
+def figure_of(drawn: list[Panel], lines: list[str], theme: str):
+    """One panel below the other, each as high as the number of its bars needs."""
     from matplotlib import patches, pyplot
 
-    whole = pyplot.figure(figsize=(10, 12), layout="constrained")
-    for part, column in zip(whole.subfigures(1, 2), columns, strict=True):
-        part.set_facecolor("none")
-        heights = [sum(len(group.bars) + 0.7 for group in panel.groups) for panel in column]
-        for axes, panel in zip(part.subplots(len(column), height_ratios=heights), column, strict=True):
-            picture.plain(axes)
-            fill(axes, panel, theme)
+    heights = [sum(len(group.bars) + 0.7 for group in panel.groups) for panel in drawn]
+    size = WIDTH, 0.15 * sum(heights) + 0.7 * len(drawn) + 0.5
+    whole, places = pyplot.subplots(len(drawn), 1, figsize=size, height_ratios=heights, layout="constrained")
+    for axes, panel in zip(places, drawn, strict=True):
+        picture.plain(axes)
+        fill(axes, panel, theme)
     keys = [patches.Patch(color=colour, label=who) for who, colour in COLOURS.items()]
-    whole.legend(handles=keys, frameon=False, loc="outside upper center", ncols=len(keys))
-    whole.text(0.01, -0.02, line, fontsize=6)
+    whole.legend(handles=keys, frameon=False, loc="outside upper center", ncols=3)
+    whole.text(0.01, -0.005, "\n".join(lines), fontsize=7, va="top")
     return whole
 
 
 def draw(stem: str):
     """Draw the figures that the tables have now, in a light and a dark version."""
-    columns, line = panels()
-    picture.save(functools.partial(figure_of, columns, line), stem)
+    picture.save(functools.partial(figure_of, *panels()), stem)

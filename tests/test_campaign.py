@@ -15,6 +15,8 @@ from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.summaries import LayerPages
 
+pytestmark = pytest.mark.thorough
+
 RUN = pathlib.Path(__file__).parent / "campaign" / "run.py"
 
 

@@ -159,10 +159,10 @@ MISTAKES = {
         "seqs is 0",
         "[0]",
     ),
-    "rows of a prompt without their lengths": (
-        of_pool(lambda made, seq: made.append(0, rows(3), rows(3), [seq])),
-        "number of rows is 3",
-        "cu_seqlens=[0, 3]",
+    "rows of two prompts without their lengths": (
+        of_pool(lambda made, seq: made.append(0, rows(5), rows(5), [seq, made.add()])),
+        "number of rows is 5",
+        "cu_seqlens=[0, ..., 5]",
     ),
     "an axis of sequences in a pool": (
         of_pool(lambda made, seq: made.append(0, rows()[None], rows()[None], [seq])),

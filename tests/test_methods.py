@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from shared import methods
 
-pytestmark = pytest.mark.archs("cpu")
+pytestmark = [pytest.mark.archs("cpu"), pytest.mark.thorough]
 HEADS, GROUP, WIDTH = 2, 2, 16
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 HABITS = {
     # A Python reader takes none for None.
@@ -77,13 +79,13 @@ MOST_VAGUE = {
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """The manual's pages, without what commands write into them, and what the next release changes."""
+    """The manual's pages, without what commands write into them, and the changes of the newest release."""
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = re.sub(r"^```text\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
         text = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.S)
         yield path.relative_to(ROOT).as_posix(), text.partition("| family | class |")[0]
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    yield "CHANGELOG.md", text.partition("\n## [")[2].partition("\n## [")[0]
+    yield "CHANGELOG.md", "\n".join(text.split("\n## [")[1:3])
 
 
 def sources() -> Iterator[tuple[str, str]]:

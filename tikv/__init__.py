@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tikv import forks as _forks  # it watches from here on
 from tikv import opaque as _opaque
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 if TYPE_CHECKING:
     from tikv import compat as compat

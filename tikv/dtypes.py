@@ -152,6 +152,27 @@ def to_torch(name: str) -> Any:
     return getattr(sys.modules["torch"], name)
 
 
+def find(dtype: Any) -> DType | None:
+    """The row that a user's argument means, as in `parse`; None if no row has that name.
+
+    Examples:
+        >>> find("fp8"), find(np.int8), find("int4")
+        (float8_e4m3fn, int8, None)
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str):
+        return _BY_NAME.get(dtype.removeprefix("torch."))
+    if type(dtype).__module__ == "torch":
+        return of_torch(dtype)
+    if dtype is None:  # which NumPy takes for float64
+        return None
+    try:
+        return of_numpy(np.dtype(dtype))
+    except TypeError:
+        return None
+
+
 def parse(dtype: Any, operation: str, also: str = "", offered: tuple[DType, ...] = STORED) -> DType:
     """The row that a user's `dtype` argument means: a name, a NumPy or ml_dtypes type, a torch dtype or a row.
 
@@ -164,18 +185,7 @@ def parse(dtype: Any, operation: str, also: str = "", offered: tuple[DType, ...]
         >>> parse("bfloat16", "example"), parse(np.float16, "example")
         (bfloat16, float16)
     """
-    if isinstance(dtype, DType):
-        return dtype
-    parsed = None
-    if isinstance(dtype, str):
-        parsed = _BY_NAME.get(dtype.removeprefix("torch."))
-    elif type(dtype).__module__ == "torch":
-        parsed = of_torch(dtype)
-    elif dtype is not None:  # NumPy takes None for float64
-        try:
-            parsed = of_numpy(np.dtype(dtype))
-        except TypeError:
-            parsed = None
+    parsed = find(dtype)
     if parsed is None:
         names = ", ".join(row.name for row in offered)
         raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {names}{also}.")

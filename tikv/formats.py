@@ -338,7 +338,9 @@ SHORT_NAMES = {"int4": "quant4_32"}
 _ROTATED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
 
 # What a message about a dtype adds if a format is accepted too.
-OR_FORMATS = ", int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
+OR_GROUPS = ", int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
+# The same of a dtype that keys and values may have together.
+OR_FORMATS = OR_GROUPS.replace(", or", ", kvarn_k4v2, kvarn_k4v4, or")
 
 
 def format_of(stored: DType | GroupFormat) -> Format | None:

@@ -10,6 +10,8 @@ from peers_by_definition import rotate, softmax_attention
 import tikv
 from tikv.compat import flash_attn
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "case",

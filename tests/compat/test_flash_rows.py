@@ -11,6 +11,8 @@ import tikv
 from tikv.compat import flash_attn, flash_attn_interface, flash_rows
 from tikv.ops.attention.query_tiles import query_tiles
 
+pytestmark = pytest.mark.thorough
+
 HEADS, GROUP, WIDTH = 2, 2, 32
 COUNTS, HELD = (1, 0, 5, 21, 3, 2), (9, 3, 5, 24, 1, 0)  # more queries than keys, and no keys, too
 

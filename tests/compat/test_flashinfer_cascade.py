@@ -10,6 +10,8 @@ from test_flashinfer_wrappers import ATOL, placed, values
 import tikv
 from tikv.compat import flashinfer
 
+pytestmark = pytest.mark.thorough
+
 BUFFERS = ("qo_indptr_buf_arr", "paged_kv_indptr_buf_arr", "paged_kv_indices_buf_arr", "paged_kv_last_page_len_buf_arr")
 
 

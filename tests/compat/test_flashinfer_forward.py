@@ -10,6 +10,8 @@ from test_flashinfer_wrappers import CASES, compared, filled, name_of, options_o
 import tikv
 from tikv.compat import flashinfer
 
+pytestmark = pytest.mark.thorough
+
 OTHER = {"causal": False, "window_left": 2, "logits_soft_cap": 5.0, "sm_scale": 0.1}  # what plans say before forward
 
 

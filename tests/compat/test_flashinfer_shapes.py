@@ -8,6 +8,8 @@ from test_flashinfer_wrappers import compared, paged, placed, requests_of, value
 import tikv
 from tikv.compat import flashinfer
 
+pytestmark = pytest.mark.thorough
+
 
 def space(arch):
     return placed(np.zeros(8, np.uint8), arch)

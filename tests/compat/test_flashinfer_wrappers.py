@@ -10,6 +10,8 @@ from flashinfer_by_definition import attention
 import tikv
 from tikv.compat import flashinfer
 
+pytestmark = pytest.mark.thorough
+
 CASES = [
     {},
     {"causal": True},

@@ -16,7 +16,7 @@ from tikv import errors
 from tikv.launch import ahead
 from tikv.tools import export
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.thorough]
 EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "export_vulkan" / "run.py"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tikv import formats, reference, runtime
 
-pytestmark = pytest.mark.archs("cpu")
+pytestmark = [pytest.mark.archs("cpu"), pytest.mark.thorough]
 ROWS, WIDTH = 3000, 128
 
 

@@ -24,7 +24,7 @@ from tikv.kernels.attention.sm90 import consumer, terms
 from tikv.kernels.attention.sm90 import tiles as hopper_tiles
 from tikv.runtime import ti
 
-pytestmark = pytest.mark.archs("cpu")
+pytestmark = [pytest.mark.archs("cpu"), pytest.mark.thorough]
 PLAIN = Choices(
     kind="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
     out="f16", width=128, width_v=128, group=2, rows=128, causal=True, masked=True, softcap=False, lens_bits=0,

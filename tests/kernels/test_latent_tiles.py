@@ -21,7 +21,7 @@ from tikv.kernels.attention.sm90 import latents
 from tikv.ops.attention.families.tensor_cores import rows_of_tile
 from tikv.runtime import ti
 
-pytestmark = pytest.mark.archs("cpu")
+pytestmark = [pytest.mark.archs("cpu"), pytest.mark.thorough]
 PLAIN = Choices(
     kind="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
     out="f16", width=576, width_v=512, group=16, rows=64, causal=True, masked=True, softcap=False, lens_bits=0,

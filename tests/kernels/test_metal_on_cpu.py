@@ -8,7 +8,7 @@ import pytest
 from metal_on_cpu import MetalFault, Options
 from metal_on_cpu.source import NotMetal, cpp_source
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.thorough]
 THREADS = 128
 SOURCE = """\
 #include <metal_stdlib>

@@ -9,6 +9,8 @@ from tikv.arrays import CacheArray, runtime_of, to_device
 from tikv.ops.append_at import append_at
 from tikv.stores.layers.growing import GrowingLayer
 
+pytestmark = pytest.mark.thorough
+
 FORMATS = [
     {"dtype": "float32"},
     {"dtype": "int8"},

@@ -10,7 +10,7 @@ from ops.test_attention import Case, HeadPages, Pages, assert_close
 import tikv
 from tikv import arrays, reference
 
-pytestmark = pytest.mark.full(each_value=True)
+pytestmark = [pytest.mark.full(each_value=True), pytest.mark.thorough]
 
 
 def choose(rng, case, k, *, by_head=False, dtype=np.int64, holes=True):

@@ -16,7 +16,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDTH = 128
 FULL = pytest.mark.full
 TINY = 2.0**-126  # the least normal float32
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"), pytest.mark.thorough]
 
 
 def extreme_rows(dtype=np.float32):

@@ -14,6 +14,8 @@ import tikv
 from tikv import launch, reference
 from tikv.ops.attention.merge import merge_parts
 
+pytestmark = pytest.mark.thorough
+
 on_cpu = pytest.mark.archs("cpu")
 NAN, INFINITE = float("nan"), float("inf")
 NEGATIVE_NAN = np.uint32(0xFFC00001).view(np.float32)  # what x86 makes of infinity less itself

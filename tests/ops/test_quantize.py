@@ -130,6 +130,14 @@ def test_shapes(arch, rng, shape):
     oracle.assert_same_bits(tikv.dequantize(q, scale), reference.dequantize(want_q, want_scale))
 
 
+def test_a_dtype_names_the_format_or_its_scales(arch, rng):
+    x = oracle.numbers(rng, (3, 8), np.float32)
+    for format, scales in (("int8", "float16"), (np.int8, "float16"), ("float32", "float32"), (np.float32, "float32")):
+        q, scale = tikv.quantize(oracle.place(x, arch), format)
+        assert str(scale.dtype) == scales
+        oracle.assert_same_bits(q, reference.quantize(x, np.dtype(scales))[0])
+
+
 def test_strided_rows_are_read_in_place(arch, rng):
     fused = oracle.numbers(rng, (6, 5, 24), np.float32)
     placed = oracle.place(fused, arch)
@@ -155,7 +163,9 @@ def test_what_quantize_and_dequantize_refuse(arch, rng):
     before = out.copy()
     for call, error, match in (
         (lambda: tikv.quantize(q), tikv.DTypeError, "x is i8.*float32, float16 or bfloat16"),
-        (lambda: tikv.quantize(x, "bfloat16"), tikv.DTypeError, "scale_dtype bfloat16 is not supported for int8"),
+        (lambda: tikv.quantize(x, scale_dtype="bfloat16"), tikv.DTypeError, "scale_dtype bfloat16 is not supported"),
+        (lambda: tikv.quantize(x, "fp8"), tikv.DTypeError, "float8_e4m3fn has no scale for each row, so convert x"),
+        (lambda: tikv.quantize(x, "bfloat16"), tikv.DTypeError, "bfloat16 has no scale for each row, so convert x"),
         (lambda: tikv.quantize(x, "half"), tikv.OptionError, "unknown format 'half'. Use 'int8'"),
         (lambda: tikv.quantize(x[:, :, ::2]), tikv.ShapeError, "not contiguous"),
         (lambda: tikv.quantize(x[:, :, :0]), tikv.ShapeError, "at least one element"),

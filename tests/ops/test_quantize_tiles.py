@@ -11,6 +11,8 @@ import pytest
 import tikv
 from tikv import formats, reference
 
+pytestmark = pytest.mark.thorough
+
 BF16 = ml_dtypes.bfloat16
 OF = ("keys", "values")
 

@@ -24,6 +24,8 @@ from tikv.kernels.attention.visible import V
 from tikv.kernels.codec import word_array
 from tikv.runtime import ti
 
+pytestmark = pytest.mark.thorough
+
 CODES = ["i8", "quant8_64", "quant4_64", "quant8_32", "quant4_32", "q8_0", "q4_0", "e4m3", "mxfp8", "mxfp4", "nvfp4"]
 SCALES = {"mxfp8": "e8m0", "mxfp4": "e8m0", "nvfp4": "e4m3", "e4m3": ""}
 TOKENS, HEADS, HEAD, END, SHARED = 160, 3, 1, 70, 128

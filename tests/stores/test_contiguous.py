@@ -716,7 +716,7 @@ def test_an_empty_store_is_true(arch):
         (
             {"dtype": "int5"},
             tikv.DTypeError,
-            "int8, int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits",
+            "int8, int4, q8_0, q4_0, mxfp8, mxfp4, nvfp4, kvarn_k4v2, kvarn_k4v4, or a tikv.Quant of 2, 3, 4 or 8 bits",
         ),
         ({"window": [4, 4]}, tikv.ShapeError, "window has 2 entries for num_layers=3"),
         ({"dtype": None}, tikv.DTypeError, "unknown dtype None"),

@@ -16,6 +16,8 @@ from wrong_arguments import contents
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 HEADS, Q_HEADS, WIDTH = 2, 4, 16
 FILES = "/tikv/stores/", "/tikv/ops/plan.py", "/tikv/ops/attention/plan.py", "/tikv/launch/bound.py"
 

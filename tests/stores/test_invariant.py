@@ -7,6 +7,8 @@ from invariance import invariant, same
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 KEYS, WIDTH, TOKENS = 128, 64, 200
 SINKS = np.array([0.5, -1, 3, 0.1], np.float32)
 

@@ -8,6 +8,8 @@ import pytest
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 HEADS, WIDTH = 2, 32
 
 

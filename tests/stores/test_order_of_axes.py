@@ -9,6 +9,8 @@ import pytest
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 KV_HEADS, HEADS, WIDTH = 2, 4, 16
 FORM = {"num_layers": 1, "num_kv_heads": KV_HEADS, "head_dim": WIDTH, "dtype": "float32"}
 

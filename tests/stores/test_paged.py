@@ -33,11 +33,11 @@ HEADS, WIDTH, SIZE = 2, 16, 4
 SCALE = {"float16": np.float16, "float32": np.float32}
 
 
-def make(dtype="float32", *, layers=2, num_blocks=12, block_size=SIZE, layout="NHD", **more):
+def make(dtype="float32", *, layers=2, num_blocks=12, block_size=SIZE, layout="NHD", head_dim=WIDTH, **more):
     return tikv.PagedKVCacheStore(
         num_layers=layers,
         num_kv_heads=HEADS,
-        head_dim=WIDTH,
+        head_dim=head_dim,
         num_blocks=num_blocks,
         block_size=block_size,
         dtype=dtype,
@@ -172,6 +172,25 @@ def test_seqs_and_cu_seqlens_may_be_lists_or_arrays_anywhere(arch, rng, kind):
     store.append(0, oracle.place(k, arch), oracle.place(k, arch), *given)
     oracle.assert_same_bits(store.tokens(0, seqs[0])[0], k[:2])
     oracle.assert_same_bits(store.tokens(0, seqs[1])[1], k[2:])
+
+
+@pytest.mark.parametrize("more", [{}, {"dtype": "kvarn_k4v4_g64", "block_size": 64, "head_dim": 32}], ids=str)
+def test_without_bounds_a_single_sequence_gets_all_rows(arch, rng, more):
+    """As in a `KVCacheStore`; of several sequences each gets one row."""
+    width = more.get("head_dim", WIDTH)
+    k, q = (oracle.place(oracle.numbers(rng, (5, HEADS, width), np.float32), arch) for _ in range(2))
+    results, stores = [], []
+    for bounds in ({}, {"cu_seqlens": [0, 5]}):
+        store = make(layers=1, **more)
+        seq = store.add()
+        results += [store.extend(0, q, k, k, [seq], keep=False, **bounds), store.extend(0, q, k, k, [seq], **bounds)]
+        store.append(0, k, k, [seq], **bounds)
+        stores.append(store)
+    for got, want in zip(results[:2], results[2:], strict=True):
+        oracle.assert_same_bits(got, want)
+    assert contents(stores[0]) == contents(stores[1])
+    with pytest.raises(tikv.ShapeError, match="one for each sequence, since cu_seqlens is None"):
+        store.append(0, k, k, [seq, store.add()])
 
 
 def test_rows_behind_the_last_bound_are_padding(arch, rng):

@@ -9,6 +9,8 @@ import pytest
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 HEADS, GROUP, WIDTH = 2, 2, 32
 ALONG_TOKENS = tikv.Quant(bits=8, group=32, axis="tokens", residual=32)
 FORMS = [

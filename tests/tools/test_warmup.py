@@ -16,6 +16,8 @@ from tikv import runtime
 from tikv.runtime.cache import BoundedCache
 from tikv.tools import warmup as warmups
 
+pytestmark = pytest.mark.thorough
+
 FORM = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32}
 STORES = {
     "windows": {"dtype": "float32", "window": [None, 24, None]},

@@ -117,14 +117,21 @@ def quantize(
         return quantize_tiles(live, operation, x, tiles, of, others)
     if of is not None:
         raise OptionError(f"{operation}: of={of!r} is only for {', '.join(map(repr, TILE_FORMATS))}. Leave it out.")
-    row: Format | None = parse_format(format) or (FORMATS.get(format) if isinstance(format, str) else None)
-    is_dtype = not isinstance(format, str) or format in [dtype.name for dtype in dtypes.STORED]
-    if row is None and scale_dtype is None and is_dtype:
-        row, scale_dtype = FORMATS["int8"], format
-    if row is None or not row.finds_scales:
+    row: Format | None = parse_format(format)  # not int8, nor 8-bit floats, whose scales are not found here
+    dtype = None if row is not None else dtypes.find(format)
+    if dtype is dtypes.int8:
+        row = FORMATS["int8"]
+    elif dtype is not None and dtype in FORMATS["int8"].scale_dtypes and scale_dtype is None:
+        row, scale_dtype = FORMATS["int8"], dtype
+    if row is None:
         offered = ", ".join(
-            repr(name) for name in ("int8", *GROUP_FORMATS, *TILE_FORMATS) if not name.startswith("quant")
+            repr(name) for name in ("int8", "int4", *GROUP_FORMATS, *TILE_FORMATS) if not name.startswith("quant")
         )
+        if dtype is not None:
+            raise DTypeError(
+                f"{operation}: {dtype.name} has no scale for each row, so convert x to that dtype with your array "
+                f"library. Or use {offered} or a tikv.Quant."
+            )
         raise OptionError(f"{operation}: unknown format {format!r}. Use {offered} or a tikv.Quant.")
     if tensor_scale is not None:
         if not isinstance(row, GroupFormat) or not row.has_tensor_scale:

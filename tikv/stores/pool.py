@@ -371,8 +371,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 or bfloat16, but for groups along tokens ``scale_dtype`` or float32.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
-                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None means one token each. Rows from
-                ``cu_seqlens[-1]`` on are padding.
+                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. Rows from ``cu_seqlens[-1]`` on are padding. With
+                None, a single sequence gets all rows, and each of several sequences gets one.
             layout: of k and v, "token_major", or "head_major" for (H, T, D).
 
         Raises:

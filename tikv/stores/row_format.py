@@ -13,7 +13,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError
-from tikv.formats import OR_FORMATS, GroupFormat, format_of, parse_format
+from tikv.formats import OR_FORMATS, OR_GROUPS, GroupFormat, format_of, parse_format
 from tikv.ops import checks
 from tikv.ops.fixed_scales import fixed_numbers
 from tikv.ops.layouts import Formats
@@ -100,8 +100,8 @@ class RowFormats(NamedTuple):
         """The formats that a store's arguments ask for, or an error about one; `KVCacheStore` describes them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
-        formats = dtype, dtype if v_dtype is None else v_dtype
-        (k, k_scales), (v, v_scales) = (_stored_as(x, scale_dtype, live, operation) for x in formats)
+        k, k_scales = _stored_as(dtype, scale_dtype, live, operation, OR_FORMATS)
+        v, v_scales = _stored_as(dtype if v_dtype is None else v_dtype, scale_dtype, live, operation, OR_GROUPS)
         v = values_of(v, v_dtype, operation)
         if k_scales and v_scales and k_scales is not v_scales:
             raise DTypeError(
@@ -219,11 +219,13 @@ def plain_format(
     return stored, _scales_of(stored, scale_dtype, operation)
 
 
-def _stored_as(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[Stored, DType | None]:
+def _stored_as(
+    dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str
+) -> tuple[Stored, DType | None]:
     """`plain_format`, or a format of groups and the dtype of its scales."""
     format = parse_format(dtype)
     if format is None:
-        return plain_format(dtype, scale_dtype, live, operation, OR_FORMATS)
+        return plain_format(dtype, scale_dtype, live, operation, also)
     return format, _scales_of(format, scale_dtype, operation)
 
 

@@ -125,10 +125,10 @@ class HeadWrite(RowWrite):
 def cumulated(cu_seqlens: Array, count: int, rows: int, operation: str, live: Runtime) -> tuple[int, ...]:
     """The cumulative numbers of tokens, which must agree with the number of rows."""
     if cu_seqlens is None:
-        if rows != count:
-            example = f"[0, {rows}]" if count == 1 else f"[0, ..., {rows}]"
-            detail = f"one for each sequence, since cu_seqlens is None; for more, give cu_seqlens={example}"
-            checks.extent(rows, count, "the number of rows", operation, detail)
+        if count == 1:
+            return 0, rows
+        detail = f"one for each sequence, since cu_seqlens is None; for more, give cu_seqlens=[0, ..., {rows}]"
+        checks.extent(rows, count, "the number of rows", operation, detail)
         return tuple(range(count + 1))
     bounds = tuple(host_integers(cu_seqlens, "cu_seqlens", operation, live))
     detail = f"one more than the number of sequences, {count}: 0, then where the rows of each sequence end"

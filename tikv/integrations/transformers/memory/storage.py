@@ -9,7 +9,17 @@ from tikv import dtypes, engines, runtime
 from tikv.arrays import Array
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError, OptionError
-from tikv.formats import GROUP_FORMATS, OR_FORMATS, Aging, GroupFormat, Quant, TileFormat, parse_aging, parse_format
+from tikv.formats import (
+    GROUP_FORMATS,
+    OR_FORMATS,
+    OR_GROUPS,
+    Aging,
+    GroupFormat,
+    Quant,
+    TileFormat,
+    parse_aging,
+    parse_format,
+)
 from tikv.integrations.transformers.names import CACHE
 from tikv.stores.row_format import appended, check_divided, values_of
 
@@ -55,7 +65,8 @@ def storage_of(
 def _stored_as(dtype: Any, name: str, operation: str) -> DType | GroupFormat | None:
     if dtype is None:
         return None
-    format = parse_format(dtype) or dtypes.parse(dtype, operation, OR_FORMATS)
+    also = OR_FORMATS if name == "dtype" and operation == CACHE else OR_GROUPS
+    format = parse_format(dtype) or dtypes.parse(dtype, operation, also)
     if isinstance(format, DType) and format.name not in APPENDED:
         raise DTypeError(
             f"{operation}: {name}={format.name} cannot be stored. Use None for the model's dtype, a tikv.Quant, or "
