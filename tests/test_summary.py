@@ -18,7 +18,7 @@ def test_what_was_left_out_is_one_line(pytestconfig):
 
 def test_a_case_without_a_new_value_is_left_for_a_thorough_run(pytestconfig):
     has_new_value = pytestconfig.pluginmanager.get_plugin(str(pytestconfig.rootpath / "conftest.py"))._has_new_value
-    parent = SimpleNamespace(nodeid="tests/a_file.py")
+    parent = SimpleNamespace(nodeid="tests/test_summary.py")
 
     def case(name, **params):
         return SimpleNamespace(parent=parent, originalname=name, name=name, callspec=SimpleNamespace(params=params))

@@ -137,9 +137,9 @@ def test_each_path_gives_the_same_texts(arch, name, path, as_on_a_device):
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3"])
-def test_tiles_give_the_results_of_single_requests(arch, name, dtype, monkeypatch):
+def test_tiles_give_the_results_of_single_requests(arch, name, dtype, as_on_a_device):
     """The code for devices after each step of each layer, also where a wrong result does not change a text."""
-    single, tiles, seen = attend._by_request, attend._by_tiles, []
+    single, tiles, seen = attend.by_request, attend.by_tiles, []
 
     def both(q, k, v, layer, batch, request):
         before = {part: a.clone() for part, a in layer.pages.arrays.items()}
@@ -158,7 +158,7 @@ def test_tiles_give_the_results_of_single_requests(arch, name, dtype, monkeypatc
         seen.append(batch.lengths.tolist())
         return want
 
-    monkeypatch.setattr(attend, "_by_request", both)
+    as_on_a_device(both)
     with tikv.integrations.transformers.pages(**({"dtype": dtype} if dtype else {})):
         made = batched(name)
     assert dtype or made == texts(name)

@@ -239,9 +239,9 @@ def attend_pages(
         _write(layer, k, v, batch)
         out = _newest(q, layer, table, lengths, request)
     elif query.device.type == "cpu":
-        out = _by_request(q, k, v, layer, batch, request)
+        out = by_request(q, k, v, layer, batch, request)
     else:
-        out = _by_tiles(q, k, v, layer, batch, request)
+        out = by_tiles(q, k, v, layer, batch, request)
     return out[None]
 
 
@@ -298,7 +298,7 @@ def _newest(q: torch.Tensor, layer: BatchedLayer, table: Any, lengths: torch.Ten
     return attention_call(OPERATION, q, pools, request._replace(causal=False)).attend(q)
 
 
-def _by_request(
+def by_request(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: BatchedLayer, batch: Batch, request: AttendRequest
 ) -> Any:
     """On a CPU, where the host knows the numbers: the requests of one new token together, the others one by one."""
@@ -353,7 +353,7 @@ def _over_rows(q: torch.Tensor, rows: tuple[Any, ...], layer: BatchedLayer, requ
     return attention_call(OPERATION, q, caches, request._replace(window=layer.window)).attend(q)
 
 
-def _by_tiles(
+def by_tiles(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: BatchedLayer, batch: Batch, request: AttendRequest
 ) -> Any:
     """On a device, without waiting for it: tiles of queries, over pages or, of a ring, over the window before them."""
