@@ -46,7 +46,7 @@ def read(monkeypatch):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch):
-    """A function after which batches are read by the code for devices, which never waits for one, or by its argument."""
+    """A function after which batches are read by the code for devices, which never waits, or by its argument."""
     from tikv.integrations.transformers.batching import attend
 
     return lambda by=attend.by_tiles: monkeypatch.setattr(attend, "by_request", by)

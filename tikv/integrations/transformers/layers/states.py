@@ -298,7 +298,7 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        """The attributes of the state: those of keys and values are left out, and what the constructor was called with."""
+        """The attributes of the state, without those of keys and values and what the constructor was called with."""
         constant = ("index", "_options", *self._options)
         return tuple(name for name in vars(StateLayer(self.index, **self._options)) if name not in constant)
 

@@ -36,7 +36,7 @@ class StateCopies:
         return to
 
     def copied(self, value: Any) -> Any:
-        """A value with tensors and containers of its own; `copy.deepcopy` takes ten times as long for such small ones."""
+        """A value with tensors and containers of its own; `copy.deepcopy` takes several times as long."""
         kind = type(value)
         if kind in _PLAIN:
             return value
