@@ -1,6 +1,6 @@
 """tikv: the KV-cache op library for transformer research models, in Taichi, for CUDA, Vulkan, Metal and the CPU.
 
-Copies, writes and formats are one source for every back end; attention has kernels of its own for CPUs and NVIDIA GPUs.
+Copies, writes and most formats are one source for every back end; CPUs and NVIDIA GPUs have attention of their own.
 Importing it starts nothing; the first operation attaches to the Taichi that you started, or starts one. Public names
 are loaded on first use: type checkers and editors read the imports below, and Python finds the same ones in `_NAMES`.
 """

@@ -222,9 +222,9 @@ def test_formats_that_pages_cannot_hold(arch):
     model.set_attn_implementation("tikv")
     with pytest.raises(tikv.DTypeError, match="int7"), pages(dtype="int7"):
         pass
-    by_channel = pages(dtype=tikv.Quant(bits=4, axis="tokens", residual=64))
-    with pytest.raises(tikv.OptionError, match="a page can end within a group"), by_channel:
-        pass
+    for form in (tikv.Quant(bits=4, axis="tokens", residual=64), tikv.Quant(4, 32, recent=32), "kvarn_k4v2"):
+        with pytest.raises(tikv.OptionError, match="a page can end within a group"), pages(dtype=form):
+            pass
     with pytest.raises(tikv.OptionError, match="k_scale"), pages(dtype="int8", k_scale=0.5):
         pass
     with pages(dtype=tikv.Quant(bits=4, group=128)), pytest.raises(tikv.ShapeError, match="64 wide"):

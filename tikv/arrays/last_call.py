@@ -46,6 +46,7 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     last = _last_calls.get(operation)
     if last is not None and last.count != len(arrays):
         last = None
+    remembered: Views | None = None  # read once: another thread may replace `last.views` at any time
     if last is not None:
         remembered = last.views
         fits, pointers = last.fits, None if last.fits is None else _addresses(arrays)
@@ -62,18 +63,18 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
                 if elsewhere is not None:
                     last.views = elsewhere
                     return elsewhere
-        for array, seen in zip(arrays, last.views, strict=True):
+        for array, seen in zip(arrays, remembered, strict=True):
             if known_numpy_view(array) is not seen:
                 break
         else:
-            return last.views
+            return remembered
     views = [view_without_owner(a, name, operation) for a, name in zip(arrays, names, strict=True)]
     if is_followed(*arrays):  # these are never remembered, so remembered forms need no such check
         return FollowedViews(views)
-    if last is not None and views == last.views:
+    if last is not None and remembered is not None and views == remembered:
         if last.fits is None:  # the same tensors as in the previous call are worth a guard too
             last.fits = torch_guard(arrays)
-        return last.views
+        return remembered
     all_views = Views(views)
     _remember(operation, arrays, all_views, last)
     return all_views

@@ -23,8 +23,8 @@ def pages(*, dtype: Any = None, v_dtype: Any = None, k_scale: Any = None, v_scal
     manager of transformers. As many more tokens fit in the same memory as they need fewer bytes.
 
     Args:
-        dtype, v_dtype, k_scale, v_scale: as in `TikvCache`, except groups along tokens. None for ``dtype`` is the
-            model's dtype.
+        dtype, v_dtype, k_scale, v_scale: as in `TikvCache`, except groups along tokens, KVarN's tiles and unquantised
+            tokens. None for ``dtype`` is the model's dtype.
 
     Raises:
         DTypeError: there is no such format.
