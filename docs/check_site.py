@@ -90,12 +90,15 @@ def undescribed(site: Path) -> Iterator[str]:
 
 
 def cut(site: Path) -> Iterator[str]:
-    """Docstrings that a page does not show whole: a result in pieces, or errors that are told in prose."""
+    """What a page does not show whole: a result in pieces, errors that are told in prose, a constructor."""
     for page in site.glob("api/*.html"):
         for results in re.findall(r"Returns:</span>.*?</ul>", page.read_text("utf-8"), re.DOTALL):
             if results.count("<li") > 1:
                 yield f"{page.relative_to(site)}: the lines of a result are shown as several results"
-    if "<strong>Raises:</strong> As" not in (site / "api/store.html").read_text("utf-8"):
+    store = (site / "api/store.html").read_text("utf-8")
+    if "doc-signature" not in store.partition('id="tikv.KVCacheStore"')[2].partition("Parameters")[0]:
+        yield "api/store.html: the constructor's signature does not stand first"
+    if "<strong>Raises:</strong> As" not in store:
         yield "api/store.html: the errors of extend, which are told in prose, are missing"
 
 
@@ -123,6 +126,9 @@ def seen(site: Path) -> Iterator[str]:
                     "[...document.images].filter(image => !image.naturalWidth).map(image => image.src.slice(0, 80))"
                 ):
                     yield f"{page}, on {device}: {picture} is not drawn"
+                programs = "[...document.querySelectorAll('.highlight:not(.doc-signature) code:has(span.n)')]"
+                if width >= 1280 and tab.evaluate(f"{programs}.some(code => code.scrollWidth > code.clientWidth)"):
+                    yield f"{page}, on {device}: a line of a program does not fit"
                 if (reaches := tab.evaluate("document.scrollingElement.scrollWidth")) > width:
                     yield f"{page}, on {device}: it is {reaches} wide and has {width}"
         tab.goto(f"{home}index.html")
