@@ -225,6 +225,7 @@ def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
         if not marker.kwargs.get("each_value") and not (unless and unless(params)):
             return True
     each_value = any(marker.kwargs.get("each_value") for marker in markers)
+    each_value |= arch == "vulkan" and item.config.getoption("--thorough")  # whose kernels compile slowly without a GPU
     return each_value and item.config.stash[_thorough] and not _has_new_value(item, arch, seen)
 
 
