@@ -72,8 +72,8 @@ def pytest_addoption(parser):
         "--thorough",
         action="store_true",
         help="run also the files marked thorough, which put together what other files test, and the cases of a test "
-        "whose parameters all have values of earlier cases, these not on vulkan; so does --full of a back end, with all "
-        "cases, and where paths are given they run too",
+        "whose parameters all have values of earlier cases, these not on vulkan; so does --full of a back end, with "
+        "all cases, and where paths are given they run too",
     )
     group.addoption(
         "--done",
