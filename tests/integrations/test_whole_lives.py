@@ -19,6 +19,7 @@ if VERSION < (5, 19):
 
 from lives import chosen, expected, families, life, traced  # noqa: E402
 
+from tikv.formats import parse_aging  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.integrations.transformers.attention import attend as by_name  # noqa: E402
 from tikv.integrations.transformers.cache.encoder_decoder import OfEncoderDecoder  # noqa: E402
@@ -71,7 +72,7 @@ def test_a_life(arch, family, tmp_path):
             pytest.fail(f"{why}\n{it!r}.live(folder)\n{fails(it, tmp_path)}")
 
 
-# Each was wrong once.
+# Each was wrong once, but for the life of codes, which has formats that no other life here has.
 SLOTS_MOVED = [("begin", 67, [0], 0), ("compiled", 5, False, 0), ("crop", 1), ("compiled", 1, True, 0)]
 BY_ANOTHER_NAME = [
     ("begin", 2, [0], 1), ("attention", "eager"), ("compiled", 1, False, 1), ("attention", "tikv"),
@@ -81,6 +82,10 @@ RECORDED_IN_A_RING = [("begin", 1, [0], 1), ("steps", 1, 1), ("record",), ("comp
 ONE_LAYER_READY = [("begin", 1, [0], 0), ("interrupt", 0, True, 1, 1), ("compiled", 1, True, 0)]
 AFTER_AN_INTERRUPT = [
     ("begin", 1, [0], 0), ("tokens", 71, 0), ("interrupt", 0, False, 1, 0), ("crop", 1), ("compiled", 1, True, 0)
+]  # fmt: skip
+CODES_OF_AN_INTERRUPT = [
+    ("begin", 70, [3, 0], 1), ("interrupt", 0, True, 9, 1), ("tokens", 40, 2), ("crop", 2), ("steps", 30, 2),
+    ("save",), ("tokens", 90, 1), ("snapshot",), ("steps", 8, 1), ("restore",), ("repeat", 2), ("tokens", 5, 1),
 ]  # fmt: skip
 BETWEEN_MASK_AND_LAYER = [
     ("begin", 5, [0], 1), ("compiled", 2, False, 1), ("interrupt", 0, False, 2, 1), ("compiled", 1, True, 1)
@@ -92,6 +97,8 @@ BETWEEN_MASK_AND_LAYER = [
     [
         ("gemma3", {"max_cache_len": 300}, SLOTS_MOVED),
         ("mistral", {"max_cache_len": 40}, BETWEEN_MASK_AND_LAYER),
+        ("gemma2", {"dtype": "kvarn_k4v2_g64", "sinks": 4}, CODES_OF_AN_INTERRUPT),
+        ("gemma2", {"dtype": "older4_32"}, CODES_OF_AN_INTERRUPT),
         ("mistral", {"max_cache_len": 300}, AFTER_AN_INTERRUPT),
         ("deepseek", {"window": 8, "sinks": 2}, ONE_LAYER_READY),
         ("mistral", {"max_cache_len": 40}, RECORDED_IN_A_RING),
@@ -197,6 +204,7 @@ def test_one_wrong_token_is_found_in_half_precision(arch, tmp_path, monkeypatch,
 
 
 SCALED = ("float8_e4m3fn", "float8_e5m2", "nvfp4")
+CODES_OF_130 = {"tokens2_32": 96, "tokens4_32": 96, "older4_32": 68, "kvarn_k4v2_g64": 64, "kvarn_k4v4_g64": 64}
 
 
 @pytest.mark.parametrize(
@@ -208,11 +216,12 @@ def test_what_a_format_stores(arch, name, scale):
     config = families.models("llama").cached.config
     cache = TikvCache(config, dtype=expected.format_of(name), k_scale=scale, v_scale=scale)
     cache.layers[0].update(rows, rows)
-    if str(name).startswith("tokens"):
-        quant = expected.format_of(name)
-        coded = expected.newly_coded(quant, 0, 0, rows.shape[2])
-        assert coded == 96
-        keys, values = (expected.as_groups(rows, quant, coded, keys=keys) for keys in (True, False))
+    aging = parse_aging(expected.format_of(name))
+    if aging is not None:
+        end = expected.end_of_codes(aging, aging.sinks, 0, 0, rows.shape[2])
+        assert end == CODES_OF_130[name]
+        codes = slice(aging.sinks, end)
+        keys, values = (expected.with_codes(rows, aging, codes, keys=keys) for keys in (True, False))
     else:
         keys, values = (expected.as_stored(rows, name, scale, keys=keys) for keys in (True, False))
     torch.testing.assert_close(cache.layers[0].keys, keys, rtol=0, atol=0)

@@ -13,7 +13,7 @@ from lives.families import FAMILIES, FULL
 FORMATS = (
     "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
     "quant2_32", "quant3_32", "quant4_32", "quant8_32",
-    "quant4_32_hadamard", "tokens2_32", "tokens4_32",
+    "quant4_32_hadamard", "tokens2_32", "tokens4_32", "older4_32", "kvarn_k4v2_g64", "kvarn_k4v4_g64",
 )  # fmt: skip
 WINDOWS = ((8, 2), (8, 0), (5, 3), (12, 4), (1, 0), (40, 4))
 KINDS = {  # how often each kind of operation comes, of about 60
@@ -64,22 +64,24 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
         found["model"] = str(rng.choice(NARROW))
         formats = tuple(name for name in formats if name not in NARROW)
     more = FAMILIES[family].encoder or FAMILIES[family].beside  # than the keys and values of the text
-    if more:  # groups along tokens are refused then
-        formats = tuple(name for name in formats if not _along(name))
+    if more:  # such formats are refused then
+        formats = tuple(name for name in formats if not _ages(name))
     memory = rng.random()
     if memory < 0.35:
         found["max_cache_len"] = int(rng.choice([24, 40, 64, 150, 300]))
     elif memory < 0.65 and FULL in FAMILIES[family].layers and family != "t5":  # its position bias excludes a window
         found["window"], found["sinks"] = WINDOWS[rng.integers(len(WINDOWS))]
     if "window" in found:
-        formats = tuple(name for name in formats if not _along(name))
+        formats = tuple(name for name in formats if not _ages(name))
     if formats and rng.random() < 0.5:
         found["dtype"] = str(rng.choice(formats))
-        plain = [name for name in formats if not _along(name) and not name.endswith("hadamard")]
-        if rng.random() < 0.3 and not _along(found["dtype"]):
+        plain = [name for name in formats if not _ages(name) and not name.endswith("hadamard")]
+        if rng.random() < 0.3 and not _ages(found["dtype"]):
             found["v_dtype"] = str(rng.choice(plain))
             if len({_scales(found["dtype"]), _scales(found["v_dtype"])} - {""}) > 1:
                 del found["v_dtype"]
+        if found["dtype"].startswith("kvarn"):
+            found["sinks"] = int(rng.choice([0, 4]))
         stored = found["dtype"], found.get("v_dtype", found["dtype"])
         if rng.random() < 0.3 and (stored == ("nvfp4", "nvfp4") or all(name.startswith("float8") for name in stored)):
             found["k_scale"], found["v_scale"] = (float(rng.choice(FIXED_SCALES)) for _ in "kv")
@@ -91,9 +93,9 @@ def _options(rng: np.random.Generator, family: str, formats: tuple[str, ...]) ->
     return found
 
 
-def _along(name: str) -> bool:
-    """Whether groups of this format lie along tokens."""
-    return name.startswith("tokens")
+def _ages(name: str) -> bool:
+    """Whether only older tokens become codes of this format."""
+    return name.startswith(("tokens", "older", "kvarn"))
 
 
 def _scales(name: str) -> str:
@@ -163,7 +165,8 @@ def _shorter(chosen: Chosen) -> Any:
         size //= 2
     for name in chosen.options:
         if name != "sinks":
-            dropped = {"sinks"} if name == "window" else {"v_dtype", *SCALES} if name == "dtype" else set()
+            dropped = {"sinks"} if name == "window" or "window" not in chosen.options else set()
+            dropped = dropped | {"v_dtype", *SCALES} if name == "dtype" else dropped if name == "window" else set()
             options = {k: v for k, v in chosen.options.items() if k != name and k not in dropped}
             yield chosen._replace(options=options)
     for i, operation in enumerate(operations):

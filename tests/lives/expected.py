@@ -8,6 +8,7 @@ import torch
 
 import tikv
 from lives.families import CHUNKED, FULL, SLIDING, WINDOW
+from tikv.formats import Aging, TileFormat
 
 
 class Sight(NamedTuple):
@@ -55,10 +56,13 @@ def attention(
 def format_of(name: str | None) -> Any:
     """What a cache takes as its format for a name here.
 
-    "quant4_32", "quant4_32_hadamard" and "tokens4_32" are a `tikv.Quant`, the last one along tokens.
+    "quant4_32", "quant4_32_hadamard", "tokens4_32" and "older4_32" are a `tikv.Quant`, "tokens" along tokens, "older"
+    with first and newest tokens as they came.
     """
-    if name is not None and name.startswith("tokens"):
-        bits, group = map(int, name.removeprefix("tokens").split("_"))
+    if name is not None and name.startswith(("tokens", "older")):
+        bits, group = map(int, name.removeprefix("tokens").removeprefix("older").split("_"))
+        if name.startswith("older"):
+            return tikv.Quant(bits, group, sinks=4, recent=group + 1)
         return tikv.Quant(bits, group, "tokens", group)
     if name is None or not name.startswith("quant"):
         return name
@@ -97,26 +101,43 @@ def _int8(rows: Any) -> Any:
     return np.round(np.clip(rows * (np.float32(1) / scale), -127, 127)) * scale
 
 
-def newly_coded(quant: Any, coded: int, before: int, after: int) -> int:
-    """How many of a layer's first tokens are codes along tokens when it had `before` tokens and now has `after`."""
-    for length in range(before, after):
-        if length - coded == quant.residual + quant.group:
-            coded += quant.group
-    return coded
+def end_of_codes(form: Aging, sinks: int, end: int, before: int, after: int) -> int:
+    """Where the codes of a layer end, 0 without any, when it had `before` tokens and now has `after` in one call.
 
-
-def as_groups(rows: Any, quant: Any, coded: int, keys: bool) -> Any:
-    """The numbers of rows whose first `coded` tokens are codes: keys by channel, a group of tokens each; values by row.
-
-    All others are as they came.
+    Args:
+        form: a format in which older tokens are codes.
+        sinks: how many first tokens never are.
+        end: where the codes ended before.
     """
-    if not coded:
-        return rows.float()
-    codes = rows[:, :, :coded].float().numpy()
-    if keys:
-        codes = np.ascontiguousarray(codes.swapaxes(2, 3))
-    quantised = oracle.reference.quantize_groups(codes, quant.bits, quant.group, "affine", np.float16)
-    numbers = oracle.reference.dequantize_groups(*quantised, quant.bits, "affine")
-    if keys:
-        numbers = numbers.swapaxes(2, 3)
-    return torch.cat((torch.from_numpy(np.ascontiguousarray(numbers)), rows[:, :, coded:].float()), 2)
+    end = max(end, sinks)
+    if isinstance(form, TileFormat):  # a full tile becomes codes with the next call
+        end += max(0, before - end) // form.group * form.group
+    for length in range(before, after):
+        if length - end == form.newest + form.group:
+            end += form.group
+    return end if end > sinks else 0
+
+
+def with_codes(rows: Any, form: Aging, codes: slice, keys: bool) -> Any:
+    """The numbers of rows (batch, heads, tokens, width) of which these tokens are codes, and all others as they came.
+
+    Along tokens, keys are groups of tokens by channel, and values groups of columns.
+    """
+    numbers = rows.float()
+    if codes.stop <= codes.start:
+        return numbers
+    older = np.ascontiguousarray(numbers[:, :, codes].numpy())
+    if isinstance(form, TileFormat):
+        of = "keys" if keys else "values"
+        tiles = oracle.reference.quantize_tiles(older, form.bits(of), form.group, of)
+        older = oracle.reference.dequantize_tiles(*tiles, form.bits(of), of)
+    else:
+        by_channel = keys and form.axis == "tokens"
+        older = older.swapaxes(2, 3) if by_channel else older
+        quantised = oracle.reference.quantize_groups(
+            np.ascontiguousarray(older), form.bits, form.group, "affine", np.float16
+        )
+        older = oracle.reference.dequantize_groups(*quantised, form.bits, "affine")
+        older = older.swapaxes(2, 3) if by_channel else older
+    older = torch.from_numpy(np.ascontiguousarray(older))
+    return torch.cat((numbers[:, :, : codes.start], older, numbers[:, :, codes.stop :]), 2)

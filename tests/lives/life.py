@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 import tikv
 from lives import expected, families, traced
 from lives.families import CHUNKED, SLIDING, STATE
+from tikv.formats import TileFormat, parse_aging
 from tikv.integrations.transformers import TikvCache
 from tikv.integrations.transformers.versions.installed import VERSION
 
@@ -56,7 +57,7 @@ class Text:
         rows: for each layer, the keys and values that `update` was given.
         crossed: the same of what the encoder gave.
         source: what the encoder gave, and its mask; None without one.
-        coded: how many of each layer's first tokens are codes along tokens.
+        coded: where each layer's codes end, if only its older tokens are codes.
         longest: the greatest length since the cache was empty.
         recorded: from which length on the past is recorded; None if it is not.
         compiled: whether compiled steps have run since the cache was empty.
@@ -128,7 +129,7 @@ class Life:
         self.limit, self.window = options.get("max_cache_len"), options.get("window")
         self.formats = options.get("dtype"), options.get("v_dtype", options.get("dtype"))
         self.scales = options.get("k_scale"), options.get("v_scale")
-        self.along = expected.format_of(self.formats[0]) if str(self.formats[0]).startswith("tokens") else None
+        self.aging = parse_aging(expected.format_of(self.formats[0]))  # a format in which older tokens are codes
         sight = expected.Sight
         self.sights = [sight(k, self.window, options.get("sinks", 0)) for k in self.family.layers]
         if all(kind in (SLIDING, CHUNKED) for kind in self.family.layers):
@@ -210,7 +211,7 @@ class Life:
 
     def compiled(self, count: int, by_hand: bool, seed: int) -> Any:
         """Single tokens in compiled steps, of `generate` or by hand."""
-        if self.family.encoder or self.along is not None:
+        if self.family.encoder or self.aging is not None:
             return False
         if self.family.states and not self.text.cache.is_compileable:
             return False
@@ -266,7 +267,7 @@ class Life:
         """Whether the manual promises that the cache can be cropped to this length."""
         text, kinds = self.text, self.family.layers
         recorded = text.recorded is not None and target >= text.recorded
-        if self.along is not None and target and target < max(text.coded.values(), default=0):
+        if self.aging is not None and target and target < max(text.coded.values(), default=0):
             return False  # codes can be dropped in whole groups only, if a layer's groups end there
         if self.family.states and (not self.options.get("record_states") or target < text.reach):
             return False
@@ -390,6 +391,7 @@ class Life:
             self.text = before
             before.has_held(before.length + count, self.options.get("record_states", 0))
             if seed % 2 or self.restore() is False:
+                before.coded = {i: min(end, before.length) for i, end in text.coded.items()}  # codes stay codes
                 self._align()
         return None
 
@@ -409,7 +411,7 @@ class Life:
         try:
             length = text.cache.align()
         except tikv.TikvError:
-            if self._must_go_back(text.length) and self.along is None:  # codes of an interrupted step stay
+            if self._must_go_back(text.length) and self.aging is None:  # codes of an interrupted step stay
                 raise
             self.reset()
             return
@@ -527,9 +529,10 @@ class Life:
         if layer in text.rows:
             new = tuple(torch.cat(pair, 2) for pair in zip(text.rows[layer], new, strict=True))  # type: ignore[assignment]
         text.rows[layer] = new  # type: ignore[assignment]
-        if self.along is not None:
-            before = new[0].shape[2] - key.shape[2]
-            text.coded[layer] = expected.newly_coded(self.along, text.coded.get(layer, 0), before, new[0].shape[2])
+        if self.aging is not None:
+            after, end = new[0].shape[2], text.coded.get(layer, 0)
+            before = after - key.shape[2]
+            text.coded[layer] = expected.end_of_codes(self.aging, self.sinks_of(layer), end, before, after)
 
     def saw_attention(self, module: Any, query: Any, out: Any, options: dict[str, Any]) -> None:
         """What a layer's attention gave, of which queries."""
@@ -538,10 +541,11 @@ class Life:
             return
         layer = self.cross.get(module, module.layer_idx)
         if module in self.cross:
-            what, key, value = "the encoder", *self._as_stored(text.crossed[layer], None)
+            what, key, value = "the encoder", *self._as_stored(text.crossed[layer])
+        elif self.aging is not None:
+            what, key, value = self.sights[layer].kind, *self._with_codes(self.family.source(layer), query.shape[2])
         else:
-            source = self.family.source(layer)
-            what, key, value = self.sights[layer].kind, *self._as_stored(text.rows[source], text.coded.get(source))
+            what, key, value = self.sights[layer].kind, *self._as_stored(text.rows[self.family.source(layer)])
         if hasattr(module, "kv_b_proj"):
             exact = self.exact[layer]
             expand, dtype = type(exact).expand_kv, exact.kv_b_proj.weight.dtype
@@ -562,12 +566,26 @@ class Life:
         if not off <= OFF[self.numbers]:
             raise Wrong(f"attention of layer {layer} ({what}) is off by {off:.2g} deviations")
 
-    def _as_stored(self, pair: tuple[Any, Any], coded: int | None) -> Any:
-        """Keys and values as their formats give them back; `coded` of the first tokens are codes along tokens."""
-        if self.along is not None and coded is not None:
-            return (expected.as_groups(rows, self.along, coded, keys=i == 0) for i, rows in enumerate(pair))
+    def sinks_of(self, layer: int) -> int:
+        """How many first tokens of a layer never become codes."""
+        if self.sights[layer].kind in (SLIDING, CHUNKED):
+            return 0
+        return self.options.get("sinks", 0) or self.aging.sinks
+
+    def _as_stored(self, pair: tuple[Any, Any]) -> Any:
+        """Keys and values as their formats give them back."""
         forms = zip(pair, self.formats, self.scales, (True, False), strict=True)
         return (expected.as_stored(rows.float(), name, scale, keys) for rows, name, scale, keys in forms)
+
+    def _with_codes(self, layer: int, new: int) -> Any:
+        """Keys and values of which older ones are codes; in tiles, several new ones are seen as they came."""
+        assert self.watched is not None
+        codes = slice(self.sinks_of(layer), self.watched.coded.get(layer, 0))
+        for i, rows in enumerate(self.watched.rows[layer]):
+            numbers = expected.with_codes(rows, self.aging, codes, keys=i == 0)
+            if isinstance(self.aging, TileFormat) and new > 1:
+                numbers[:, :, -new:] = rows[:, :, -new:]
+            yield numbers
 
     def position_bias(self, module: Any, tokens: int, held: int) -> Any:
         """What T5 adds to the scores of its decoder's own tokens; None for others."""
