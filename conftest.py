@@ -71,9 +71,9 @@ def pytest_addoption(parser):
     group.addoption(
         "--thorough",
         action="store_true",
-        help="run also the files marked thorough, which put together what other files test, and the cases of a test "
-        "whose parameters all have values of earlier cases, these not on vulkan; so does --full of a back end, with "
-        "all cases, and where paths are given they run too",
+        help="run also the tests marked thorough, and the cases of other tests whose parameters all have values of "
+        "earlier cases, these not on vulkan, where a test marked thorough has one case; --full of a back end runs all "
+        "cases, and where paths are given all that are not marked full run too",
     )
     group.addoption(
         "--done",
@@ -116,7 +116,10 @@ def pytest_configure(config):
         "cases whose parameters, a dict, `unless` is true of, or with `each_value` for those that bring a value of a "
         "parameter that no case before them has",
     )
-    config.addinivalue_line("markers", "thorough: puts together what other files test; runs with --thorough, as in CI")
+    config.addinivalue_line(
+        "markers",
+        "thorough: puts together what other files test, or checks the sources; runs with --thorough, as in CI",
+    )
     config.addinivalue_line("markers", "long: takes minutes, and runs with --full all only")
     config.addinivalue_line("markers", "eight_rows: a task of attention has 8 rows of queries on Vulkan too")
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
@@ -225,19 +228,25 @@ def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
         if not marker.kwargs.get("each_value") and not (unless and unless(params)):
             return True
     each_value = any(marker.kwargs.get("each_value") for marker in markers)
-    each_value |= arch == "vulkan" and item.config.getoption("--thorough")  # whose kernels compile slowly without a GPU
-    return each_value and item.config.stash[_thorough] and not _has_new_value(item, arch, seen)
+    on_vulkan = arch == "vulkan" and item.config.getoption("--thorough")  # whose kernels compile slowly without a GPU
+    if on_vulkan and item.get_closest_marker("thorough"):
+        return bool(_values_before(item, arch, seen)) or not _has_new_value(item, arch, seen)
+    return (each_value or on_vulkan) and item.config.stash[_thorough] and not _has_new_value(item, arch, seen)
 
 
 def _has_new_value(item, arch, seen: dict[tuple, set]) -> bool:
     """Whether a case is the first of its test, or brings a value of a parameter that no case before it has."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    before = seen.setdefault((item.parent.nodeid, getattr(item, "originalname", item.name), arch), set())
-    values = {(name, repr(value)) for name, value in params.items()}
+    before, values = _values_before(item, arch, seen), {(name, repr(value)) for name, value in params.items()}
     if before and values <= before:
         return False
     before |= values
     return True
+
+
+def _values_before(item, arch, seen: dict[tuple, set]) -> set:
+    """The values of parameters of the cases before this one of a test that were not left out."""
+    return seen.setdefault((item.parent.nodeid, getattr(item, "originalname", item.name), arch), set())
 
 
 @pytest.hookimpl(trylast=True)

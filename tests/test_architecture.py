@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 PACKAGE = pathlib.Path(__file__).parent.parent / "tikv"
 
 # From the ground up. A name is a module or a folder of tikv; those of one line do not import each other.

@@ -172,6 +172,7 @@ def test_other_names_of_a_command_work(alias, command):
     assert without_times[0] == without_times[1]
 
 
+@pytest.mark.thorough
 def test_back_ends_are_named_alike(capsys):
     assert cli.main(["doctor", "--arch", "cpu", "--arch", "cpu,auto", "--json"]) == 0
     assert {row["arch"] for row in json.loads(capsys.readouterr().out)} == {
@@ -235,6 +236,7 @@ def test_output_that_nobody_takes_is_one_line_and_a_status(command, redirection,
     assert words in child.stderr
 
 
+@pytest.mark.thorough
 def test_doctor_passes_on_the_cpu_and_names_what_is_absent():
     child = run("doctor", "cpu", "--json")
     assert child.returncode == 0, child.stdout
@@ -301,6 +303,7 @@ def plant(monkeypatch, operation):
     monkeypatch.setattr(doctor.subprocess, "Popen", start)
 
 
+@pytest.mark.thorough
 def test_support_runs_reports_and_outlives_a_crash(monkeypatch, capsys):
     plant(monkeypatch, "'broken': lambda *_: __import__('os')._exit(7)")
     assert cli.main(["support", "cpu", "--json"]) == 1
@@ -312,6 +315,7 @@ def test_support_runs_reports_and_outlives_a_crash(monkeypatch, capsys):
     assert "exit status 7" in found[-1].detail
 
 
+@pytest.mark.thorough
 def test_the_bar_of_support_ends_at_its_total(monkeypatch, capsys):
     plant(monkeypatch, "'none': lambda *_: iter([])")  # no dtype means anything to it
     monkeypatch.setattr(support, "OPERATIONS", {"copy": None, "none": None})
@@ -329,6 +333,7 @@ def test_the_bar_of_support_ends_at_its_total(monkeypatch, capsys):
     assert steps == [*range(1, len(support.DTYPES) + 1), *totals]
 
 
+@pytest.mark.thorough
 def test_support_finds_a_wrong_result(monkeypatch, capsys):
     plant(monkeypatch, "'wrong': lambda bench, src, stored: iter([(bench.rows(src, 3), bench.rows(src, 3), None)])")
     assert cli.main(["support", "cpu"]) == 1

@@ -12,6 +12,8 @@ import pytest
 import tikv
 from tikv import extras
 
+pytestmark = pytest.mark.thorough
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMALL = (
     "import tikv, numpy as np; tikv.init('cpu'); "

@@ -13,6 +13,8 @@ import zipfile
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 

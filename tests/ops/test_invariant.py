@@ -14,6 +14,8 @@ from tikv import arrays, launch, reference
 from tikv.launch import launcher
 from tikv.ops.attention import invariance
 
+pytestmark = pytest.mark.thorough
+
 KEYS = 128  # of a split, so that short sequences have several
 PAGE = 8
 WIDTH = 64
@@ -125,7 +127,7 @@ SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1,
     [
         pytest.param({"group": 1}, id="plain"),
         *(
-            pytest.param(options, id=name, marks=pytest.mark.thorough)
+            pytest.param(options, id=name)
             for name, options in {
                 "window-sinks": {
                     "dtype": "float16",
@@ -167,7 +169,6 @@ def test_tensor_cores_divide_the_work_without_changing_a_bit(arch, rng, tiles, o
 
 
 @pytest.mark.archs("cuda")
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "pages"),
     [
@@ -256,7 +257,7 @@ def test_values_are_those_of_the_oracle(arch, rng, options):
 
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize("options", [{}, pytest.param(HALF, marks=pytest.mark.thorough)], ids=["float32", "float16"])
+@pytest.mark.parametrize("options", [{}, HALF], ids=["float32", "float16"])
 def test_a_choice_of_all_rows_is_dense_attention(arch, rng, by_head, pages, options):
     work = Work(rng, group=3, **options)
     ends, tokens = [290, 1, 41], 1

@@ -41,6 +41,8 @@ from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.layouts import Rows
 from tikv.runtime.cache import BoundedCache
 
+pytestmark = pytest.mark.thorough
+
 TABLE = pathlib.Path(__file__).parent / "kernel_choice.tsv.gz"
 OPERATION = "test"
 

@@ -8,6 +8,8 @@ import pytest
 import tikv
 from tikv import engines, runtime
 
+pytestmark = pytest.mark.thorough
+
 OPERATION = "tikv.copy(np.ones((1, 1, 4), np.float32), np.zeros((1, 2, 4), np.float32), position=0)"
 TAICHI = "Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
 QUADRANTS = (

@@ -7,7 +7,10 @@ import pytest
 
 from tikv import runtime
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
+]
 
 # `in_child(function)` forks, runs it there and ends by `how`; the exit status must come within seconds.
 COMMON = """

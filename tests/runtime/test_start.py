@@ -8,6 +8,8 @@ import pytest
 import tikv
 from tikv import runtime
 
+pytestmark = pytest.mark.thorough
+
 COPY = """
 import numpy as np, oracle, tikv
 from tikv import reference
