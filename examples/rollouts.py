@@ -23,12 +23,14 @@ import dataclasses
 import random
 import sys
 import time
+from collections.abc import Callable
 
 from tikv import extras
 
 try:
     import torch
     import transformers
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from tikv.integrations.transformers import pages  # which also registers attention "tikv"
 except ImportError as error:
@@ -69,20 +71,23 @@ def prompts_of(count: int, longest: int, vocabulary: int) -> list[list[int]]:
     return [[drawn.randrange(5, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def one_by_one(model: transformers.PreTrainedModel, prompts: list[list[int]], config: object) -> list[list[int]]:
+def one_by_one(
+    model: transformers.PreTrainedModel, prompts: list[list[int]], config: object, step: Callable[[str], None]
+) -> list[list[int]]:
     """The texts of `generate`."""
     model.set_attn_implementation("sdpa")
     texts = []
-    for number, prompt in enumerate(prompts):
-        print(f"generate: {number + 1} of {len(prompts)}", end="\r", file=sys.stderr, flush=True)
+    for prompt in prompts:
+        step("generate, one by one")
         ids = torch.tensor([prompt], device=model.device)
         texts.append(model.generate(ids, generation_config=config)[0, len(prompt) :].tolist())
     return texts
 
 
 def measure(
-    model: transformers.PreTrainedModel, attention: str, prompts: list[list[int]], config: object, rounds: int
-) -> tuple[Row, list[list[int]]]:
+    model: transformers.PreTrainedModel, attention: str, prompts: list[list[int]], config: object, rounds: int,
+    step: Callable[[str], None],
+) -> tuple[Row, list[list[int]]]:  # fmt: skip
     """A row of the table, and the texts of the last call."""
     name, _, dtype = attention.partition("_")
     model.set_attn_implementation(name)
@@ -92,8 +97,8 @@ def measure(
         num_blocks=blocks + 8, page_size=PAGE, max_batch_tokens=BATCH, auto_switch_to_flash=False
     )
     seconds, texts = [], []
-    for number in range(rounds + 1):
-        print(f"{attention}: call {number + 1} of {rounds + 1}   ", end="\r", file=sys.stderr, flush=True)
+    for _ in range(rounds + 1):
+        step(attention)
         start = time.perf_counter()
         with pages(dtype=dtype or None):
             results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
@@ -132,15 +137,24 @@ def main() -> None:
     model = model_of(given.checkpoint, device)
     prompts = prompts_of(given.prompts, given.longest, model.config.get_text_config().vocab_size)
     options = {"max_new_tokens": given.tokens, "pad_token_id": 0}
-    texts = one_by_one(model, prompts, transformers.GenerationConfig(do_sample=False, **options))
+    kinds = (False, True)[: 1 + given.sample]  # of texts: the most probable ones, and drawn ones
+    calls = len(prompts) + len(kinds) * len(given.attention) * (given.rounds + 1)
     rows = []
-    for drawn in (False, True)[: 1 + given.sample]:
-        config = transformers.GenerationConfig(do_sample=drawn, eos_token_id=-1, **options)  # no text ends early
-        for attention in given.attention:
-            row, batched = measure(model, attention, prompts, config, given.rounds)
-            if not drawn:
-                row.equal = f"{sum(map(list.__eq__, batched, texts))} of {len(texts)}"
-            rows.append(row)
+    columns = TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=calls, completed=-1)
+
+        def step(name: str) -> None:
+            progress.update(bar, description=name, advance=1)
+
+        texts = one_by_one(model, prompts, transformers.GenerationConfig(do_sample=False, **options), step)
+        for drawn in kinds:
+            config = transformers.GenerationConfig(do_sample=drawn, eos_token_id=-1, **options)  # no text ends early
+            for attention in given.attention:
+                row, batched = measure(model, attention, prompts, config, given.rounds, step)
+                if not drawn:
+                    row.equal = f"{sum(map(list.__eq__, batched, texts))} of {len(texts)}"
+                rows.append(row)
     print(f"{given.prompts} prompts of up to {given.longest} tokens, {given.tokens} new tokens each, {model.dtype}")
     print("\n".join(table(rows)))
 
