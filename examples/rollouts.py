@@ -30,6 +30,7 @@ from tikv import extras
 try:
     import torch
     import transformers
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from tikv.integrations.transformers import pages  # which also registers attention "tikv"
@@ -141,7 +142,7 @@ def main() -> None:
     calls = len(prompts) + len(kinds) * len(given.attention) * (given.rounds + 1)
     rows = []
     columns = TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=calls, completed=-1)
 
         def step(name: str) -> None:
