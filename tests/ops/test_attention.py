@@ -20,6 +20,7 @@ from tikv import arrays, launch, reference
 from tikv.arrays import view
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.families import Form, family_for
+from tikv.ops.attention.families.cpu import Cpu
 from tikv.ops.attention.options import AttentionOptions, QueryShape
 from tikv.ops.attention.splits import RESIDENT, Lengths, Shares, whole_waves
 
@@ -219,6 +220,16 @@ def test_views_that_start_inside_an_array(arch, rng, dtype, group):
     Case(rng, dtype=dtype, group=group, guard=3, lens=(40, 13)).check(arch)
 
 
+@pytest.mark.parametrize(("dtype", "group"), [("float32", 1), ("float16", 2), ("int8", 4)])
+def test_the_heads_of_a_token_may_lie_side_by_side(arch, rng, dtype, group):
+    """A task of a CPU then has several KV heads."""
+    case = Case(rng, dtype=dtype, group=group, lens=(40, 13))
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if (a := getattr(case, name)) is not None:
+            setattr(case, name, a.swapaxes(1, 2).copy().swapaxes(1, 2))
+    case.check(arch)
+
+
 @pytest.mark.parametrize(
     ("dtype", "queries", "options", "choices"),
     [
@@ -270,10 +281,10 @@ def test_one_thread_does_little_work_of_a_cpu_unsplit(arch):
     query, options = QueryShape(1, 8, 1, 64, (0, 0, 0)), AttentionOptions(None, True, None, None, None, False)
     cpu = SimpleNamespace(kernel_style="cpu", arch="cpu", threads=2, invariant=False)
     form = Form(cpu, {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}, query, cache, options)
-    family = family_for(form)
+    family = Cpu(form)
     assert family.shares(Lengths(2047)) == Shares(1, 1)
     assert family.shares(Lengths(2048)) == Shares(4, 2)
-    assert family_for(form._replace(options=options._replace(splits=3))).shares(Lengths(2047)) == Shares(3, 1)
+    assert Cpu(form._replace(options=options._replace(splits=3))).shares(Lengths(2047)) == Shares(3, 1)
     cpu.threads = 16  # which save nearly all of one thread's time
     assert family.shares(Lengths(1092)) == Shares(1, 1)
     assert family.shares(Lengths(1093)).workers == 16

@@ -19,7 +19,7 @@ from tikv import arrays
 from tikv.errors import TikvError
 from tikv.ops.attention import families
 from tikv.ops.attention.families import Form, explain
-from tikv.ops.attention.families.cpu import Cpu
+from tikv.ops.attention.families.cpu import Cpu, CpuInOrder
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "support.md"
 STYLES = {"CPU": "cpu", "Vulkan, Metal": "spirv", "CUDA": "cuda"}
@@ -36,7 +36,7 @@ def rows_of_page() -> str:
 
 @pytest.mark.archs("cpu")
 def test_the_page_lists_the_families_in_their_order(arch):
-    assert SHOWN.findall(PAGE.read_text(encoding="utf-8")) == [rows_of_page()]
+    assert SHOWN.findall(PAGE.read_text(encoding="utf-8")) == [rows_of_page()], "run this file as a program"
 
 
 def forms_of(machine: str):
@@ -83,8 +83,15 @@ def test_a_kernel_that_the_native_launcher_refuses_is_a_reason(arch):
         assert "not by warpgroups over prompts: the native launcher does not launch" in explain(form, native=False)
 
 
+@pytest.fixture
+def order(no_plans, monkeypatch):
+    """A function that says which families there are, whatever the first of the library are now."""
+    return lambda *listed: monkeypatch.setattr(families, "families_of", lambda style: listed)
+
+
 @pytest.mark.archs("cpu")
-def test_a_plan_logs_its_kernels_and_why_those_before_them_do_not_serve(arch, caplog):
+def test_a_plan_logs_its_kernels_and_why_those_before_them_do_not_serve(order, caplog):
+    order(CpuInOrder, Cpu)
     q, k = np.ones((1, 2, 7), np.float32), np.ones((1, 1, 5, 7), np.float32)
     tikv.decode_attention(q, k, k, 5)
     assert not [record for record in caplog.records if "attention by" in record.message]
@@ -112,10 +119,9 @@ class Narrow(Cpu):
 
 
 @pytest.mark.archs("cpu")
-def test_a_new_family_is_a_class_and_a_place_in_the_order(no_plans, rng, monkeypatch, caplog):
+def test_a_new_family_is_a_class_and_a_place_in_the_order(order, rng, caplog):
     """Public calls get it for the forms that it serves, and other forms get the families after it, with its reason."""
-    of_style = families.families_of
-    monkeypatch.setattr(families, "families_of", lambda style: (Narrow, *of_style(style)))
+    order(Narrow, CpuInOrder, Cpu)
     with caplog.at_level(logging.DEBUG, logger="tikv"):
         for width in (1, 2):
             q, k, v = (rng.standard_normal((1, heads, 5, width)).astype(np.float32) for heads in (4, 2, 2))

@@ -21,6 +21,8 @@ class TwiceLayers(LayerStorage):
         self.parts = self.half, self.single = ContiguousLayers(live, half), ContiguousLayers(live, single)
         self.runtime, self.lock, self.memory = live, self.half.lock, self.half.memory
         self.counts, self.rows = self.half.counts, self.half.rows
+        for part in self.parts:
+            part.appends.of = self.title
 
     @classmethod
     def serves(cls, dtype):
@@ -29,10 +31,14 @@ class TwiceLayers(LayerStorage):
     @uninterrupted
     def append(self, operation, layer, rows, layout):
         for part in self.parts:
+            part.appends.checked_for_room(operation, [part.counts[layer]], rows, layout, False)
+        for part in self.parts:
             part.append(operation, layer, rows, layout)
 
     @uninterrupted
     def append_all(self, operation, rows, layout):
+        for part in self.parts:
+            part.appends.checked_for_room(operation, part.counts, rows, layout, True)
         for part in self.parts:
             part.append_all(operation, rows, layout)
 
@@ -84,6 +90,14 @@ def test_a_new_storage_is_a_class_and_a_place_in_the_list(arch, rng, monkeypatch
     assert store.length == 4
     store.restore(before)
     assert store.length == 3
+    for to, other in ((plain, before), (store, plain.snapshot())):
+        with pytest.raises(OptionError, match="a store of a different form"):
+            to.restore(other)
+    half = k[:, 3:].astype(np.float16)  # which the second part does not take
+    for call in (lambda: store.append(0, half, half), lambda: store.append_all(*[np.stack([half] * 2)] * 2)):
+        with pytest.raises(tikv.DTypeError, match="cannot append float16 to a toy store"):
+            call()
+    assert (store.length, plain.length) == (3, 5)
     path = tmp_path / "twice.safetensors"
     for refused in (lambda: store.save(path), lambda: store.compact(0, [[0]]), lambda: store.keys(0)):
         with pytest.raises(OptionError, match="a toy store does not support this"):

@@ -3,6 +3,7 @@
 import numpy as np
 import oracle
 import pytest
+from inside import storage_of
 from wrong_arguments import (
     HEADS,
     NO_ARRAY,
@@ -22,6 +23,7 @@ from wrong_arguments import (
 )
 
 import tikv
+from tikv.stores.layers.contiguous import ContiguousLayers
 
 BATCH = 2
 FORMS = {
@@ -40,7 +42,7 @@ def store_of(arch, rng, **form):
     """Two layers of two sequences of 7 tokens."""
     sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "capacity": 80, "batch_size": BATCH}
     store = tikv.KVCacheStore(**sizes | {"dtype": "float32"} | form)
-    if not isinstance(form.get("dtype"), tikv.Quant):  # whose memory nobody sees
+    if isinstance(storage_of(store), ContiguousLayers):  # of others, nobody sees the memory
         filled(store, rng)
     for layer in range(2):
         store.append(layer, *(oracle.place(new(rng, store, 7), arch) for _ in "kv"))

@@ -427,7 +427,7 @@ class TokenShardLayers(LayerStorage):
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         """As `LayerStorage.restore`, of what this rank captured with the same sharding; or OptionError."""
-        if not isinstance(captured, CapturedShard) or captured.sharding != self.sharding:
+        if captured.sharding != self.sharding:
             raise OptionError(
                 f"{operation}: {shown[0]} is not a snapshot of tokens sharded as here ({self.sharding}). Pass what "
                 f"`snapshot` returned on this rank."

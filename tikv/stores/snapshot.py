@@ -6,6 +6,7 @@ from typing import Any
 
 from tikv import runtime
 from tikv.stores.draft import Draft
+from tikv.stores.layers.storage import LayerStorage
 from tikv.stores.picture import counted
 
 
@@ -17,9 +18,9 @@ class Snapshot(runtime.NotCopied):
 
     instead = "Restore it into its store, and save() the store."
 
-    def __init__(self, live: runtime.Runtime, captured: Any, num_layers: int, length: int, draft: Draft) -> None:
-        self.runtime = live
-        self.captured = captured  # what the store's `LayerStorage.capture` returned
+    def __init__(self, storage: LayerStorage, num_layers: int, length: int, draft: Draft) -> None:
+        self.runtime, self.kind = storage.runtime, storage.captures
+        self.captured = storage.capture()
         self.draft = draft
         self._num_layers, self._length = num_layers, length
 

@@ -1044,7 +1044,7 @@ class KVCacheStore(runtime.DeepCopied):
         are copied to the host.
         """
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
-        return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length, self._draft)
+        return Snapshot(self._storage, self.num_layers, self.length, self._draft)
 
     @changing
     def restore(self, snapshot: Snapshot) -> None:
@@ -1065,6 +1065,11 @@ class KVCacheStore(runtime.DeepCopied):
             raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
+        if snapshot.kind is not self._storage.captures:
+            raise OptionError(
+                f"{operation}: {snapshot!r} was taken from a store of a different form. Restore it into a store made "
+                f"with the same arguments, not into {self!r}."
+            )
         self._known = UNKNOWN
         self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
         self._draft = snapshot.draft

@@ -327,11 +327,11 @@ class Appends:
     """The appends to the layers of one memory: it checks them, keeps their plans and runs them.
 
     Attributes:
-        of_groups: whether the layers are the newest tokens of a store with groups along tokens; messages say so.
+        of: what messages call the store if these layers are only a part of its storage; else empty.
     """
 
     def __init__(self, memory: LayerMemory) -> None:
-        self.memory, self.of_groups = memory, False
+        self.memory, self.of = memory, ""
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
 
     def append_first(
@@ -471,10 +471,8 @@ class Appends:
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed, to, other = memory.rows.appended, f"a {memory.rows.name} store", ""
-        if self.of_groups:  # another dtype of the store would give up the groups
-            to = f"a store with groups along tokens, whose newest rows are {memory.rows.name}"
-        elif allowed and k.dtype in dtypes.FLOATS:
+        allowed, to, other = memory.rows.appended, self.of or f"a {memory.rows.name} store", ""
+        if allowed and k.dtype in dtypes.FLOATS and not self.of:  # the dtype of a part is not that of its store
             other = f", or make the store with dtype={k.dtype.name!r}"
         check_appended(operation, k, allowed, to, other)
         axes, lead = "T, H, D" if token_axis == 1 else "H, T, D", "num_layers, batch" if stacked else "batch"

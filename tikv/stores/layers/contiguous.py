@@ -255,8 +255,6 @@ class ContiguousLayers(LayerStorage):
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         memory, (snapshot, store) = self.memory, shown
-        if not isinstance(captured, Captured):
-            raise OptionError(f"{operation}: {snapshot} is not a snapshot of a store such as {store}.")
         ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in layer.arrays] for layer in self.counts]
         theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in captured.arrays]
         if (ours, self._windows(), self.rows.divisors) != (theirs, captured.windows, captured.divisors):

@@ -236,6 +236,10 @@ class HostLayers(LayerStorage):
 
     # --- copies and files
 
+    @property
+    def captures(self) -> type[LayerStorage]:
+        return self.whole.captures
+
     def capture(self) -> Any:
         return self.whole.capture()
 

@@ -110,8 +110,9 @@ class StoreConfig(NamedTuple):
 class LayerStorage(abc.ABC):
     """The memory of all layers of a store, how tokens get into it, and how attention reads it.
 
-    The store has checked the layer's index and holds `lock` in every call. A method raises before it writes if it
-    cannot do what was asked. ``operation`` is the name of the caller's function in messages.
+    The store has checked the layer's index and holds `lock` in every call. ``q``, and the arrays of `extend`, are as
+    the caller gave them: `view` checks that each is an array. A method raises before it writes if it cannot do what was
+    asked. ``operation`` is the name of the caller's function in messages.
 
     Attributes:
         title: the name of this kind of store in messages.
@@ -237,13 +238,18 @@ class LayerStorage(abc.ABC):
     def reset(self) -> None:
         """Forget all tokens."""
 
+    @property
+    def captures(self) -> type[LayerStorage]:
+        """The class of storage that `restore` takes `capture`'s copies from; the store refuses those of others."""
+        return type(self)
+
     @abc.abstractmethod
     def capture(self) -> Any:
         """A copy of all that is held, for `restore`."""
 
     @abc.abstractmethod
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """Return to what `capture` copied from this storage or from one of the same form; else raise, unchanged.
+        """Return to what `capture` copied from a storage of this class, if it has the same form; else raise, unchanged.
 
         `shown` are the snapshot and the store, for messages.
         """

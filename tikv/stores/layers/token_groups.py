@@ -99,7 +99,7 @@ class TokenGroupLayers(LayerStorage):
         remedy = "Use a smaller capacity or batch, a window, or fewer bits."
         require_memory(of_codes, live, "KVCacheStore", remedy, on_host)
         self.newest = ContiguousLayers(live, ring)
-        self.newest.appends.of_groups = True
+        self.newest.appends.of = f"a store with groups along tokens, whose newest rows are {self.newest.rows.name}"
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
         self.quant, self.config, self.rows = quant, config, form.said
         self.scratch = ScoreMemory(live)
@@ -547,7 +547,7 @@ class TokenGroupLayers(LayerStorage):
     @uninterrupted
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         snapshot, store = shown
-        if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
+        if captured.config != self._kind():
             raise OptionError(
                 f"{operation}: {snapshot:.200} was taken from a store of a different form. Restore it into a store "
                 f"made with the same arguments, not into {store}."

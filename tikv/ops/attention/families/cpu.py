@@ -12,7 +12,10 @@ from tikv.ops.attention.splits import WAKING_PRODUCTS, Shares
 
 
 class Cpu(Family):
-    """Kernels that read pages and contiguous memory with loops of their own."""
+    """Kernels that read pages and contiguous memory with loops of their own.
+
+    If the heads of a token lie side by side, a task has several KV heads, see `head_pass`.
+    """
 
     title = "threads of the CPU"
     serves = "all calls without `invariant=True`, except over keys by channel"

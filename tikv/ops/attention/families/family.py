@@ -149,7 +149,10 @@ class Family:
     # --- kernels: factories, and the choices that they take before the common ones
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel that attends; `paired`: its results may be written in pairs of columns."""
+        """The kernel that attends; `paired`: its results may be written in pairs of columns.
+
+        After these choices, the factory gets the common ones: whether it writes the parts of splits, and `choices`.
+        """
         raise NotImplementedError
 
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
