@@ -239,6 +239,8 @@ class Contiguous:
         if len({*self.lengths}) > 1:
             self.align()
         tokens, start = self.chance.choice((2, 4)), self.lengths[0]
+        if any(layer.window is not None and tokens > layer.window - layer.sinks for layer in self.layers):
+            tokens = 2  # a ring would overwrite tokens of the tree
         trees = [tree_of(self.chance, tokens) for _ in range(self.store.batch_size)]
         self.doing = f"a draft of {trees} at {start}"
         if not all(layer.fits(tokens) for layer in self.layers):
