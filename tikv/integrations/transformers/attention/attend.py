@@ -43,8 +43,9 @@ def attend(
     on NVIDIA GPUs of compute capability 9.0 they also serve such a prompt after earlier tokens, with a window or with a
     soft cap. Queries for which the model chose keys read only the rows of these, see `chosen_keys`. Torch's
     `scaled_dot_product_attention` serves other prompts, padded batches, training and other traced code; with a soft cap
-    or sinks, plain torch operations do. `KEYWORDS` lists how the other keywords are honoured; unknown ones go to the
-    model's own function, as under the name "eager".
+    or sinks, plain torch operations do. If the keys are of a cache that was made with ``grad=True``, what serves
+    without gradients computes the result, and `TrainedAttention` the gradients. `KEYWORDS` lists how the other keywords
+    are honoured; unknown ones go to the model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
@@ -210,9 +211,9 @@ def _in_training(call: _Call) -> tuple[Any, None] | None:
         key, value, sources = graded.keys, graded.values, graded.sources
         read = read._replace(spans=graded.spans)
     if graded and (read.mask is not None or not invariant):
-        query, keys_and_values = call.query.detach(), graded.read
+        query, (k, v) = call.query.detach(), graded.read
         options = {**call.options, "scaling": call.scale, "softcap": call.softcap}
-        read = read._replace(attend=lambda: attend(call.module, query, *keys_and_values, mask, **options)[0])
+        read = read._replace(attend=lambda: attend(call.module, query, k, v, mask, **options)[0])
     out = TrainedAttention.apply(call.query, decoded(key), decoded(value), call.sinks, read, *sources)
     return out.transpose(1, 2), None
 

@@ -56,8 +56,8 @@ class Followed(NamedTuple):
 
 def followed(keys: torch.Tensor, values: torch.Tensor) -> Any:
     """What `through` knows of both tensors, a `Followed`; None if it did not make them, or someone has changed them."""
-    found = getattr(keys, "tikv_followed", None)
-    if found is None or getattr(values, "tikv_followed", None) is not found:
+    found, of_values = (getattr(a, "tikv_followed", None) for a in (keys, values))
+    if found is not of_values or found is None:
         return None
     return found if (keys._version, values._version) == found.versions else None
 
