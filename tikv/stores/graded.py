@@ -135,9 +135,9 @@ class _Read:
         self._rows = keys[:, :, :held], values[:, :, :held]
 
     def gradients(
-        self, q: Array, out: Array, lse: Array, grad_out: Array, grad_lse: Array, wanted: tuple[bool, ...]
+        self, q: Array, out: Array, lse: Array, grad_out: Array, grad_lse: Array, needed: tuple[bool, ...]
     ) -> list[Any]:
-        """Of queries, and of the keys and values of each span; None where they are not `wanted`.
+        """Of queries, and of the keys and values of each span; None where they are not `needed`.
 
         Raises:
             OptionError: the rows are no longer there.
@@ -153,7 +153,7 @@ class _Read:
         q, out, grad_out = (_head_major(a, layout) for a in (q, out, grad_out))
         lse, grad_lse = (_head_major(a[..., None], layout)[..., 0] for a in (lse, grad_lse))
         call = Attended(q, out, lse, self._options["scale"], self._options["softcap"])
-        of_q, *of_rows = gradients_of_parts(call, self._rows, (grad_out, grad_lse), self._spans, wanted)
+        of_q, *of_rows = gradients_of_parts(call, self._rows, (grad_out, grad_lse), self._spans, needed)
         return [of_q if of_q is None or layout == "head_major" else of_q.transpose(1, 2), *of_rows]
 
 
@@ -176,9 +176,9 @@ def _function() -> Any:
         def backward(ctx: Any, grad_out: Array, grad_lse: Array) -> Any:
             """The gradients of queries, and of tokens that came with one."""
             q, out, lse = ctx.saved_tensors
-            of_q, *found = ctx.what.gradients(q, out, lse, grad_out, grad_lse, ctx.needs_input_grad[3:])
+            of_q, *of_rows = ctx.what.gradients(q, out, lse, grad_out, grad_lse, ctx.needs_input_grad[3:])
             of_q = None if of_q is None else of_q.reshape(q.shape).to(q.dtype)
-            of_sources = (None if a is None else a.to(dtype) for a, dtype in zip(found, ctx.dtypes, strict=True))
+            of_sources = (None if a is None else a.to(dtype) for a, dtype in zip(of_rows, ctx.dtypes, strict=True))
             return None, None, None, of_q, *of_sources
 
     return Attention

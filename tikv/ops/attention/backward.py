@@ -73,8 +73,8 @@ class Trained:
 
     def among(self, start: int, end: int) -> list[tuple[slice, slice]]:
         """Which of the keys start..end are trained, and where their gradients lie."""
-        found = [(max(first, start), min(last, end), row - first) for first, last, row in self._runs]
-        return [(slice(a - start, b - start), slice(a + to, b + to)) for a, b, to in found if a < b]
+        common = [(max(first, start), min(last, end), row - first) for first, last, row in self._runs]
+        return [(slice(a - start, b - start), slice(a + to, b + to)) for a, b, to in common if a < b]
 
     def part(self, gradients: Array, first: int, end: int) -> Any:
         """The gradients of one of the spans."""
@@ -91,11 +91,11 @@ def log_sum_exp(call: Attended, keys: Array, sinks: Any = None) -> Any:
     parts, step = call.parts(heads, held)
     for of_heads, of_group in parts:
         part, to = call.of_heads(of_heads, of_group, heads), by_head[:, of_heads, of_group]
-        found = torch.full(part.q.shape[:3], -math.inf, device=call.q.device)
+        so_far = torch.full(part.q.shape[:3], -math.inf, device=call.q.device)
         for start in range(0, held, step):
             scores, _ = part.scores(keys[:, of_heads], start, min(held, start + step))
-            found = torch.logaddexp(found, torch.logsumexp(scores, -1))
-        to.copy_(found.unflatten(2, to.shape[2:]))
+            so_far = torch.logaddexp(so_far, torch.logsumexp(scores, -1))
+        to.copy_(so_far.unflatten(2, to.shape[2:]))
     return lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
 
 
@@ -139,7 +139,7 @@ def gradients(
 
 def gradients_of_parts(
     call: Attended, rows: tuple[Array, Array], grads: tuple[Array, Any], spans: Sequence[tuple[int, int]],
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> list[Any]:  # fmt: skip
     """The gradients of queries, and of the keys and values of each span, one after the other; float32, or None.
 
@@ -147,14 +147,14 @@ def gradients_of_parts(
         call: the call.
         rows, grads: keys and values, and the gradients of the results, as in `gradients`.
         spans: (first, end) of the positions of tokens that came together.
-        wanted: which of the gradients.
+        needed: which of the gradients are computed.
     """
-    trained = [Trained(span for span, asked in zip(spans, wanted[which::2], strict=True) if asked) for which in (1, 2)]
-    of_q, *of_rows = gradients(call, *rows, *grads, (trained[0], trained[1]), wanted[0])
-    found = [of_q]
-    for i, asked in enumerate(wanted[1:]):
-        found.append(trained[i % 2].part(of_rows[i % 2], *spans[i // 2]) if asked else None)
-    return found
+    trained = [Trained(span for span, asked in zip(spans, needed[which::2], strict=True) if asked) for which in (1, 2)]
+    of_q, *of_rows = gradients(call, *rows, *grads, (trained[0], trained[1]), needed[0])
+    of_parts = [of_q]
+    for i, asked in enumerate(needed[1:]):
+        of_parts.append(trained[i % 2].part(of_rows[i % 2], *spans[i // 2]) if asked else None)
+    return of_parts
 
 
 class _QueriesOfHeads(NamedTuple):
@@ -198,7 +198,7 @@ class _QueriesOfHeads(NamedTuple):
         return scores, slope
 
     def add(
-        self, read: tuple[Any, Any], keys: tuple[int, int], given: tuple[Any, Any, Any],
+        self, read: tuple[Any, Any], keys: tuple[int, int], of_result: tuple[Any, Any, Any],
         trained: tuple[list[tuple[slice, slice]], list[tuple[slice, slice]]], to: tuple[Any, Any, Any],
     ) -> None:  # fmt: skip
         """Add what some keys contribute to gradients.
@@ -206,16 +206,16 @@ class _QueriesOfHeads(NamedTuple):
         Args:
             read: all keys and values.
             keys: the first of these keys, and their end.
-            given: the result's gradient, the log-sum-exp, and what each query's weights have in common in their
+            of_result: the result's gradient, the log-sum-exp, and what each query's weights have in common in their
                 gradient.
             trained: `Trained.among` of these keys, and of their values.
             to: the gradients of queries, or None, and of the keys and values that are trained.
         """
-        (of_out, lse, centre), (of_q, of_k, of_v), (start, end) = given, to, keys
+        (of_out, lse, centre), (of_q, of_k, of_v), (start, end) = of_result, to, keys
         weights, slope = self.scores(read[0], start, end)
         weights.sub_(lse).exp_()
-        for these, rows in trained[1]:
-            of_v[:, :, rows] += weights[..., these].transpose(2, 3) @ of_out
+        for columns, rows in trained[1]:
+            of_v[:, :, rows] += weights[..., columns].transpose(2, 3) @ of_out
         if of_q is None and not trained[0]:
             return
         v = read[1][:, :, start:end].float()
@@ -224,5 +224,5 @@ class _QueriesOfHeads(NamedTuple):
             of_scores.mul_(slope)
         if of_q is not None:
             of_q.flatten(0, 1).baddbmm_(of_scores.flatten(0, 1), read[0][:, :, start:end].float().flatten(0, 1))
-        for these, rows in trained[0]:
-            of_k[:, :, rows] += of_scores[..., these].transpose(2, 3) @ self.q
+        for columns, rows in trained[0]:
+            of_k[:, :, rows] += of_scores[..., columns].transpose(2, 3) @ self.q

@@ -66,15 +66,15 @@ class TrainedAttention(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """The gradients of those of `forward`'s arguments that want one."""
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        read, wanted, of_sinks = ctx.read, ctx.needs_input_grad, None
+        read, needed, of_sinks = ctx.read, ctx.needs_input_grad, None
         request, whole = read.request, read.spans is None
         call = Attended(query, out, lse, request.scale, request.softcap, request.window, read.mask)
-        spans, asked = (((0, key.shape[2]),), wanted[1:3]) if whole else (read.spans, wanted[5:])
+        spans, asked = (((0, key.shape[2]),), needed[1:3]) if whole else (read.spans, needed[5:])
         with torch.autocast(query.device.type, enabled=False):
             if lse is None:
                 call = call._replace(lse=log_sum_exp(call, key, sinks))
-            of_q, *of_rows = gradients_of_parts(call, (key, value), (grad_out, None), spans, (wanted[0], *asked))
-            if wanted[3]:
+            of_q, *of_rows = gradients_of_parts(call, (key, value), (grad_out, None), spans, (needed[0], *asked))
+            if needed[3]:
                 weights = torch.exp(sinks.float()[:, None] - call.lse)
                 of_sinks = -(weights * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
         of_q = None if of_q is None else of_q.to(query.dtype)

@@ -56,10 +56,10 @@ class Followed(NamedTuple):
 
 def followed(keys: torch.Tensor, values: torch.Tensor) -> Any:
     """What `through` knows of both tensors, a `Followed`; None if it did not make them, or someone has changed them."""
-    found, of_values = (getattr(a, "tikv_followed", None) for a in (keys, values))
-    if found is not of_values or found is None:
+    of_keys, of_values = (getattr(a, "tikv_followed", None) for a in (keys, values))
+    if of_keys is not of_values or of_keys is None:
         return None
-    return found if (keys._version, values._version) == found.versions else None
+    return of_keys if (keys._version, values._version) == of_keys.versions else None
 
 
 def through(graded: GradedTokens, pair: tuple[Any, Any], first: int) -> tuple[Any, Any]:
