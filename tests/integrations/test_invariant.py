@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 from tikv.integrations.transformers.attention.attend import attend  # noqa: E402
-from tikv.integrations.transformers.attention.trained import TrainedAttention  # noqa: E402
+from tikv.integrations.transformers.attention.trained import Read, TrainedAttention  # noqa: E402
 from tikv.integrations.transformers.memory import stored_ops  # noqa: E402
 from tikv.ops.attention.request import AttendRequest  # noqa: E402
 
@@ -158,7 +158,7 @@ def test_gradients_of_a_training_step_are_those_of_float64(arch, rng, tokens, wi
     found, want = ([a.clone().to(dtype).requires_grad_() for a in given_arrays] for dtype in (None, torch.float64))
     request = AttendRequest(scale=0.3, softcap=softcap, window=window)
     with invariant(8):
-        out = TrainedAttention.apply(*found, request)
+        out = TrainedAttention.apply(*found, Read(request))
     (out.double() * weights).sum().backward()
     q, k, v, sinks = want
     scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3

@@ -8,11 +8,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import tiny_models  # noqa: E402
+from allocations import measure  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers.attention.attend import attend  # noqa: E402
 from tikv.integrations.transformers.versions.installed import VERSION  # noqa: E402
 
 pytestmark = [
@@ -31,10 +35,11 @@ FAMILIES = {
 }
 
 
-def model_of(name, attention="tikv"):
+def model_of(name, attention="tikv", **options):
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config(**BASE, **FAMILIES[name], initializer_range=0.3)).eval()
+    sizes = {**BASE, **FAMILIES.get(name, {}), "initializer_range": 0.3, **options}
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**sizes)).eval()
     model.set_attn_implementation(attention)
     return model.requires_grad_(False)
 
@@ -76,6 +81,174 @@ def test_gradients_are_those_of_transformers_own_cache(arch, name, attention):
         found.append([loss.detach(), *(a.grad for a in all_of(learned))])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+HYBRID = FAMILIES["Gemma3"]
+BITS = {
+    "Llama": ("Llama", {}, {}),
+    "odd rows": ("Llama", {"head_dim": 6, "num_key_value_heads": 4}, {}),
+    "limit": ("Llama", {}, {"max_cache_len": 40}),
+    "float16": ("Llama", {}, {"dtype": "float16"}),
+    "bfloat16": ("Llama", {}, {"dtype": "bfloat16"}),
+    "sliding": ("Gemma3", HYBRID, {}),
+    "soft cap": ("Gemma2", {**HYBRID, "attn_logit_softcapping": 3.0}, {}),
+    "sink logits": ("GptOss", {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("case", BITS)
+def test_the_forward_pass_has_the_bits_of_one_without_gradients(arch, case, padded):
+    """A prompt after the prefix, pieces of it and single tokens: the logits of a cache that passes no gradients on."""
+    family, options, of_cache = BITS[case]
+    model = model_of(family, **options)
+    heads, width = model.config.num_key_value_heads, model.config.head_dim
+    numbers, ids = torch.Generator().manual_seed(3), tokens(2, 12)
+    learned = [[torch.randn(2, heads, PREFIX, width, generator=numbers).mul(0.3) for _ in "kv"] for _ in range(4)]
+    seen = torch.ones(2, PREFIX + 12, dtype=torch.long)
+    if padded:
+        seen[0, PREFIX : PREFIX + 3] = 0
+
+    def logits(cache, parts):
+        for i, pair in enumerate(learned):
+            cache.update(*pair, i)
+        ends = [PREFIX + sum(parts[: i + 1]) for i in range(len(parts))]
+        steps = zip(ids.split(parts, 1), ends, strict=True)
+        return torch.cat([model(x, **given(cache), attention_mask=seen[:, :end]).logits for x, end in steps], 1)
+
+    for parts in ([12], [7, 1, 4], [1] * 12):
+        with torch.no_grad():
+            want = logits(TikvCache(model.config, **of_cache), parts)
+        all_of(learned)[0].requires_grad_()
+        got = logits(TikvCache(model.config, grad=True, **of_cache), parts)
+        assert got.requires_grad
+        assert torch.equal(got.detach(), want)
+
+
+def attention_of(options, window=None):
+    """(an attention module, an empty cache of one layer, the function that makes its masks)."""
+    sizes = {**BASE, "num_hidden_layers": 1, **options}
+    sizes |= {} if window is None else {"sliding_window": window}
+    kind = "Llama" if window is None else "Mistral"
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")(config)
+    model.set_attn_implementation("tikv")
+    make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    cache = TikvCache(config, grad=True)
+
+    def mask(rows, count, seen=None):
+        inputs = torch.zeros(rows, count, config.hidden_size)
+        return make(config=config, inputs_embeds=inputs, attention_mask=seen, position_ids=None, **given(cache))
+
+    return model.layers[0].self_attn, cache, mask
+
+
+def grown(rows, heads, count, width, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, heads, count, width, generator=numbers).requires_grad_()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, -1.0, 0.0, 2.0])}], ids=str)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("count", [1, 6])
+def test_gradients_are_those_of_float64(arch, count, window, options, padded):
+    """Of queries, new tokens, a prefix and the logits of sinks; tokens between are frozen."""
+    module, cache, make_mask = attention_of({}, window)
+    options = {name: a.clone().requires_grad_() if name == "s_aux" else a for name, a in options.items()}
+    first, frozen = [[grown(2, 2, n, 8, seed + i) for i in range(2)] for n, seed in ((3, 1), (5, 3))]
+    q, *new = (grown(2, heads, count, 8, 5 + heads + i) for i, heads in enumerate((4, 2, 2)))
+    held = 8 + count
+    seen = torch.ones(2, held, dtype=torch.long)
+    seen[0, 3:5] = not padded
+    cache.update(*first, 0)
+    with torch.no_grad():
+        cache.update(*frozen, 0)
+    mask = make_mask(2, count, seen)
+    out = attend(module, q, *cache.update(*new, 0), mask, scaling=0.4, **options)[0]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    trained = [q, *new, *first, *(a for name, a in options.items() if name == "s_aux")]
+    got = torch.autograd.grad((out * weights).sum(), trained)
+
+    k, v = (torch.cat(parts, 2).double().repeat_interleave(2, 1) for parts in zip(first, frozen, new, strict=True))
+    scores = q.double() @ k.mT * 0.4
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    ahead = torch.arange(held) - torch.arange(held - count, held)[:, None]
+    visible = (ahead <= 0) & (ahead > -(window or held)) & seen.bool()[:, None, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if "s_aux" in options:
+        scores = torch.cat((scores, options["s_aux"].double()[None, :, None, None].expand(2, 4, count, 1)), -1)
+    exact = (torch.softmax(scores, -1)[..., :held] @ v).transpose(1, 2)
+    for a, b in zip(got, torch.autograd.grad((exact * weights).sum(), trained), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * max(float(b.abs().max()), 0.01))
+
+
+LONG = pytest.param(32768, 512, 0, False, marks=pytest.mark.thorough, id="long")
+SIZES = [(4096, 256, prefix_of, padded) for prefix_of in (0, 64, 4096) for padded in (False, True)]
+
+
+@pytest.mark.parametrize(("held", "count", "prefix_of", "padded"), [*SIZES, LONG])
+def test_memory_of_a_step_is_that_of_its_forward_pass_and_twice_the_gradients(arch, held, count, prefix_of, padded):
+    """No matrix of scores is kept or made, and frozen tokens have no gradients."""
+    module, cache, make_mask = attention_of({"num_attention_heads": 8, "head_dim": 64, "hidden_size": 512})
+    trained = [grown(1, 2, prefix_of, 64, seed) for seed in (1, 2)]
+    if prefix_of:
+        cache.update(*trained, 0)
+    if prefix_of < held:
+        with torch.no_grad():
+            cache.update(*(grown(1, 2, held - prefix_of, 64, seed) for seed in (3, 4)), 0)
+    trained += [grown(1, heads, count, 64, 5 + i) for i, heads in enumerate((2, 2, 8))]
+    seen = torch.ones(1, held + count, dtype=torch.long)
+    seen[:, held : held + 3] = not padded
+
+    def step():
+        mask = make_mask(1, count, seen)
+        return attend(module, trained[-1], *cache.update(*trained[-3:-1], 0), mask)[0]
+
+    forward = measure(step)
+    ahead = torch.ones_like(forward.result)
+    trained = [a for a in trained if a.numel()]
+    gradients = measure(lambda: torch.autograd.grad(forward.result, trained, ahead))
+    of_rows = 2 * 2 * (held + count) * 64 * 4  # the copy of keys and values
+    of_trained = sum(a.nbytes for a in trained)
+    sizes = [f"{size / 1e6:.1f} MB" for size in (gradients.peak, of_trained)]
+    print(f"\n{count} after {held}: beside the forward pass {sizes[0]}, gradients {sizes[1]}")
+    assert forward.kept <= of_rows + 4 * forward.result.nbytes
+    assert gradients.peak <= 2 * of_trained
+
+
+def test_what_nobody_asks_for_is_not_computed(arch):
+    """Frozen queries over a trained prefix and many frozen tokens: of these, the scores are computed, and no more."""
+    module, cache, make_mask = attention_of({"num_attention_heads": 8, "head_dim": 64, "hidden_size": 512})
+    learned = [grown(1, 2, 4, 64, seed) for seed in (1, 2)]
+    cache.update(*learned, 0)
+    with torch.no_grad():
+        cache.update(*(grown(1, 2, 2000, 64, seed) for seed in (3, 4)), 0)
+    q, *new = (grown(1, heads, 64, 64, 5 + i).detach() for i, heads in enumerate((8, 2, 2)))
+    a_product = 2 * 8 * 64 * 2068 * 64  # operations of queries times keys
+    for sources in (learned, learned[1:]):
+        mask = make_mask(1, 64)
+        out = attend(module, q, *cache.update(*new, 0), mask)[0]
+        cache.crop(-64)
+        with FlopCounterMode(display=False) as counter:
+            got = torch.autograd.grad(out.sum(), sources)
+        assert all(a.abs().max() > 0 for a in got)
+        assert counter.get_total_flops() < 1.5 * a_product
+
+
+def test_keys_that_a_model_changed_keep_their_gradients(arch):
+    """Attention is then torch's, and follows what was done to them."""
+    module, cache, make_mask = attention_of({})
+    learned, new = [grown(2, 2, 4, 8, seed) for seed in (1, 2)], [grown(2, h, 3, 8, 7).detach() for h in (4, 2, 2)]
+    cache.update(*learned, 0)
+    mask = make_mask(2, 3)
+    keys, values = cache.update(*new[1:], 0)
+    factor = torch.tensor(2.0, requires_grad=True)
+    keys.mul_(factor)
+    attend(module, new[0], keys, values, mask)[0].square().sum().backward()
+    assert factor.grad.abs() > 0
+    assert learned[0].grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,6 +9,8 @@ import tikv
 
 torch = pytest.importorskip("torch")
 
+from allocations import measure  # noqa: E402
+
 pytestmark = pytest.mark.archs("cpu")
 
 HEADS, QUERY_HEADS, WIDTH, WIDTH_V = 2, 4, 16, 8
@@ -115,13 +117,7 @@ def test_memory_of_backward_is_bounded_by_the_gradients(arch):
     new = [a.requires_grad_() for a in (q, k, v)]
     out = store.extend(0, *new, grad=True)
     ahead = torch.ones_like(out)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        torch.autograd.grad(out, new, ahead)
-    memory = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = total = 0
-    for event in sorted(memory, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
+    peak = measure(lambda: torch.autograd.grad(out, new, ahead)).peak
     assert peak <= out.nbytes + 2 * sum(a.nbytes for a in new)
 
 

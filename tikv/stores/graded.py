@@ -10,7 +10,7 @@ from tikv.arrays import Array
 from tikv.arrays.gradients import GradedTokens, is_followed
 from tikv.dtypes import DType
 from tikv.errors import OptionError
-from tikv.ops.attention.backward import Attended, gradients
+from tikv.ops.attention.backward import Attended, gradients_of_parts
 from tikv.ops.attention.request import AttendRequest
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -100,9 +100,9 @@ def extend(store: Any, layer: int, arrays: tuple[Any, Any, Any], request: Attend
         out, lse = store.extend(layer, q.detach(), k.detach(), v.detach(), **options | {"return_lse": True})
     graded = _note(store, layer, first, k, v, layout)
     if torch.is_grad_enabled() and (q.requires_grad or graded):
-        places = [place for place, _, _ in graded.tokens]
+        spans = [(place, place + k.shape[2]) for place, k, _ in graded.tokens]
         sources = [a for _, *pair in graded.tokens for a in pair]
-        read = _Read(store, layer, options, places)
+        read = _Read(store, layer, options, spans)
         out, lse = _function().apply(read, out, lse, q, *sources)
     return (out, lse) if request.return_lse else out
 
@@ -126,17 +126,18 @@ def _head_major(a: Any, layout: str) -> Any:
 class _Read:
     """What a call has read: the store's rows, and which of them have a gradient."""
 
-    def __init__(self, store: Any, layer: int, options: dict[str, Any], places: list[int]) -> None:
+    def __init__(self, store: Any, layer: int, options: dict[str, Any], spans: list[tuple[int, int]]) -> None:
         # Neither the store nor its tokens, which may have this call in their graph: such a circle is never freed.
-        self._layer, self._options, self._places = layer, options, places
+        self._layer, self._options, self._spans = layer, options, spans
         self._changes, held = store._graded.changes, store.layer_length(layer)
         self._before = self._changes[0]
-        self._rows = [a.torch()[:, :, :held] for a in (store.keys(layer), store.values(layer))]
+        keys, values = store.keys(layer).torch(), store.values(layer).torch()
+        self._rows = keys[:, :, :held], values[:, :, :held]
 
     def gradients(
-        self, q: Array, out: Array, lse: Array, grad_out: Array, grad_lse: Array
-    ) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Of queries, and of the keys and values from each of the places on.
+        self, q: Array, out: Array, lse: Array, grad_out: Array, grad_lse: Array, needed: tuple[bool, ...]
+    ) -> list[Any]:
+        """Of queries, and of the keys and values of each span; None where they are not `needed`.
 
         Raises:
             OptionError: the rows are no longer there.
@@ -148,13 +149,12 @@ class _Read:
                 f"call has read, so there are no gradients. Call backward() before trim(), reset() and what else moves "
                 f"or drops tokens."
             )
-        layout, first = self._options["layout"], min(self._places, default=held)
+        layout = self._options["layout"]
         q, out, grad_out = (_head_major(a, layout) for a in (q, out, grad_out))
         lse, grad_lse = (_head_major(a[..., None], layout)[..., 0] for a in (lse, grad_lse))
         call = Attended(q, out, lse, self._options["scale"], self._options["softcap"])
-        of_q, of_k, of_v = gradients(call, self._rows[0], self._rows[1], grad_out, grad_lse, first)
-        of_q = of_q.transpose(1, 2) if layout == "token_major" else of_q
-        return of_q, [(of_k[:, :, at - first :], of_v[:, :, at - first :]) for at in self._places]
+        of_q, *of_rows = gradients_of_parts(call, self._rows, (grad_out, grad_lse), self._spans, needed)
+        return [of_q if of_q is None or layout == "head_major" else of_q.transpose(1, 2), *of_rows]
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def _function() -> Any:
         @staticmethod
         def forward(ctx: Any, what: _Read, out: Array, lse: Array, q: Array, *sources: Any) -> Any:
             """The results themselves."""
-            ctx.what, ctx.like = what, [(a.shape[2], a.dtype) for a in sources]
+            ctx.what, ctx.dtypes = what, [a.dtype for a in sources]
             ctx.save_for_backward(q, out, lse)
             ctx.mark_dirty(out, lse)
             return out, lse
@@ -176,9 +176,9 @@ def _function() -> Any:
         def backward(ctx: Any, grad_out: Array, grad_lse: Array) -> Any:
             """The gradients of queries, and of tokens that came with one."""
             q, out, lse = ctx.saved_tensors
-            of_q, pairs = ctx.what.gradients(q, out, lse, grad_out, grad_lse)
-            flat = [a for pair in pairs for a in pair]
-            of_sources = (a[:, :, :n].to(dtype) for a, (n, dtype) in zip(flat, ctx.like, strict=True))
-            return None, None, None, of_q.reshape(q.shape).to(q.dtype), *of_sources
+            of_q, *of_rows = ctx.what.gradients(q, out, lse, grad_out, grad_lse, ctx.needs_input_grad[3:])
+            of_q = None if of_q is None else of_q.reshape(q.shape).to(q.dtype)
+            of_sources = (None if a is None else a.to(dtype) for a, dtype in zip(of_rows, ctx.dtypes, strict=True))
+            return None, None, None, of_q, *of_sources
 
     return Attention

@@ -13,8 +13,9 @@ from tikv.integrations.transformers.attention import keywords
 from tikv.integrations.transformers.attention.chosen import attend_chosen, chosen_keys
 from tikv.integrations.transformers.attention.keywords import HEARD, KEYWORDS, MODEL
 from tikv.integrations.transformers.attention.prompts import PromptMask, attend_prompt, is_invariant
-from tikv.integrations.transformers.attention.trained import TrainedAttention
+from tikv.integrations.transformers.attention.trained import Read, TrainedAttention
 from tikv.integrations.transformers.attention.weighing import attend_weighed
+from tikv.integrations.transformers.memory.gradients import followed
 from tikv.integrations.transformers.memory.slots import request_of
 from tikv.integrations.transformers.memory.stored import attend_in_place, decoded, reads_in_place
 from tikv.integrations.transformers.names import ATTENTION_CALL
@@ -42,8 +43,9 @@ def attend(
     on NVIDIA GPUs of compute capability 9.0 they also serve such a prompt after earlier tokens, with a window or with a
     soft cap. Queries for which the model chose keys read only the rows of these, see `chosen_keys`. Torch's
     `scaled_dot_product_attention` serves other prompts, padded batches, training and other traced code; with a soft cap
-    or sinks, plain torch operations do. `KEYWORDS` lists how the other keywords are honoured; unknown ones go to the
-    model's own function, as under the name "eager".
+    or sinks, plain torch operations do. If the keys are of a cache that was made with ``grad=True``, what serves
+    without gradients computes the result, and `TrainedAttention` the gradients. `KEYWORDS` lists how the other keywords
+    are honoured; unknown ones go to the model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
@@ -188,17 +190,38 @@ def _by_kernels(call: _Call) -> tuple[Any, None] | None:
 
 
 def _in_training(call: _Call) -> tuple[Any, None] | None:
-    """Under ``tikv.init(invariant=True)``, attention with gradients, whose bits are those of generating."""
-    mask = call.mask
-    if call.traced or not call.trained or call.said or not is_invariant():
+    """Attention with gradients to keys of a cache made with ``grad=True``, with the bits that it has without them.
+
+    Under ``tikv.init(invariant=True)`` also to other keys, if a mask says no more than which window a query sees.
+    """
+    mask, key, value = call.mask, call.key, call.value
+    if call.traced or not call.trained or call.said:
         return None
-    if mask is None and not call.causal and call.tokens > 1:
+    graded, invariant = followed(key, value), is_invariant()
+    in_order = call.causal or call.tokens == 1 if mask is None else type(mask) is PromptMask and not mask.sinks
+    if in_order and (graded or invariant):
+        window = None if mask is None else mask.window
+        read = Read(request_of(call.scale, call.softcap, causal=True)._replace(window=window))
+    elif graded and mask is not None and mask.dtype is torch.bool and _is_for_all_heads(mask, call):
+        read = Read(request_of(call.scale, call.softcap, causal=False), mask=decoded(mask))
+    else:
         return None
-    if mask is not None and (type(mask) is not PromptMask or mask.sinks):
-        return None
-    request = request_of(call.scale, call.softcap, causal=True)._replace(window=None if mask is None else mask.window)
-    key, value = decoded(call.key), decoded(call.value)
-    return TrainedAttention.apply(call.query, key, value, call.sinks, request).transpose(1, 2), None
+    sources: tuple[Any, ...] = ()
+    if graded:
+        key, value, sources = graded.keys, graded.values, graded.sources
+        read = read._replace(spans=graded.spans)
+    if graded and (read.mask is not None or not invariant):
+        query, (k, v) = call.query.detach(), graded.read
+        options = {**call.options, "scaling": call.scale, "softcap": call.softcap}
+        read = read._replace(attend=lambda: attend(call.module, query, k, v, mask, **options)[0])
+    out = TrainedAttention.apply(call.query, decoded(key), decoded(value), call.sinks, read, *sources)
+    return out.transpose(1, 2), None
+
+
+def _is_for_all_heads(mask: torch.Tensor, call: _Call) -> bool:
+    """Whether a mask is (batch or 1, 1, T, n)."""
+    batch = call.query.shape[0]
+    return mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, call.tokens, call.held)
 
 
 def _over_selected_keys(call: _Call) -> tuple[Any, None] | None:

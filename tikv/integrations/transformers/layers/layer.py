@@ -22,7 +22,7 @@ from tikv.integrations.transformers.memory import steps
 from tikv.integrations.transformers.memory.gradients import RefuseBackward, has_gradient, through
 from tikv.integrations.transformers.memory.slot_map import SlotMap
 from tikv.integrations.transformers.memory.storage import Storage, check_storage, share_memory_with, storage_of
-from tikv.integrations.transformers.memory.stored import Pair, decoded, stored_tensors
+from tikv.integrations.transformers.memory.stored import Pair, stored_tensors
 from tikv.integrations.transformers.memory.views import TorchMemory, part
 from tikv.integrations.transformers.names import ATTENTION, CACHE
 from tikv.integrations.transformers.versions.caches import tokens_after_crop
@@ -726,8 +726,7 @@ def update_with_gradients(layer: TikvLayer, key_states: torch.Tensor, value_stat
     with torch.no_grad():
         pair = layer.update(key_states.detach(), value_states.detach())
     graded.add(first, key_states, value_states)
-    keys, values = map(decoded, pair)
-    return through(graded, keys, values, layer.get_seq_length() - keys.shape[2])
+    return through(graded, pair, layer.get_seq_length() - pair[0].shape[2])
 
 
 def _unclear_crop(name: str, n: int, length: int) -> OptionError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 
 from tikv.arrays.gradients import GradedTokens
 from tikv.errors import OptionError
+from tikv.integrations.transformers.memory.stored import copied_tensors, decoded, stored_pair
 
 
 def has_gradient(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
@@ -33,13 +35,49 @@ class RefuseBackward(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def through(graded: GradedTokens, keys: torch.Tensor, values: torch.Tensor, first: int) -> tuple[Any, Any]:
-    """Copies of stored keys and values, from a position on, through which gradients flow to those of `graded`."""
-    if not graded:
-        return keys.clone(), values.clone()
-    places = tuple(start - first for start, _, _ in graded.tokens)
-    of_keys, of_values = zip(*(pair for _, *pair in graded.tokens), strict=True)
-    return PassBackward.apply(keys, places, *of_keys), PassBackward.apply(values, places, *of_values)
+class Followed(NamedTuple):
+    """Tokens with a gradient among the keys and values that one `update` returned.
+
+    Attributes:
+        keys, values: all rows, without gradients.
+        read: both as attention without gradients gets them.
+        versions: how often both had been written to.
+        spans: (first, end) of each part, among these rows; the first may be negative, of rows that are left out.
+        sources: the keys and the values of each part, one after the other.
+    """
+
+    keys: Any
+    values: Any
+    read: tuple[Any, Any]
+    versions: tuple[int, int]
+    spans: tuple[tuple[int, int], ...]
+    sources: tuple[Any, ...]
+
+
+def followed(keys: torch.Tensor, values: torch.Tensor) -> Any:
+    """What `through` knows of both tensors, a `Followed`; None if it did not make them, or someone has changed them."""
+    of_keys, of_values = (getattr(a, "tikv_followed", None) for a in (keys, values))
+    if of_keys is not of_values or of_keys is None:
+        return None
+    return of_keys if (keys._version, values._version) == of_keys.versions else None
+
+
+def through(graded: GradedTokens, pair: tuple[Any, Any], first: int) -> tuple[Any, Any]:
+    """Copies of what `update` returned, from a position on, through which gradients flow to the tokens of `graded`."""
+    stored = stored_pair(*pair)
+    keys, values = map(decoded, pair)
+    spans = tuple((start - first, start - first + k.shape[2]) for start, k, _ in graded.tokens)
+    sources: Any = tuple(zip(*(pair for _, *pair in graded.tokens), strict=True)) or ((), ())
+    if graded:
+        places = tuple(start for start, _ in spans)
+        keys, values = (PassBackward.apply(a, places, *of) for a, of in zip((keys, values), sources, strict=True))
+    else:
+        keys, values = keys.clone(), values.clone()
+    rows = keys.detach(), values.detach()
+    read = rows if stored is None else copied_tensors(rows, stored)
+    versions, parts = (keys._version, values._version), itertools.chain(*zip(*sources, strict=True))
+    keys.tikv_followed = values.tikv_followed = Followed(*rows, read, versions, spans, tuple(parts))
+    return keys, values
 
 
 class PassBackward(torch.autograd.Function):  # type: ignore[misc]

@@ -57,6 +57,28 @@ class Pair:
         return None if self._layer is None else self._layer._here().slots_from(self.first, self.end)
 
 
+class _Copied(Pair):
+    """A pair whose memory is its own.
+
+    Args:
+        numbers, stored: what `Pair.numbers` and `Pair.stored` give.
+    """
+
+    __slots__ = ("_stored",)
+
+    def __init__(self, numbers: tuple[Any, Any], stored: Any) -> None:
+        super().__init__(None, 0, 0)
+        self._numbers, self._stored = numbers, stored
+
+    def stored(self) -> Any:
+        """As `Pair.stored`."""
+        return self._stored
+
+    def slots(self) -> CacheSlots:
+        """As `Pair.slots`."""
+        return CacheSlots(*self._stored)
+
+
 class StoredTensor(torch.Tensor):  # type: ignore[misc]
     """Keys or values with the model's shape and dtype, which are decoded before torch does anything with them.
 
@@ -121,6 +143,13 @@ def stored_tensors(pair: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...]
     keys.pair, keys.which = pair, 0
     values.pair, values.which = pair, 1
     return keys, values
+
+
+def copied_tensors(numbers: tuple[Any, Any], stored: Any) -> Any:
+    """Keys and values like those of `stored_tensors`, over a copy of what `Pair.stored` gave, and its numbers."""
+    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in stored]
+    k, v = numbers
+    return stored_tensors(_Copied(numbers, copies), k.shape, v.shape, k.dtype, k.device)
 
 
 def decoded(tensor: torch.Tensor) -> Any:
