@@ -111,6 +111,12 @@ BETWEEN_MASK_AND_LAYER = [
             {"window": 8, "sinks": 0, "record_states": 8},
             [("interrupt", 1, True, 5, 1), ("steps", 4, 1), ("crop", 1)],
         ),
+        # The same after `align`: a state took tokens beyond max_cache_len before they were refused.
+        (
+            "falcon_h1",
+            {"max_cache_len": 150, "record_states": 40},
+            [("begin", 1, [0], 1), ("interrupt", 1, False, 1, 1), ("beyond", 1, 1), ("steps", 1, 1)],
+        ),
         # A state took tokens that a layer with keys then refused: in a cache that is new, loaded or restored.
         ("qwen3_next", {"max_cache_len": 300}, [("begin", 1, [0], 1), ("save",), ("beyond", 1, 1)]),
         # Slots that compiled steps reach for the longest row stay empty in others, where attention read NaN.

@@ -395,7 +395,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not recorded:
             self.step_use.refuse_half()
         align_layers(self._with_keys, recorded)
-        self.step_use.clear()
+        self._end_step()
         return int(self.get_seq_length())
 
     def replay(self, return_mass: bool | str = False) -> TikvReplay:
@@ -481,7 +481,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if isinstance(cache, TikvCache):
                 cache._prompted = None
                 cache._find_layers()
-                cache.step_use.clear()
+                cache._end_step()
                 cache._uncompared = [layer for layer in cache._with_keys if layer.limit and layer.store is None]
 
     def fork(self, n: int) -> TikvCache:
@@ -520,7 +520,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens and states; the memory stays."""
         super().reset()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """The next use of a layer begins a step, whatever was used before."""
         self.step_use.clear()
+        self._updated = None
 
     def _require_memory(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise CapacityError if the device has no memory for this layer and those like it, which have no tokens."""
