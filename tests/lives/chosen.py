@@ -163,10 +163,12 @@ def _shorter(chosen: Chosen) -> Any:
         for first in range(0, len(operations), size):
             yield chosen._replace(operations=operations[:first] + operations[first + size :])
         size //= 2
+    with_window, with_dtype = {"sinks"}, {"v_dtype", *SCALES}  # what goes with each of these two
+    if "window" not in chosen.options:
+        with_dtype |= with_window
     for name in chosen.options:
         if name != "sinks":
-            dropped = {"sinks"} if name == "window" or "window" not in chosen.options else set()
-            dropped = dropped | {"v_dtype", *SCALES} if name == "dtype" else dropped if name == "window" else set()
+            dropped = with_window if name == "window" else with_dtype if name == "dtype" else set()
             options = {k: v for k, v in chosen.options.items() if k != name and k not in dropped}
             yield chosen._replace(options=options)
     for i, operation in enumerate(operations):
