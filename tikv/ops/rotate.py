@@ -324,6 +324,7 @@ def rotate_rows(
 
     Both are (B, H, S) on the host, with 1 for B or H if all share the same.
     """
+    launch.refuse_during_capture(live, operation, "positions on the host", launch.OUTSIDE_CAPTURES)
     tables, cached = _angles_on_device(live, rope, before, after, operation)
     if tables is None:
         return
