@@ -14,7 +14,7 @@ from tikv.arrays import Array, ArrayView, Views, describe, runtime_of, view, vie
 from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
-from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
+from tikv.ops.quantized_arrays import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
 
 

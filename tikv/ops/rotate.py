@@ -16,7 +16,7 @@ from tikv.ops import checks
 from tikv.ops.indices import view_indices
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
 from tikv.runtime.cache import BoundedCache
 
