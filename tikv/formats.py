@@ -273,8 +273,8 @@ class Quant:
         """
         if self.sinks or self.recent:
             raise OptionError(
-                f"{self}: sinks and recent tokens are supported only for the dtype of a tikv.KVCacheStore, or of a "
-                "TikvCache. Leave them out."
+                f"{self}: sinks and recent tokens are supported only for the dtype of a tikv.KVCacheStore, "
+                "PagedKVCacheStore or TikvCache. Leave them out."
             )
         if self.axis == "tokens":
             raise OptionError(

@@ -326,11 +326,11 @@ def test_compact_keeps_groups_as_a_whole(arch, rng):
 
 
 @pytest.mark.archs("cpu")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(7))
 def test_random_sequences(arch, tmp_path, number):
     """A moment of the campaign: forks, truncations, compactions, swaps and files against groups and rows in NumPy."""
     made = TokenGroupPool(np.random.default_rng([3, number]), arch, number, tmp_path)
-    for _ in range(60):
+    for _ in range(90):
         made.step()
 
 
