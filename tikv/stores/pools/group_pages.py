@@ -216,7 +216,7 @@ class NewPages:
 
 
 class TokenGroupPages(Pages[BlockPools]):
-    """`Pages` of groups along tokens, see the module.
+    """`Pages` whose older tokens are codes, see the module.
 
     Attributes:
         new: pages of the sinks and the newest tokens.
