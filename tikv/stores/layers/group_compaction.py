@@ -53,14 +53,14 @@ def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int]
             f"{first[g] + coded.group - 1}, which share scales. Keep all or none of a group; tokens from {coded.end} "
             f"on are not codes yet, and any of them may be kept."
         )
-    kept: Host = counts > 0
-    fewer = np.flatnonzero(((index < coded.first).sum(axis=-1) < coded.first) & kept.any(axis=-1))
+    mask: Host = counts > 0
+    fewer = np.flatnonzero(((index < coded.first).sum(axis=-1) < coded.first) & mask.any(axis=-1))
     if fewer.size:
         raise PositionError(
             f"{operation}: {named(int(fewer[0]))} cannot drop one of its {coded.first} sinks and keep groups of codes, "
             f"the first of which would take its place: sinks are not quantised. Keep all sinks, or no group."
         )
-    return kept
+    return mask
 
 
 class GroupChoice(NamedTuple):
