@@ -232,6 +232,7 @@ def test_files_of_other_pools_change_nothing(arch, rng, tmp_path):
         (lambda facts: facts["form"].update(per_head=True), "per_head"),
         (lambda facts: facts["form"]["dtype"].update(axis="head_dim", residual=0), "not along tokens"),
         (lambda facts: facts["form"]["dtype"].update(bits=8), "is needed"),
+        (lambda facts: facts["form"]["dtype"].update(sinks=60), "150 tokens in layer 0, 96 of them codes"),
         (lambda facts: facts["form"]["dtype"].update(bits=5), "bits=5"),
         (lambda facts: facts["form"]["dtype"].update(more=1), "more"),
         (lambda facts: facts["form"].update(dtype=[4]), "is not stored"),
