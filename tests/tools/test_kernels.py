@@ -224,3 +224,70 @@ def test_an_action_explains_itself(action, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["kernels", action, "--help"])
     assert f"usage: tikv kernels {action}" in capsys.readouterr().out
+
+
+CACHES = """
+import torch, transformers, tikv
+from tikv.arrays import dlpack, readers
+from tikv.integrations.transformers.layers import layer
+from tikv.integrations.transformers.memory import storage
+from tikv.tools.kernels import collect, forms
+from tikv.tools.kernels.collect import collected
+
+# The stand-in's memory is the host's: torch's CPU sees it, and says that it is a GPU's.
+torch.Tensor.is_cuda, torch.Tensor.is_cpu = property(lambda self: True), property(lambda self: False)
+dlpack.device_of = lambda array: (dlpack._CPU, 0)
+readers._torch_device_name = lambda *_: "cuda:0"
+storage.share_memory_with = layer.share_memory_with = lambda device: torch.no_grad()
+
+from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers.memory import steps
+BASE = dict(hidden_size=32, vocab_size=32, intermediate_size=16, num_hidden_layers=2)
+config = transformers.LlamaConfig(**BASE, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+config.pad_token_id = None
+model = transformers.LlamaForCausalLM(config).eval().to(torch.float16)
+model.set_attn_implementation("tikv")
+
+def generate(stored, batch, **options):
+    cache = TikvCache(model.config, dtype=None if stored == "same" else stored, **options)
+    def read(tokens):
+        ids = torch.ones((batch, tokens), dtype=torch.int64)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    for tokens in (300, 1, 1, 200, 4, 1, 30, 1, 400, 1):
+        read(tokens)
+    if "max_cache_len" in options:
+        for each in cache.layers:
+            each.make_ready()
+        with steps.on_device(cache):
+            read(1)
+
+class Generated:
+    def __init__(self, stored):
+        self.name, self.stored = stored, stored
+    def call(self):
+        for batch in (1, 3):
+            generate(self.stored, batch)
+            generate(self.stored, batch, max_cache_len=2000)
+
+tikv.init("cuda")
+live, stored = tikv.runtime.current(), {stored}
+collect.FORMS = (*forms.FORMS, Generated(stored))
+mine = [form.name for form in forms.chosen([f"*-float16-{stored}-d64-g4-*"])]
+made = {kernel.key for kernel in collected(mine, print).kernels}
+live.kernels = type(live.kernels)()
+found = collected([stored], print)
+assert found.refused == {}, found.refused
+assert len(found.kernels) > 8
+print("missing:", [kernel.name for kernel in found.kernels if kernel.key not in made])
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(("capability", "stored"), [("80", "same"), ("90", "int8")])
+def test_forms_have_all_that_a_models_cache_needs(run, tmp_path, capability, stored):
+    """A Llama generates with a TikvCache, over the stand-in: each kernel that it asks for is that of a form."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    child = run(CACHES.replace("{stored}", repr(stored), 1), tmp_path, TIKV_KERNELS_CAPABILITY=capability)
+    assert (child.returncode, child.stdout.splitlines()[-1:]) == (0, ["missing: []"]), child.stderr
