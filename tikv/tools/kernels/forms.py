@@ -23,8 +23,8 @@ from tikv.stores.layers.growing import GrowingLayer
 from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.store import KVCacheStore
 from tikv.tools import warmup
+from tikv.tools.kernels.stand_in import OPERATION
 
-OPERATION = "kernels build"
 STORED = ("same", "int8", "float8_e4m3fn", "quant4_32", "quant4_64")  # the dtype of queries, or a format
 TOKENS = {"token": 1, "few": 4, "prompt": 512}
 KV_HEADS = 8  # compiled into kernels that copy rows, and into those of prompts on compute capability 9.0

@@ -1,6 +1,7 @@
 """Compiles ahead what a store, a pool or a model's cache will need, by making its own calls while it is empty.
 
-`asked` holds what a caller wants; `stores` and `models` make the calls; `beside` compiles in other processes.
+`asked` holds what a caller wants; `stores` and `models` make the calls; `beside` compiles in other processes, and `ptx`
+does so for CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tikv.ops import checks
 from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.store import KVCacheStore
 from tikv.tools.progress import is_shown, progress
-from tikv.tools.warmup import beside, stores
+from tikv.tools.warmup import beside, ptx, stores
 from tikv.tools.warmup.asked import OPERATION, Asked, Job, require_empty
 
 
@@ -49,11 +50,12 @@ def warmup(
             prompts longer than a few hundred tokens use the same kernels.
         formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
-        steps: also compile the decode step of `tikv.compile_step`, for each layer.
+        steps: also compile the decode step of `tikv.compile_step`, for each layer; for a `TikvCache`, steps that torch
+            compiles or `captured` captures, which on CUDA are always compiled.
         processes: how many processes compile side by side, before this one loads what they made; None for one per core
-            if there are at least 3, 1 for only this one. They are used on CPU, Vulkan and Metal if this process has
-            compiled no kernel yet, without ``steps``, and if the engine's cache on disk is on. If one fails, a warning
-            says so.
+            if there are at least 3, 1 for only this one, as for a store's ``steps``. On CPU, Vulkan and Metal they are
+            used if this process has compiled no kernel yet and the engine's cache on disk is on. On CUDA they need the
+            native launcher, Linux and a C compiler, and take no memory of the GPU. If one fails, a warning says so.
         quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
             appears after 2 seconds of compilation.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
@@ -89,9 +91,9 @@ def warmup(
     asked, target = Asked.checked(query_heads, tokens, formats, steps), what[0]
     if processes is not None:
         processes = checks.integer(processes, "processes", OPERATION, low=1)
-    if asked.steps:  # the recording of a step cannot be recorded
-        processes = 1
     if isinstance(target, KVCacheStore):
+        if asked.steps:  # the recording of a step cannot be recorded
+            processes = 1
         with target.lock:
             require_empty(target, max(target.layer_length(i) for i in range(target.num_layers)))
             try:
@@ -125,7 +127,7 @@ def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, qui
     if count > 1:
         kernels = beside.kernels_of([job.run for job in jobs], live)
         with progress(OPERATION, len(kernels)) if shown else contextlib.nullcontext(_say_nothing) as step:
-            beside.compile_beside(kernels, live, count, step)
+            (ptx.compile_ptx if live.is_cuda else beside.compile_beside)(kernels, live, count, step)
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
         for i, job in enumerate(jobs):
             step(job.title, i)

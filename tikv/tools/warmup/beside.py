@@ -37,8 +37,11 @@ class KernelShare(NamedTuple):
 
 def processes_for(live: runtime.Runtime, asked: int | None) -> int:
     """How many processes may compile for this runtime; 1: only this one."""
-    config = live.program.config()
-    if live.has_compiled or live.is_cuda or not config.offline_cache or not sys.executable:
+    if live.is_cuda:
+        usable = not launch.why_not_native(live)
+    else:
+        usable = not live.has_compiled and live.program.config().offline_cache
+    if not usable or not sys.executable:
         return 1
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return asked or (cores if cores >= LEAST_CORES else 1)
