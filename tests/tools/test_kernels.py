@@ -289,6 +289,7 @@ print("missing:", [kernel.name for kernel in found.kernels if kernel.key not in 
 
 
 @on_linux
+@pytest.mark.thorough
 @pytest.mark.parametrize(("capability", "stored"), [("80", "same"), ("90", "int8")])
 def test_forms_have_all_that_a_models_cache_needs(run, tmp_path, capability, stored):
     """A Llama generates with a TikvCache, over the stand-in: each kernel that it asks for is that of a form."""
@@ -303,24 +304,26 @@ tikv.init("cuda")
 from tikv.launch.cuda import compiler, disk_cache
 from tikv.tools.kernels import stand_in
 compiler._compile = None  # an error, if it is called
-tikv.warmup(TikvCache(model.config, max_cache_len=2000), tokens=(300, 1), processes=2, quiet=True)
-made = len(list(disk_cache.folder().iterdir()))
+tikv.warmup(TikvCache(model.config, max_cache_len=2000), tokens=(300, 1), processes=2, quiet=True, wait={wait})
 generate("same", 1, (300, 1, 1), max_cache_len=2000)
-assert 0 < len(list(disk_cache.folder().iterdir())) == made
+made = len(list(disk_cache.folder().iterdir()))
+assert made == len(tikv.runtime.current().kernels)
 live = tikv.runtime.current()
 live.kernels = type(live.kernels)()
-stand_in.compiled = None
+stand_in.SideBySide = None
 tikv.warmup(TikvCache(model.config, max_cache_len=2000), tokens=(300, 1), processes=2, quiet=True)
 print("warm")
 """
 
 
 @on_linux
-def test_warmup_compiles_in_processes_what_a_models_cache_needs(run, tmp_path):
-    """Over the stand-in, on both sides: afterwards nothing is compiled, and a second time no process is started."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("wait", [True, False])
+def test_warmup_compiles_in_processes_what_a_models_cache_needs(run, tmp_path, wait):
+    """Over the stand-in, on both sides: nothing is compiled here, and a second time no process is started."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    child = run(CACHE + WARM, tmp_path)
+    child = run(CACHE + WARM.replace("{wait}", str(wait)), tmp_path)
     assert (child.returncode, child.stdout) == (0, "warm\n"), child.stderr
     assert "warmup" not in child.stderr
 
@@ -341,3 +344,28 @@ def test_without_a_c_compiler_warmup_compiles_one_after_the_other(run, tmp_path)
     child = run(WITHOUT, tmp_path)
     assert child.returncode == 0, child.stderr
     assert child.stderr.count("one after the other instead of side by side (ArchError: kernels build: this mach") == 1
+
+
+ENDS = """
+import sys, tikv
+tikv.init("cuda")
+from tikv.launch.cuda import compiler
+children, make = [], compiler.Child.__init__
+compiler.Child.__init__ = lambda self, *a: (make(self, *a), children.append(self.process))[0]
+store = tikv.KVCacheStore(num_layers=1, num_kv_heads=8, head_dim=64, capacity=64, dtype="float16")
+assert tikv.warmup(store, query_heads=8, formats="float16", processes=2, wait=False) == []
+while len(children) < 2: pass
+print(*[child.pid for child in children], flush=True)
+sys.exit()
+"""
+
+
+@on_linux
+def test_processes_of_warmup_end_with_the_interpreter(run, tmp_path):
+    child = run(ENDS, tmp_path)
+    assert (child.returncode, child.stderr) == (0, "")
+    assert len(child.stdout.split()) == 2
+    for number in child.stdout.split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+    assert not list(tmp_path.glob("tikv-*")), "no temporary folder is left"

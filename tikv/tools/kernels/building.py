@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from tikv.errors import ArchError, OptionError
@@ -103,7 +103,7 @@ def write_file(
         CacheFileError: the file cannot be written.
     """
     texts, failed, count = {}, {}, len(collected.kernels)
-    with closing(stand_in.compiled(collected.kernels, processes, environment)) as answers:
+    with stand_in.SideBySide(collected.kernels, processes, environment) as answers:
         for number, (kernel, answer) in enumerate(answers):
             if "ptx" in answer:
                 texts[kernel.key] = answer["ptx"]

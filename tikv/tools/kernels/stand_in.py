@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tikv import engines, extras, runtime
@@ -101,27 +101,41 @@ def environment_of(folder: pathlib.Path, capability: tuple[int, int]) -> dict[st
     }
 
 
-def compiled(
-    kernels: Sequence[Needed], processes: int, environment: Mapping[str, str]
-) -> Generator[tuple[Needed, dict[str, str]]]:
-    """Each kernel with its "ptx", or with the "error" that prevents it, as processes compile them side by side.
+class SideBySide:
+    """Processes that compile kernels side by side, within a context.
 
-    Close it to end the processes: `contextlib.closing`.
+    Going through it gives each kernel with its "ptx", or with the "error" that prevents it, until `end` is called.
     """
-    waiting: queue.SimpleQueue[Needed] = queue.SimpleQueue()
-    # A child starts Taichi again when the next kernel needs another kind of arithmetic.
-    for kernel in sorted(kernels, key=lambda each: (each.fast_math, each.name)):
-        waiting.put(kernel)
-    answers: queue.SimpleQueue[tuple[Needed, dict[str, str]]] = queue.SimpleQueue()
-    workers = [_Worker(waiting, answers, environment) for _ in range(min(processes, len(kernels)))]
-    try:
-        for worker in workers:
+
+    def __init__(self, kernels: Sequence[Needed], processes: int, environment: Mapping[str, str]) -> None:
+        waiting: queue.SimpleQueue[Needed] = queue.SimpleQueue()
+        # A child starts Taichi again when the next kernel needs another kind of arithmetic.
+        for kernel in sorted(kernels, key=lambda each: (each.fast_math, each.name)):
+            waiting.put(kernel)
+        self._count = len(kernels)
+        self._answers: queue.SimpleQueue[tuple[Needed, dict[str, str]] | None] = queue.SimpleQueue()
+        self._workers = [_Worker(waiting, self._answers, environment) for _ in range(min(processes, self._count))]
+
+    def __enter__(self) -> SideBySide:
+        for worker in self._workers:
             worker.start()
-        for _ in kernels:
-            yield answers.get()
-    finally:
-        for worker in workers:
+        return self
+
+    def __iter__(self) -> Iterator[tuple[Needed, dict[str, str]]]:
+        for _ in range(self._count):
+            answer = self._answers.get()
+            if answer is None:
+                return
+            yield answer
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
+        for worker in self._workers:
             worker.end()
+        self._answers.put(None)
 
 
 class _Worker(threading.Thread):
@@ -130,7 +144,7 @@ class _Worker(threading.Thread):
     def __init__(
         self,
         waiting: queue.SimpleQueue[Needed],
-        answers: queue.SimpleQueue[tuple[Needed, dict[str, str]]],
+        answers: queue.SimpleQueue[tuple[Needed, dict[str, str]] | None],
         environment: Mapping[str, str],
     ) -> None:
         super().__init__(daemon=True)

@@ -32,6 +32,7 @@ def warmup(
     steps: bool = False,
     processes: int | None = None,
     quiet: bool = False,
+    wait: bool = True,
     num_kv_heads: int = 8,
     head_dim: int = 128,
 ) -> list[str]:
@@ -58,11 +59,14 @@ def warmup(
             native launcher, Linux and a C compiler, and take no memory of the GPU. If one fails, a warning says so.
         quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
             appears after 2 seconds of compilation.
+        wait: False to return at once, while the processes compile, all cores but one if `processes` does not say how
+            many: for example before a model's weights are loaded. A call that needs one of the kernels then waits for
+            it, outside CUDA for all of them. Where processes cannot be used, it waits as with True.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
 
     Returns:
         A list with the purpose of each compiled kernel, such as "copy" or "attend cpu"; empty if all had been compiled
-        before. For variants, their names.
+        before, or if it did not wait. For variants, their names.
 
     Raises:
         OptionError: the object is not one of these, or is not empty; query_heads is missing; a dtype or variant does
@@ -97,13 +101,13 @@ def warmup(
         with target.lock:
             require_empty(target, max(target.layer_length(i) for i in range(target.num_layers)))
             try:
-                return _done(stores.jobs_of_store(target, asked), target.runtime, processes, quiet)
+                return _done(stores.jobs_of_store(target, asked), target.runtime, processes, quiet, wait)
             finally:
                 target.reset()
     if isinstance(target, PagedKVCacheStore):
         with target.lock:
             require_empty(target, len(target), "sequences")
-            return _done(stores.jobs_of_pool(target, asked), target.runtime, processes, quiet)
+            return _done(stores.jobs_of_pool(target, asked), target.runtime, processes, quiet, wait)
     module = sys.modules.get("tikv.integrations.transformers")
     if module is None or not isinstance(target, module.TikvCache):
         raise OptionError(
@@ -112,22 +116,26 @@ def warmup(
         )
     from tikv.tools.warmup.models import jobs_of_cache
 
-    return _done(list(jobs_of_cache(target, asked)), runtime_of(), processes, quiet)
+    return _done(list(jobs_of_cache(target, asked)), runtime_of(), processes, quiet, wait)
 
 
 def _say_nothing(now: str, done: int) -> None:
     pass
 
 
-def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, quiet: bool) -> list[str]:
-    """Do all jobs; return the titles of the kernels that were compiled for them."""
+def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, quiet: bool, wait: bool) -> list[str]:
+    """Do all jobs; return the titles of the kernels that were compiled for them. Without `wait`, only begin."""
+    compile_in = ptx.compile_ptx if live.is_cuda else beside.compile_beside
+    if not wait and (count := beside.processes_for(live, processes, wait)):
+        compile_in(beside.kernels_of([job.run for job in jobs], live), live, count, _say_nothing, wait)
+        return []
     before = set(live.kernels)
     shown = is_shown() and not quiet
     count = beside.processes_for(live, processes)
     if count > 1:
         kernels = beside.kernels_of([job.run for job in jobs], live)
         with progress(OPERATION, len(kernels)) if shown else contextlib.nullcontext(_say_nothing) as step:
-            (ptx.compile_ptx if live.is_cuda else beside.compile_beside)(kernels, live, count, step)
+            compile_in(kernels, live, count, step)
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
         for i, job in enumerate(jobs):
             step(job.title, i)
