@@ -51,17 +51,16 @@ def warmup(
             prompts longer than a few hundred tokens use the same kernels.
         formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
-        steps: also compile the decode step of `tikv.compile_step`, for each layer; for a `TikvCache`, steps that torch
-            compiles or `captured` captures, which on CUDA are always compiled.
+        steps: also the decode step of `tikv.compile_step`, for each layer; for a `TikvCache`, as always on CUDA, steps
+            that torch compiles or `captured` captures.
         processes: how many processes compile side by side, before this one loads what they made; None for one per core
-            if there are at least 3, 1 for only this one, as for a store's ``steps``. On CPU, Vulkan and Metal they are
-            used if this process has compiled no kernel yet and the engine's cache on disk is on. On CUDA they need the
-            native launcher, Linux and a C compiler, and take no memory of the GPU. If one fails, a warning says so.
-        quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
-            appears after 2 seconds of compilation.
-        wait: False to return at once, while the processes compile, all cores but one if `processes` does not say how
-            many: for example before a model's weights are loaded. A call that needs one of the kernels then waits for
-            it, outside CUDA for all of them. Where processes cannot be used, it waits as with True.
+            if there are at least 3, 1 for only this one, as for a store's ``steps``. On CPU, Vulkan and Metal they need
+            the engine's cache on disk and a process that has compiled no kernel; on CUDA the native launcher, Linux and
+            a C compiler. If one fails, a warning says so.
+        quiet: show nothing. Otherwise a bar shows what is compiled if stderr is a terminal; if not, a message does.
+        wait: False to return while the processes compile, by default as many as cores but one: for example before a
+            model's weights are loaded. A call that needs one of the kernels then waits for it, and outside CUDA for
+            all of them. Where processes cannot be used, this waits too.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
 
     Returns:
