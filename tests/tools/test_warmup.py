@@ -118,6 +118,23 @@ def test_a_model_compiles_nothing_afterwards(arch, made, family, options):
         tikv.warmup(cache)
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("options", [{"max_cache_len": 120}, {"window": 24, "sinks": 2}])
+def test_steps_of_a_model_compile_nothing_afterwards(arch, made, options):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from model_cache import BASE, given
+
+    from tikv.integrations.transformers import TikvCache, captured
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE)).eval()
+    model.set_attn_implementation("tikv")
+    tikv.warmup(TikvCache(model.config, **options), tokens=(30, 1), steps=True, quiet=True)
+    before, cache = set(made), TikvCache(model.config, **options)
+    model.generate(torch.ones((1, 30)).long(), **given(cache), max_new_tokens=60, custom_generate=captured)
+    assert [made[key].name for key in set(made) - before] == []
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
