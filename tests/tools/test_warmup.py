@@ -276,10 +276,19 @@ assert (store.length, live.has_compiled, len(pending._running)) == (0, False, 1)
 """
 
 
+FORKED = """
+import os, warnings
+warnings.simplefilter("ignore")  # of threads at a fork
+if not (forked := os.fork()):
+    os._exit(pending.wait_for(pending.ENGINE))
+assert os.waitpid(forked, 0)[1] == 0
+""" * hasattr(os, "fork")
+
+
 @pytest.mark.archs("cpu")
 def test_processes_compile_while_the_caller_goes_on(arch, tmp_path):
     """The next compilation waits for them, and then loads what they made; results are those of a single process."""
-    waits = BEHIND + "np.testing.assert_equal(store.extend(0, *[np.zeros((1, 2, 32), np.float16)] * 3), 0)\n"
+    waits = BEHIND + FORKED + "np.testing.assert_equal(store.extend(0, *[np.zeros((1, 2, 32), np.float16)] * 3), 0)\n"
     waits += "assert all(child.poll() == 0 for child in children) and len(children) == 2\nstore.reset()"
     _, seconds, results, said = beside_in(tmp_path, arch, waits)
     assert said == ""

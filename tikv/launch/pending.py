@@ -9,6 +9,8 @@ import atexit
 import threading
 from collections.abc import Callable, Iterable
 
+from tikv import forks
+
 ENGINE = "the engine's cache"  # the name of all kernels of an engine that reads the list of its cache once
 _running: list[Pending] = []
 
@@ -74,4 +76,12 @@ def close() -> None:
         pending.close()
 
 
+def _leave_behind() -> None:
+    """In a forked process: the threads and their processes are the parent's."""
+    for pending in _running:
+        atexit.unregister(pending.close)
+    _running.clear()
+
+
 atexit.register(close)
+forks.in_child.append(_leave_behind)
