@@ -8,8 +8,8 @@ in `cuda.attend`, results are rescaled only when a maximum grows.
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
 the rows, and read the same keys from shared memory (`sm80.staged`) or from the cache of their multiprocessor. For wide
 heads, they divide the columns, and each adds its part of the logits. `sm80.tiles` finds the keys of a tile. Where
-the GPU can, `sm80.copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` one warp adds all
-tiles of a row in order: see `ops.attention.invariance`.
+the GPU can, `sm80.copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` the order in which
+a row's tiles are added does not depend on the number of rows: see `ops.attention.invariance`.
 `sm80.halves` turns K and V into fragments; `sm80.coded` does so for codes that are integers, and `sm80.floats`
 for codes that are floats. `sm80.infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
 has the instructions that Taichi does not know.
@@ -195,13 +195,14 @@ def make_attend_tensor_in_order(tile, parts, c):
 
 make_attend_tensor_in_order.needs_native = lambda tile, parts, c: True
 make_attend_tensor_in_order.resident = make_attend_tensor.resident
+make_attend_tensor_in_order.shared_bytes = make_attend_tensor.shared_bytes
 make_attend_tensor_in_order.pairs = True
 
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
-    decode_task = make_decode_task("cuda", KEYS if c.invariant else step_of(x), c)
-    limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
+    decode_task = make_decode_task("cuda", step_of(x), c)
+    limits, f = make_limits(ROWS * x.row_tiles, step_of(x), c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     tile_at, add_tile = make_tile_at(c), make_add_tile(x, f, c)
     STAGED, COLUMNS, EXCHANGE = is_staged(x, c), x.shared_out == "columns", x.shared_out == "exchange"
@@ -376,7 +377,7 @@ def make_attend_staged(x, f, c):
 
     All warps go through the keys that some row of the block sees, and each computes those that its own rows see.
     """
-    limits = make_limits(ROWS * x.row_tiles * WARPS, c)
+    limits = make_limits(ROWS * x.row_tiles * WARPS, KEYS, c)
     look_up, slot_behind, find_values = make_look_up(c), make_slot_behind(c), make_find_values(c)
     fetch, put = staged.make_fetch(slot_behind, has_whole_tiles(c), c), staged.make_put(c)
     take_keys, take_values = staged.make_take_keys(c), staged.make_take_values(c)
