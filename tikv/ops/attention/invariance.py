@@ -27,8 +27,9 @@ warps of a block divide the work, and the bits stay the same, for these reasons:
   wider than 256, always by four, in a fixed order.
 - Over codes, a row has four sums, each of every fourth tile, counted from position 0: the warps divide the keys, for
   any number of rows, and add up their sums in order. Tiles come from shared memory (`sm80.copies`) or not, with the
-  same arithmetic. What is rounded in which way depends on the key alone: groups whose numbers may leave float16's range
-  are added apart from the others of a tile, those of "mxfp8" and "mxfp4" in fixed windows of their scales.
+  same arithmetic. How values are rounded depends on their key alone: those of a key that may leave float16's range are
+  2 ** -9 of what they are, and its weights 2 ** 9 times as large. The values of "mxfp8" and "mxfp4" that half precision
+  does not hold together are added in windows of their scales, which are the same for all tiles.
 - A row's maximum grows only if its own logits exceed it by enough; if another row of the warp grew, the row is
   multiplied by 2 ** 0, which is exactly 1.
 - A tile in which the row sees no key changes no bit: the masked logits are below every maximum, so the row's maximum

@@ -32,7 +32,7 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.sm80 import copies, exchange, floats, halves, infinities, staged
+from tikv.kernels.attention.sm80 import coded, copies, exchange, floats, halves, infinities, staged
 from tikv.kernels.attention.sm80.infinities import note
 from tikv.kernels.attention.sm80.instructions import HALVES, ROWS, WARPS, instructions
 from tikv.kernels.attention.sm80.kinds import kind_of
@@ -62,6 +62,7 @@ WIDTHS = range(64, 257, 32)  # of K and V
 WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # for wider heads, whose columns the warps divide
 FEW_REGISTERS = ("e4m3", "e5m2")  # codes whose tiles fit four times, if a tile is not read ahead
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
+LAG_OF_CODES = 6.0  # the same under `invariant` over codes that are integers: 2 ** `coded.LARGE` weights are halves too
 KEY_DISTANCES = [16, 8, 4]  # between lanes that have different keys of the same rows
 
 
@@ -497,7 +498,7 @@ def make_add_tile(x, f, c):
     """
     exp2 = instructions().exp2
     mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))
-    G = x.row_tiles
+    G, LEAST = x.row_tiles, lag_of(c)
 
     @ti.func
     def add_tile(at, row, thread, whole, counts: ti.template(), p: ti.template(), vf: ti.template(), m: ti.template(),
@@ -513,7 +514,7 @@ def make_add_tile(x, f, c):
         grown = 0
         for r in ti.static(range(2 * G)):
             top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
-            grown = ti.select(top > m[r] + ti.f32(LAG), 1, grown)
+            grown = ti.select(top > m[r] + ti.f32(LEAST), 1, grown)
         if ti.simt.warp.any_nonzero(ti.u32(ALL), grown) != 0:
             rescale(p, m, l, acc, sums)
         for i in ti.static(range(4 * G)):
@@ -525,6 +526,11 @@ def make_add_tile(x, f, c):
         f.add_values(lane, p, vf, acc, sums)
 
     return add_tile
+
+
+def lag_of(c) -> float:
+    """How far a maximum may be behind."""
+    return LAG_OF_CODES if c.invariant and kind_of(c.cache) is coded else LAG
 
 
 def make_mask(x, c):
@@ -554,7 +560,7 @@ def make_rescale(x, c):
     Under `invariant` a row keeps its maximum if another row of the warp grew: its factor is then 2 ** 0, exactly 1.
     """
     exp2 = instructions().exp2
-    NV = c.width_v // KEYS
+    NV, LEAST = c.width_v // KEYS, lag_of(c)
 
     @ti.func
     def rescale(p: ti.template(), m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template()):
@@ -562,7 +568,7 @@ def make_rescale(x, c):
             i = ti.static(r // 2 * 4 + r % 2)  # the row's first key; the other one is at i + 2
             top = butterfly_max(ti.max(m[r], ti.max(p[i], p[ti.static(i + 2)])), KEY_DISTANCES)
             if ti.static(c.invariant):
-                top = ti.select(top > m[r] + ti.f32(LAG), top, m[r])
+                top = ti.select(top > m[r] + ti.f32(LEAST), top, m[r])
             below, fade = m[r] - top, ti.f32(0.0)
             exp2(fade, below)
             m[r] = top

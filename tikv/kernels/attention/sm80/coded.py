@@ -414,79 +414,79 @@ def make_add_values(x, codes, piece, c):
     """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`.
 
     The last of `acc` is 0 until a number may leave float16's range. From then on it is 1, and the others, with all that
-    is added to them, are 2 ** -`LARGE` of what they are. Under `invariant` other keys must not decide how a key is
-    rounded: the groups that may have such a number are added first, apart from the others, as 2 ** -`LARGE` of them.
+    is added to them, are 2 ** -`LARGE` of what they are. Under `invariant`, where other keys must not decide how a key
+    is rounded, only the numbers of that key are, and its weights are 2 ** `LARGE` times as large.
     """
-    weigh, LAST, PIECES = make_weigh(x, "f16"), 4 * (c.width_v // KEYS) * x.row_tiles, 4 * piece.count
-    FIRST = PIECES * piece.words
-    ONE, LESS = offsets_of(codes, 1.0), offsets_of(codes, 2.0**-LARGE)
-    add, add_large = make_add_products(x, codes, piece, False, c), make_add_products(x, codes, piece, True, c)
-
-    @ti.func
-    def has_large(vf: ti.template()):
-        """Whether a lane of the warp has a large group; `vf` as from `load_values`."""
-        large = ti.u32(0)
-        for i in ti.static(range(PIECES)):
-            large = large | large_bits(vf[ti.static(FIRST + i)])
-        return ti.simt.warp.any_nonzero(ti.u32(ALL), ti.select(large != ti.u32(0), 1, 0)) != 0
-
-    @ti.func
-    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
-        f = [ti.u32(ONE[i]) for i in range(4)]
-        if ti.static(not c.invariant):
-            if has_large(vf):
-                if acc[LAST] == ti.f32(0.0):
-                    for i in ti.static(range(LAST)):
-                        acc[i] *= ti.f32(2.0**-LARGE)
-                    acc[LAST] = ti.f32(1.0)
-            for i in ti.static(range(4)):
-                f[i] = ti.select(acc[LAST] == ti.f32(0.0), ti.u32(ONE[i]), ti.u32(LESS[i]))
-        b = [ti.u32(0) for _ in range(2 * x.row_tiles)]
-        weigh(lane, p, b, sums)
-        if ti.static(c.invariant):
-            if has_large(vf):
-                less = [ti.u32(LESS[i]) for i in range(4)]
-                add_large(vf, b, less, acc)
-                for i in ti.static(range(FIRST, FIRST + PIECES)):
-                    vf[i] = ti.select(large_bits(vf[i]) != ti.u32(0), ti.u32(0), vf[i])
-        add(vf, b, f, acc)
-
-    return add_values
-
-
-@ti.func
-def large_bits(numbers):
-    """Not 0 if a scale is from 64 on, or a bias from 32,768 on: with codes they may make numbers above 65,504."""
-    return ((numbers & ti.u32(0x7FFF7FFF)) + ti.u32(0x08002C00)) & ti.u32(0x80008000)
-
-
-def make_add_products(x, codes, piece, large, c):
-    """add_products(vf, b, f, acc): adds the products of V, times a power of two, and the weights `b`.
-
-    `f` are the `offsets_of` the power of two. If `large`, only large groups are added, 2 ** `LARGE` of these products.
-    """
-    ext, to_halves = instructions(), make_to_halves(codes)
+    ext, weigh, to_halves = instructions(), make_weigh(x, "f16"), make_to_halves(codes)
     multiply, G, NV = ext.multiply_f16, x.row_tiles, c.width_v // KEYS
     WORDS, COUNT = piece.count * piece.words, len(pairs_of(codes))
+    PIECES = 4 * piece.count
+    LAST = 4 * NV * G
+    ONE, LESS = offsets_of(codes, 1.0), offsets_of(codes, 2.0**-LARGE)
+    ONCE, LARGER = halves(1.0), halves(2.0**LARGE)
     CODES_OF_WORD = 32 // codes.bits
 
     @ti.func
-    def add_products(vf: ti.template(), b: ti.template(), f: ti.template(), acc: ti.template()):
-        factor, by16, less, less16 = f[0], f[1], f[2], f[3]
+    def large_bits(numbers):
+        """Not 0 for scales from 64 on, or biases from 32,768 on: with codes they may make numbers above 65,504."""
+        return ((numbers & ti.u32(0x7FFF7FFF)) + ti.u32(0x08002C00)) & ti.u32(0x80008000)
+
+    @ti.func
+    def has_large(vf: ti.template()):
+        """Whether a lane of the warp has such numbers."""
+        large = ti.u32(0)
+        for i in ti.static(range(PIECES)):
+            large = large | large_bits(vf[ti.static(4 * WORDS + i)])
+        return ti.simt.warp.any_nonzero(ti.u32(ALL), ti.select(large != ti.u32(0), 1, 0)) != 0
+
+    @ti.func
+    def make_room(vf: ti.template(), acc: ti.template()):
+        if has_large(vf):
+            if acc[LAST] == ti.f32(0.0):
+                for i in ti.static(range(LAST)):
+                    acc[i] *= ti.f32(2.0**-LARGE)
+                acc[LAST] = ti.f32(1.0)
+
+    @ti.func
+    def make_room_for_keys(lane, vf: ti.template(), f: ti.template(), b: ti.template()):
+        """The factors of keys with large numbers, and their weights."""
+        nothing = ti.u32(0x80008000)  # -0
+        for i in ti.static(range(2)):
+            large = [ti.u32(0) for _ in range(2)]
+            for n in ti.static(range(2 * piece.count)):
+                large[ti.static(n // piece.count)] |= large_bits(vf[ti.static(4 * WORDS + 2 * i * piece.count + n)])
+            mask = ti.select(large[0] != ti.u32(0), ti.u32(0xFFFF), ti.u32(0))
+            mask = mask | ti.select(large[1] != ti.u32(0), ti.u32(0xFFFF0000), ti.u32(0))
+            for distance in ti.static((4, 8, 16)):  # between lanes that have other columns of the same keys
+                mask = mask | lane_bits(mask, lane ^ distance)
+            for n in ti.static(range(4)):
+                f[ti.static(4 * i + n)] = (ti.u32(ONE[n]) & ~mask) | (ti.u32(LESS[n]) & mask)
+            times = (ti.u32(ONCE) & ~mask) | (ti.u32(LARGER) & mask)
+            for g in ti.static(range(G)):
+                ext.scale_halves(b[ti.static(2 * g + i)], b[ti.static(2 * g + i)], times, nothing)
+
+    @ti.func
+    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
+        f = [ti.u32(ONE[i % 4]) for i in range(8)]  # of two rows of V, twice
+        b = [ti.u32(0) for _ in range(2 * G)]
+        if ti.static(not c.invariant):
+            make_room(vf, acc)
+            for i in ti.static(range(8)):
+                f[i] = ti.select(acc[LAST] == ti.f32(0.0), ti.u32(ONE[i % 4]), ti.u32(LESS[i % 4]))
+        weigh(lane, p, b, sums)
+        if ti.static(c.invariant):
+            if has_large(vf):
+                make_room_for_keys(lane, vf, f, b)
         nothing = ti.u32(0x80008000)  # -0
         for n in ti.static(range(piece.count)):
             scale = [ti.u32(0) for _ in range(2)]  # of two rows of V, twice
             bias = [nothing for _ in range(2)]
             for i in ti.static(range(2)):
                 first = ti.static(4 * WORDS + 2 * i * piece.count + n)
-                near, far = vf[first], vf[ti.static(first + piece.count)]
-                if ti.static(large):
-                    near = ti.select(large_bits(near) != ti.u32(0), near, ti.u32(0))
-                    far = ti.select(large_bits(far) != ti.u32(0), far, ti.u32(0))
-                ext.low_halves(scale[i], near, far)
+                ext.low_halves(scale[i], vf[first], vf[ti.static(first + piece.count)])
                 if ti.static(codes.numbers == 2):
-                    ext.high_halves(bias[i], near, far)
-                    ext.scale_halves(bias[i], bias[i], factor, nothing)
+                    ext.high_halves(bias[i], vf[first], vf[ti.static(first + piece.count)])
+                    ext.scale_halves(bias[i], bias[i], f[ti.static(4 * i)], nothing)
             for w in ti.static(range(n * piece.words, (n + 1) * piece.words)):
                 # Of the word's columns, each in two rows of V; of the first two rows, then of the others.
                 halves = [ti.u32(0) for _ in range(2 * CODES_OF_WORD)]
@@ -502,26 +502,20 @@ def make_add_products(x, codes, piece, large, c):
                         ext.high_halves(mixed[1], near, far)
                     for h in ti.static(range(2)):
                         part = [ti.u32(0) for _ in range(COUNT)]
-                        to_halves(mixed[h], part, factor, by16, less, less16)
+                        to_halves(mixed[h], part, f[ti.static(4 * i)], f[ti.static(4 * i + 1)],
+                                  f[ti.static(4 * i + 2)], f[ti.static(4 * i + 3)])  # fmt: skip
                         for e in ti.static(range(COUNT)):
                             ext.scale_halves(halves[ti.static(i * CODES_OF_WORD + h * COUNT + e)], part[e], scale[i],
                                              bias[i])  # fmt: skip
                 for t in ti.static(range(CODES_OF_WORD // 2)):
                     for g in ti.static(range(G)):
-                        a, o = ti.static((g * NV + w * CODES_OF_WORD // 2 + t) * 4, CODES_OF_WORD + 2 * t)
-                        near, far = halves[ti.static(2 * t)], halves[ti.static(2 * t + 1)]
-                        if ti.static(large):
-                            s = [ti.f32(0.0) for _ in range(4)]
-                            multiply(s[0], s[1], s[2], s[3], near, far, halves[o], halves[ti.static(o + 1)],
-                                     b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
-                            for e in ti.static(range(4)):
-                                acc[ti.static(a + e)] += s[e] * ti.f32(2.0**LARGE)
-                        else:
-                            multiply(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)], near,
-                                     far, halves[o], halves[ti.static(o + 1)], b[ti.static(2 * g)],
-                                     b[ti.static(2 * g + 1)])  # fmt: skip
+                        a = ti.static((g * NV + w * CODES_OF_WORD // 2 + t) * 4)
+                        multiply(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)],
+                                 halves[ti.static(2 * t)], halves[ti.static(2 * t + 1)],
+                                 halves[ti.static(CODES_OF_WORD + 2 * t)], halves[ti.static(CODES_OF_WORD + 2 * t + 1)],
+                                 b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
 
-    return add_products
+    return add_values
 
 
 def make_settle(x, c):
