@@ -23,6 +23,7 @@ from tikv.kernels.attention.sm80.instructions import (
     Fragments,
     instructions,
     lane_bits,
+    make_add_product,
     make_clear,
     make_weigh,
 )
@@ -370,7 +371,7 @@ def make_to_small_halves(codes):
 def make_scores(x, codes, piece, c):
     """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
     multiply, logit_of, to_halves = instructions().multiply_f16, make_logit(c), make_to_small_halves(codes)
-    to_f32 = make_bits_to_f32(c.scale)
+    add_product, to_f32 = make_add_product(c), make_bits_to_f32(c.scale)
     NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
     WORDS, SUMS = piece.count * piece.words, 2 * NK * G
     POWERS = SUMS + 2 * GROUPS * G
@@ -402,7 +403,8 @@ def make_scores(x, codes, piece, c):
                     for e in ti.static(range(2)):
                         o = ti.static(4 * g + 2 * i + e)
                         total = ti.bit_cast(qf[ti.static(SUMS + 2 * (g * GROUPS + j) + e)], ti.f32)
-                        p[o] += s[o] * scale + bias * total
+                        add_product(p, o, s[o], scale)
+                        add_product(p, o, bias, total)
         for i in ti.static(range(4 * G)):
             lacking = ti.bit_cast(qf[ti.static(POWERS + i // 4 * 2 + i % 2)], ti.f32)
             p[i] = logit_of(p[i] * lacking, scalars[X.logit_scale], scalars[X.softcap])

@@ -27,7 +27,7 @@ from tikv.kernels.attention.sm80.coded import (
     make_load_values,
     pieces_of,
 )
-from tikv.kernels.attention.sm80.instructions import Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.attention.sm80.instructions import Fragments, instructions, lane_bits, make_add_product, make_weigh
 from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.softmax import make_logit
 from tikv.kernels.attention.task import T
@@ -230,7 +230,7 @@ def make_scores(x, layout, c):
     GROUPS = c.width // layout.key.group if layout.by_sums else 1
     IN_GROUP, SCALES, SUMS = WORDS // GROUPS, words_of_scales(layout, c), 1 if layout.by_sums else 2
     EACH = 32 // layout.key.bits
-    scale_of = make_scale_of_sums(layout, c)
+    scale_of, add_product = make_scale_of_sums(layout, c), make_add_product(c)
 
     @ti.func
     def products(j: ti.template(), kf: ti.template(), qf: ti.template(), s: ti.template()):
@@ -268,7 +268,7 @@ def make_scores(x, layout, c):
             products(j, kf, qf, s)
             for i in ti.static(range(4 * G)):
                 if ti.static(layout.by_sums):
-                    p[i] += s[i] * scale_of(kf, ti.static(i % 4 // 2), j)
+                    add_product(p, i, s[i], scale_of(kf, ti.static(i % 4 // 2), j))
                 else:
                     p[i] = s[i] + s[ti.static(4 * G + i)]
         for i in ti.static(range(4 * G)):
