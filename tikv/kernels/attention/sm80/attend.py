@@ -83,16 +83,16 @@ class Tile(NamedTuple):
         return ROWS * self.row_tiles * (WARPS if self.shared_out == "rows" else 1)
 
 
-def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: bool = False) -> Tile:
+def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: bool = False, most: int = 4) -> Tile:
     """The tile for a head width and a number of query rows of a KV head; `codes` is the code of K and V, if quantised.
 
-    If warps may copy their tiles, `copied`, they do so unless they divide the rows.
+    If warps may copy their tiles, `copied`, they do so unless they divide the rows, in `most` blocks at most.
 
     A kernel is `long` if queries see different keys and there are sinks, pages or a soft cap, or if keys are chosen. It
     has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
     if copied and rows <= 2 * ROWS:
-        resident = copies.blocks_of(codes, width, width)
+        resident = min(most, copies.blocks_of(codes, width, width))
         return Tile(1, "keys", resident, resident, stages=copies.stages_of(resident, codes, width))
     if codes in FEW_REGISTERS and rows <= 2 * ROWS:
         return Tile(1, "keys", 4, 4)

@@ -148,10 +148,10 @@ class TensorCodes(Tiles):
 
     def tile_of(self, form: Form) -> Any:
         cache, long = form.cache, form.options.softcap is not None or form.cache.sinks > 0
-        width, rows = max(cache.width, cache.width_v), form.rows
-        if form.live.invariant:
-            rows = attend.ROWS  # so warps divide the keys, in prompts too
-        return attend.tile_of(width, rows, cache.k.storage, _is_long(form, long), _copies_tiles(form))
+        width, storage, copied = max(cache.width, cache.width_v), cache.k.storage, _copies_tiles(form)
+        if form.live.invariant:  # warps divide the keys, in prompts too; four blocks have too few registers
+            return attend.tile_of(width, attend.ROWS, storage, _is_long(form, long), copied, most=3)
+        return attend.tile_of(width, form.rows, storage, _is_long(form, long), copied)
 
 
 class TensorChannels(Tiles):
