@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import runtime
+from tikv import launch, runtime
 from tikv.arrays import Array, Arrays, CacheArray, is_followed, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
@@ -592,6 +592,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         each head. Groups along tokens are decoded in a few launches for each block.
         """
         operation = "PagedKVCacheStore.tokens"
+        launch.refuse_during_capture(self.runtime, operation, "the number of tokens", launch.OUTSIDE_CAPTURES)
         return self._pages.tokens(operation, self._layer(layer, operation), self._state(seq, operation))
 
     # --- changes of sequences
