@@ -11,8 +11,10 @@ from ops.test_attention import random_rows
 
 import tikv
 from tikv import arrays, launch, reference
+from tikv.formats import GROUP_FORMATS
 from tikv.launch import launcher
 from tikv.ops.attention import invariance
+from tikv.ops.quantize import Quantized
 
 pytestmark = pytest.mark.thorough
 
@@ -20,6 +22,27 @@ KEYS = 128  # of a split, so that short sequences have several
 PAGE = 8
 WIDTH = 64
 HALF = {"dtype": "float16", "query_dtype": np.float16}
+CODES = ["int8", "float8_e4m3fn", "float8_e5m2", "quant8_64", "quant4_32", "quant4_64", "q8_0", "q4_0"]
+CODES += ["mxfp8", "mxfp4", "nvfp4"]
+
+
+def coded(rows, dtype):
+    """The codes of rows in a format with groups, and the numbers of the groups; empty for another dtype."""
+    if dtype not in GROUP_FORMATS:
+        return []
+    made = tikv.quantize(oracle.place(rows, arrays.runtime_of().arch), dtype)
+    numbers = [oracle.to_numpy(a) for a in (made.scales, made.biases) if a is not None]
+    return [oracle.to_numpy(made.codes), np.stack(numbers, axis=-1)]
+
+
+def spoil(rng, dtype, scales):
+    """Give some groups of V scales that are NaN or infinite, and at the ends of sequences scales that are far apart."""
+    if dtype in ("mxfp8", "mxfp4", "nvfp4"):
+        bits = scales.view(np.uint8)
+        bits[:, :, 30, 0], far = 0xFF if dtype != "nvfp4" else 0x7F, bits[:, :, -9::2, 0]
+        far[...] = rng.integers(*((60, 190) if dtype != "nvfp4" else (0, 120)), far.shape)
+    else:
+        scales[:, 0, 30, 0], scales[:, 1, 20, -1], scales[:, :, -9::3, 0] = np.nan, np.inf, 400
 
 
 class Work:
@@ -37,11 +60,19 @@ class Work:
         page=PAGE,
         **options,
     ):
-        self.rng, self.lens, self.heads, self.group, self.page = rng, lens, 2, group, page
+        self.rng, self.lens, self.heads, self.group, self.page, self.dtype = rng, lens, 2, group, page, dtype
         shape = (len(lens), self.heads, max(lens), width)
-        self.k, self.k_scale, self.k_real = random_rows(rng, shape, dtype)
-        self.v, self.v_scale, self.v_real = random_rows(rng, shape, dtype)
-        if dtype != "int8":  # seen by some queries, and not by those before
+        kept = "float16" if dtype in GROUP_FORMATS else dtype
+        self.k, self.k_scale, self.k_real = random_rows(rng, shape, kept)
+        self.v, self.v_scale, self.v_real = random_rows(rng, shape, kept)
+        self.coded = [*coded(self.k, dtype), *coded(self.v, dtype)]
+        # Some queries see these, and those before do not.
+        if self.coded:
+            spoil(rng, dtype, self.coded[-1][..., 0])
+        elif dtype == "int8":
+            self.v_scale[:, 0, 30], self.v_scale[:, 1, 20] = np.nan, np.inf
+            self.v_scale[:, :, -9::3] = 400
+        else:
             self.v[:, 0, 30, 3], self.v[:, 1, 20, 5] = np.nan, np.inf
         self.q = rng.standard_normal((len(lens), self.heads * group, max(lens), width)).astype(query_dtype)
         self.options = options
@@ -51,7 +82,8 @@ class Work:
         place = lambda a: oracle.place(np.ascontiguousarray(a), arch)  # noqa: E731
         q = np.stack([self.q[s, :, e - tokens : e] for s, e in zip(seqs, ends, strict=True)])
         q = q[:, :, 0] if tokens == 1 and self.rng.integers(2) else q
-        arrays = [self.k, self.v] + [a for a in (self.k_scale, self.v_scale) if a is not None]
+        scales = [a for a in (self.k_scale, self.v_scale) if a is not None]
+        arrays = self.coded or [self.k, self.v, *scales]
         lens = place(np.array(ends, np.int32))
         options = {**self.options, **more, "return_lse": True}
         if (slopes := options.pop("slopes", None)) is not None:
@@ -60,7 +92,7 @@ class Work:
             options["sink_logits"] = place(logits)
         if pages:
             table, stored = self.in_pages(arrays, seqs, ends)
-            k, v, *scales = map(place, stored)
+            k, v, *scales = self.as_given(list(map(place, stored)))
             options.pop("sinks", None)
             call = lambda **kw: tikv.paged_decode_attention(place(q), k, v, place(table), lens, **options, **kw)  # noqa: E731
         else:
@@ -71,10 +103,18 @@ class Work:
                 for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
                     cache[i, :, :e] = a[s, :, :e]
                 stored.append(cache)
-            k, v, *scales = map(place, stored)
+            k, v, *scales = self.as_given(list(map(place, stored)))
             call = lambda **kw: tikv.decode_attention(place(q), k, v, lens, **options, **kw)  # noqa: E731
         out, lse = map(oracle.to_numpy, call(**dict(zip(("k_scale", "v_scale"), scales, strict=False))))
         return out.reshape(*q.shape[:2], tokens, -1), lse.reshape(*q.shape[:2], tokens)
+
+    def as_given(self, stored):
+        """Arrays as calls get them: codes with their numbers in one."""
+        if not self.coded:
+            return stored
+        parts = [(stored[n], [stored[n + 1][..., i] for i in range(stored[n + 1].shape[-1])]) for n in (0, 2)]
+        shape = (*stored[0].shape[:-1], self.q.shape[-1])
+        return [Quantized(codes, *[*numbers, None][:2], GROUP_FORMATS[self.dtype], shape) for codes, numbers in parts]
 
     def in_pages(self, arrays, seqs, ends):
         """(block table, pools): the first tokens of sequences in pages of random order."""
@@ -138,6 +178,8 @@ SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1,
                 },
                 "slopes-logits": {"dtype": "int8", "slopes": SLOPES, "sink_logits": SINKS, "softcap": 20.0},
                 "logits-window": {"dtype": "int8", "sink_logits": SINKS, "window": 30},
+                "groups": {"dtype": "quant4_64", "group": 4, "query_dtype": np.float16},
+                "floats": {"dtype": "float8_e4m3fn", "query_dtype": np.float16, "window": 140},
             }.items()
         ),
     ],
@@ -192,6 +234,26 @@ def test_tensor_cores_of_other_forms_divide_the_work(arch, rng, tiles, options, 
 
 
 @pytest.mark.archs("cuda")
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"width": 128, "group": 4, "page": 16}, id="pages"),
+        pytest.param({"width": 128, "group": 8, "page": 64, "window": 140, "softcap": 20.0}, id="window"),
+        pytest.param({"width": 128, "group": 12, "window": 140, "sinks": 3}, id="sinks"),
+        pytest.param({"group": 1}, id="small-pages"),
+    ],
+)
+def test_tensor_cores_over_codes(arch, rng, tiles, dtype, options):
+    """Tiles that are copied and tiles that are not, in every number of rows."""
+    work = Work(rng, **{**HALF, "dtype": dtype, **options})
+    with invariant(KEYS):
+        work.check(arch, 24)
+    assert {tile.shared_out for tile in tiles} == {"keys"}
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@pytest.mark.archs("cuda")
 def test_a_captured_graph_has_the_bits_of_prompts(arch, rng, tiles):
     """A token of each sequence by the tensor cores, as the sequences grow from launch to launch."""
     torch = pytest.importorskip("torch")
@@ -224,7 +286,7 @@ def test_a_captured_graph_has_the_bits_of_prompts(arch, rng, tiles):
 @pytest.mark.archs("cuda")
 def test_without_the_native_launcher_the_plain_kernel_attends(arch, rng, monkeypatch):
     """Other launchers may fuse products with sums, in one kernel of the tensor cores otherwise than in the next."""
-    monkeypatch.setattr(launcher, "_chosen", "direct")
+    monkeypatch.setattr(launcher, "_selected", "direct")
     work = Work(rng, lens=(70, 41), **HALF)
     with invariant(KEYS) as live:
         work.check(arch, 6, tokens=(1, 33))

@@ -3,12 +3,16 @@
 Numbers of V are rounded to halves before they meet their weights, which are as well.
 """
 
+import contextlib
+import types
+
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from invariance import invariant
 from ops.test_chosen import choose, expected
-from ops.test_tensor_cores import array_of, check, form_of, given, make, on_cuda
+from ops.test_tensor_cores import CUDA, array_of, check, form_of, given, make, on_cuda
 
 import tikv
 from tikv import arrays, dtypes, launch
@@ -23,6 +27,7 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2"]
 FLOAT_GROUPS = ["mxfp8", "mxfp4", "nvfp4"]
 PLAIN = ["int8", *FLOATS]  # which arrays of NumPy hold
 LENS = (300, 1, 0, 64, 17)
+SETTINGS = [contextlib.nullcontext, invariant]
 
 
 class Coded:
@@ -96,6 +101,21 @@ def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, querie
 
 
 @on_cuda
+@pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "quant4_64", "q4_0", *FLOAT_GROUPS])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
+@pytest.mark.parametrize("queries", [None, 40])
+def test_under_invariant(arch, rng, tiles, monkeypatch, name, place, queries):
+    with invariant(64):
+        if place == "ring":
+            coded = Coded(rng, arch, name, queries=queries, lens=(98, 777, 41), ring=99, sinks=3, capacity=99)
+            check(coded.case, coded.run(arch, monkeypatch), coded.case.expected(window=99))
+        else:
+            seen, lens = {"window": 37, "softcap": 5.0}, (300, 0, 64, 41)
+            attend(rng, arch, monkeypatch, name, place, seen, queries=queries, lens=lens, capacity=300, tolerance=2)
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@on_cuda
 @pytest.mark.parametrize("name", [*PLAIN, "quant8_64", "q4_0", *FLOAT_GROUPS])
 @pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
@@ -138,9 +158,10 @@ def test_what_nobody_sees_may_be_nan(arch, rng, tiles, monkeypatch, name, querie
 
 
 @on_cuda
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("query", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["quant8_64", "quant4_64", "q8_0"])
-def test_numbers_at_the_edge_of_float16(arch, rng, tiles, monkeypatch, name, query):
+def test_numbers_at_the_edge_of_float16(arch, rng, tiles, monkeypatch, name, query, setting):
     """Which codes may leave: one key stands for numbers up to 65,504, the others for some around 1."""
     coded = Coded(rng, arch, name, query=query, lens=(300,), capacity=300)
     numbers = coded.case.v_real.astype(np.float16)
@@ -149,8 +170,9 @@ def test_numbers_at_the_edge_of_float16(arch, rng, tiles, monkeypatch, name, que
     coded.cache.v = tikv.quantize(oracle.place(numbers, arch), name)
     coded.case.v_real = oracle.to_numpy(tikv.dequantize(coded.cache.v)).astype(np.float64)
     coded.case.q[:] = coded.case.q / 100
-    got, want = coded.run(arch, monkeypatch), coded.case.expected()
-    check(coded.case, got, want)
+    with setting():
+        got = coded.run(arch, monkeypatch)
+    check(coded.case, got, coded.case.expected())
 
 
 @on_cuda
@@ -204,7 +226,8 @@ SCALES = {"mxfp8": (range(67, 187), range(112, 121)), "mxfp4": (range(67, 187), 
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("queries", [None, 3])
 @pytest.mark.parametrize("far", [False, True])
-def test_any_codes_and_scales(arch, rng, tiles, monkeypatch, name, group, queries, far):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_any_codes_and_scales(arch, rng, tiles, monkeypatch, name, group, queries, far, setting):
     """Scales of V in one tile are up to 2 ** 120 apart, and all columns are right by their own numbers.
 
     If not `far`, what has the largest has no weight, and the others are what is left.
@@ -226,7 +249,9 @@ def test_any_codes_and_scales(arch, rng, tiles, monkeypatch, name, group, querie
         k[:, :, 17], v[:, :, 17] = -40 * np.abs(k).max(), v[:, :, 17] * 2.0 ** (40 if name != "nvfp4" else 5)
         cache.k, cache.v = (tikv.quantize(oracle.place(a, arch), FORMATS[name]) for a in (k, v))
         case.k_real, case.v_real = (oracle.to_numpy(tikv.dequantize(a)).astype(np.float64) for a in (cache.k, cache.v))
-    (out, lse), (want, want_lse) = coded.run(arch, monkeypatch), case.expected()
+    with setting():
+        out, lse = coded.run(arch, monkeypatch)
+    want, want_lse = case.expected()
     case.v_real = np.abs(case.v_real)
     size = case.expected()[0]
     assert (np.abs(out - want) <= 2.0**-7 * size).all()
@@ -381,6 +406,21 @@ def test_which_tiles_are_copied(arch, ampere, options, generation, launcher, cop
     """If the GPU and the launcher can, scales begin where copies may, and it is faster."""
     ampere.generation, ampere.launcher = generation, launcher
     assert (family_for(form_of(codes_given(**options))).tile.stages > 0) == copied
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "quant4_64"])
+def test_under_invariant_the_work_is_always_divided_alike(arch, ampere, name):
+    live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
+    ampere.generation, ampere.launcher = 9, "direct"
+    arrays, query, cache = codes_given(name)
+    assert "by 'direct' (asked for)" in TensorCodes.why_not(form_of((arrays, query, cache), live))
+    ampere.launcher = "native"
+    families = [family_for(form_of((arrays, query._replace(queries=n), cache), live)) for n in (1, 2, 9, 500)]
+    assert {type(family) for family in families} == {TensorCodes}
+    assert len({family.tile for family in families}) == 1
+    assert families[0].tile.shared_out == "keys"
+    assert not families[0].needs_native(form_of((arrays, query, cache), live))  # other kernels have other bits
 
 
 @pytest.mark.archs("cpu")

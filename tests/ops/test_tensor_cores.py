@@ -509,7 +509,6 @@ def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
     assert [tile_of(width=96).shared_out, tile_of(width=576, width_v=512).shared_out] == ["rows", "columns"]
     assert tile_of(30.0, queries=4).row_tiles == 1
     assert tile_of(30.0, width=256).shared_out == "rows"
-    assert "over codes" in TensorCodes.why_not(form_of(given(dtype="int8", q_dtype="float16"), live))
     assert "invariant=True" in launch.why_no_warpgroups(live)
 
 

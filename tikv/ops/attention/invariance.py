@@ -8,21 +8,28 @@ nothing that decides the order of a row's sums may depend on any of these:
   merged one after another; a part in which a row sees no key leaves its bits unchanged.
 - One kernel serves prompts and single tokens; its tasks have the same number of rows for any number of queries. Within
   a split, keys are processed in blocks that start at multiples of the block length, whether they are seen or not.
-- Kernels that do not work so are not used: on CUDA those of warpgroups, those of the tensor cores over codes, and that
-  of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which read pages and
-  contiguous memory with different loops; and torch's.
+- Kernels that do not work so are not used: on CUDA those of warpgroups, those of the tensor cores over keys by channel,
+  and that of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which read pages
+  and contiguous memory with different loops; and torch's.
 
-On CUDA the tensor cores attend with float16 and bfloat16 if q, K and V have the same type, in another order than the
-kernel for all types. So which of the two attends to a row never depends on the number of queries or sequences, or on
-lengths or pages. It depends on the types, the widths of the heads, the terms (sink logits, slopes, trees), and whether
-each row of K and V is in one piece and begins at a multiple of 16 bytes. With the tensor cores, too, the number of
-queries decides how the warps of a block divide the work, and the bits stay the same, for these reasons:
+On CUDA the tensor cores attend to float16 and bfloat16 if q, K and V have the same type, and to codes of 8 and 4 bits,
+in another order than the kernel for all types. So which kernel attends to a row never depends on the number of queries
+or sequences, or on lengths or pages. It depends on the types and formats, the widths of the heads, the terms (sink
+logits, slopes, trees), and whether each row of K and V is in one piece and begins at a multiple of 16 bytes, and the
+scales of a row where they are read together. With the tensor cores, too, the number of queries may decide how the
+warps of a block divide the work, and the bits stay the same, for these reasons:
 
-- A tile has 16 keys from a multiple of 16 positions on. A warp adds the tiles of a split one after another. A product
+- A tile has 16 keys from a multiple of 16 positions on. A warp adds its tiles of a split one after another. A product
   of tensor cores computes each query row by itself, whichever of the 8 rows of an instruction it is.
-- If the warps divide the rows, each has all tiles of its own rows. With few rows, they exchange the logits of four
-  tiles and divide the columns of V (`sm80.exchange`), so each column has the same products in the same order. The
-  logits of a tile are always computed by one warp; in heads wider than 256, always by four, in a fixed order.
+- Over float16 and bfloat16, a row's sums have all tiles in order. If the warps divide the rows, each has all tiles of
+  its own rows. With few rows, they exchange the logits of four tiles and divide the columns of V (`sm80.exchange`), so
+  each column has the same products in the same order. The logits of a tile are always computed by one warp; in heads
+  wider than 256, always by four, in a fixed order.
+- Over codes, a row has four sums, each of every fourth tile, counted from position 0: the warps divide the keys, for
+  any number of rows, and add up their sums in order. Tiles come from shared memory (`sm80.copies`) or not, with the
+  same arithmetic. How values are rounded depends on their key alone: those of a key that may leave float16's range are
+  2 ** -9 of what they are, and its weights 2 ** 9 times as large. The values of "mxfp8" and "mxfp4" that half precision
+  does not hold together are added in windows of their scales, which are the same for all tiles.
 - A row's maximum grows only if its own logits exceed it by enough; if another row of the warp grew, the row is
   multiplied by 2 ** 0, which is exactly 1.
 - A tile in which the row sees no key changes no bit: the masked logits are below every maximum, so the row's maximum

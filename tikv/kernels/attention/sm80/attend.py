@@ -8,8 +8,8 @@ in `cuda.attend`, results are rescaled only when a maximum grows.
 The warps of a block divide the keys among them and merge once, at the end. If there are many query rows, they divide
 the rows, and read the same keys from shared memory (`sm80.staged`) or from the cache of their multiprocessor. For wide
 heads, they divide the columns, and each adds its part of the logits. `sm80.tiles` finds the keys of a tile. Where
-the GPU can, `sm80.copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` one warp adds all
-tiles of a row in order: see `ops.attention.invariance`.
+the GPU can, `sm80.copies` copies tiles of codes into shared memory ahead. Under `Choices.invariant` the order in which
+a row's tiles are added does not depend on the number of rows: see `ops.attention.invariance`.
 `sm80.halves` turns K and V into fragments; `sm80.coded` does so for codes that are integers, and `sm80.floats`
 for codes that are floats. `sm80.infinities` handles infinities and NaNs that only some rows see. `tensor_cores.ll`
 has the instructions that Taichi does not know.
@@ -32,7 +32,7 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.sm80 import copies, exchange, floats, halves, infinities, staged
+from tikv.kernels.attention.sm80 import coded, copies, exchange, floats, halves, infinities, staged
 from tikv.kernels.attention.sm80.infinities import note
 from tikv.kernels.attention.sm80.instructions import HALVES, ROWS, WARPS, instructions
 from tikv.kernels.attention.sm80.kinds import kind_of
@@ -62,6 +62,7 @@ WIDTHS = range(64, 257, 32)  # of K and V
 WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # for wider heads, whose columns the warps divide
 FEW_REGISTERS = ("e4m3", "e5m2")  # codes whose tiles fit four times, if a tile is not read ahead
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
+LAG_OF_CODES = 6.0  # the same under `invariant` over codes that are integers: 2 ** `coded.LARGE` weights are halves too
 KEY_DISTANCES = [16, 8, 4]  # between lanes that have different keys of the same rows
 
 
@@ -82,16 +83,16 @@ class Tile(NamedTuple):
         return ROWS * self.row_tiles * (WARPS if self.shared_out == "rows" else 1)
 
 
-def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: bool = False) -> Tile:
+def tile_of(width: int, rows: int, codes: str = "", long: bool = False, copied: bool = False, most: int = 4) -> Tile:
     """The tile for a head width and a number of query rows of a KV head; `codes` is the code of K and V, if quantised.
 
-    If warps may copy their tiles, `copied`, they do so unless they divide the rows.
+    If warps may copy their tiles, `copied`, they do so unless they divide the rows, in `most` blocks at most.
 
     A kernel is `long` if queries see different keys and there are sinks, pages or a soft cap, or if keys are chosen. It
     has fewer rows of wide heads: otherwise LLVM makes two functions of it, which the native launcher does not support.
     """
     if copied and rows <= 2 * ROWS:
-        resident = copies.blocks_of(codes, width, width)
+        resident = min(most, copies.blocks_of(codes, width, width))
         return Tile(1, "keys", resident, resident, stages=copies.stages_of(resident, codes, width))
     if codes in FEW_REGISTERS and rows <= 2 * ROWS:
         return Tile(1, "keys", 4, 4)
@@ -195,13 +196,14 @@ def make_attend_tensor_in_order(tile, parts, c):
 
 make_attend_tensor_in_order.needs_native = lambda tile, parts, c: True
 make_attend_tensor_in_order.resident = make_attend_tensor.resident
+make_attend_tensor_in_order.shared_bytes = make_attend_tensor.shared_bytes
 make_attend_tensor_in_order.pairs = True
 
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
-    decode_task = make_decode_task("cuda", KEYS if c.invariant else step_of(x), c)
-    limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
+    decode_task = make_decode_task("cuda", step_of(x), c)
+    limits, f = make_limits(ROWS * x.row_tiles, step_of(x), c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     tile_at, add_tile = make_tile_at(c), make_add_tile(x, f, c)
     STAGED, COLUMNS, EXCHANGE = is_staged(x, c), x.shared_out == "columns", x.shared_out == "exchange"
@@ -376,7 +378,7 @@ def make_attend_staged(x, f, c):
 
     All warps go through the keys that some row of the block sees, and each computes those that its own rows see.
     """
-    limits = make_limits(ROWS * x.row_tiles * WARPS, c)
+    limits = make_limits(ROWS * x.row_tiles * WARPS, KEYS, c)
     look_up, slot_behind, find_values = make_look_up(c), make_slot_behind(c), make_find_values(c)
     fetch, put = staged.make_fetch(slot_behind, has_whole_tiles(c), c), staged.make_put(c)
     take_keys, take_values = staged.make_take_keys(c), staged.make_take_values(c)
@@ -496,7 +498,7 @@ def make_add_tile(x, f, c):
     """
     exp2 = instructions().exp2
     mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))
-    G = x.row_tiles
+    G, LEAST = x.row_tiles, lag_of(c)
 
     @ti.func
     def add_tile(at, row, thread, whole, counts: ti.template(), p: ti.template(), vf: ti.template(), m: ti.template(),
@@ -512,7 +514,7 @@ def make_add_tile(x, f, c):
         grown = 0
         for r in ti.static(range(2 * G)):
             top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
-            grown = ti.select(top > m[r] + ti.f32(LAG), 1, grown)
+            grown = ti.select(top > m[r] + ti.f32(LEAST), 1, grown)
         if ti.simt.warp.any_nonzero(ti.u32(ALL), grown) != 0:
             rescale(p, m, l, acc, sums)
         for i in ti.static(range(4 * G)):
@@ -524,6 +526,11 @@ def make_add_tile(x, f, c):
         f.add_values(lane, p, vf, acc, sums)
 
     return add_tile
+
+
+def lag_of(c) -> float:
+    """How far a maximum may be behind."""
+    return LAG_OF_CODES if c.invariant and kind_of(c.cache) is coded else LAG
 
 
 def make_mask(x, c):
@@ -553,7 +560,7 @@ def make_rescale(x, c):
     Under `invariant` a row keeps its maximum if another row of the warp grew: its factor is then 2 ** 0, exactly 1.
     """
     exp2 = instructions().exp2
-    NV = c.width_v // KEYS
+    NV, LEAST = c.width_v // KEYS, lag_of(c)
 
     @ti.func
     def rescale(p: ti.template(), m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template()):
@@ -561,7 +568,7 @@ def make_rescale(x, c):
             i = ti.static(r // 2 * 4 + r % 2)  # the row's first key; the other one is at i + 2
             top = butterfly_max(ti.max(m[r], ti.max(p[i], p[ti.static(i + 2)])), KEY_DISTANCES)
             if ti.static(c.invariant):
-                top = ti.select(top > m[r] + ti.f32(LAG), top, m[r])
+                top = ti.select(top > m[r] + ti.f32(LEAST), top, m[r])
             below, fade = m[r] - top, ti.f32(0.0)
             exp2(fade, below)
             m[r] = top

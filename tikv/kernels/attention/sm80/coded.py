@@ -23,6 +23,7 @@ from tikv.kernels.attention.sm80.instructions import (
     Fragments,
     instructions,
     lane_bits,
+    make_add_product,
     make_clear,
     make_weigh,
 )
@@ -115,7 +116,7 @@ def make_fragments(x, c):
         keys=2 * (of_k.count * of_k.words + groups),
         values=4 * of_v.count * (of_v.words + 1),
         queries=queries * x.row_tiles,
-        results=4 * (c.width_v // KEYS) * x.row_tiles + 1,
+        results=4 * (c.width_v // KEYS) * x.row_tiles + (not c.invariant),
         load_queries=make_load_queries(x, key, of_k, c),
         load_keys=make_load_keys(key, of_k, c),
         load_values=make_load_values(value, of_v, c),
@@ -370,7 +371,7 @@ def make_to_small_halves(codes):
 def make_scores(x, codes, piece, c):
     """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
     multiply, logit_of, to_halves = instructions().multiply_f16, make_logit(c), make_to_small_halves(codes)
-    to_f32 = make_bits_to_f32(c.scale)
+    add_product, to_f32 = make_add_product(c), make_bits_to_f32(c.scale)
     NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
     WORDS, SUMS = piece.count * piece.words, 2 * NK * G
     POWERS = SUMS + 2 * GROUPS * G
@@ -402,7 +403,8 @@ def make_scores(x, codes, piece, c):
                     for e in ti.static(range(2)):
                         o = ti.static(4 * g + 2 * i + e)
                         total = ti.bit_cast(qf[ti.static(SUMS + 2 * (g * GROUPS + j) + e)], ti.f32)
-                        p[o] += s[o] * scale + bias * total
+                        add_product(p, o, s[o], scale)
+                        add_product(p, o, bias, total)
         for i in ti.static(range(4 * G)):
             lacking = ti.bit_cast(qf[ti.static(POWERS + i // 4 * 2 + i % 2)], ti.f32)
             p[i] = logit_of(p[i] * lacking, scalars[X.logit_scale], scalars[X.softcap])
@@ -414,7 +416,8 @@ def make_add_values(x, codes, piece, c):
     """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`.
 
     The last of `acc` is 0 until a number may leave float16's range. From then on it is 1, and the others, with all that
-    is added to them, are 2 ** -`LARGE` of what they are.
+    is added to them, are 2 ** -`LARGE` of what they are. Under `invariant`, where other keys must not decide how a key
+    is rounded, only the numbers of that key are, and its weights are 2 ** `LARGE` times as large.
     """
     ext, weigh, to_halves = instructions(), make_weigh(x, "f16"), make_to_halves(codes)
     multiply, G, NV = ext.multiply_f16, x.row_tiles, c.width_v // KEYS
@@ -422,29 +425,61 @@ def make_add_values(x, codes, piece, c):
     PIECES = 4 * piece.count
     LAST = 4 * NV * G
     ONE, LESS = offsets_of(codes, 1.0), offsets_of(codes, 2.0**-LARGE)
+    ONCE, LARGER = halves(1.0), halves(2.0**LARGE)
     CODES_OF_WORD = 32 // codes.bits
 
     @ti.func
-    def make_room(vf: ti.template(), acc: ti.template()):
-        """Scales from 64 on, or biases from 32,768 on, and codes may make numbers above 65,504."""
-        wide = ti.u32(0)
+    def large_bits(numbers):
+        """Not 0 for scales from 64 on, or biases from 32,768 on: with codes they may make numbers above 65,504."""
+        return ((numbers & ti.u32(0x7FFF7FFF)) + ti.u32(0x08002C00)) & ti.u32(0x80008000)
+
+    @ti.func
+    def has_large(vf: ti.template()):
+        """Whether a lane of the warp has such numbers."""
+        large = ti.u32(0)
         for i in ti.static(range(PIECES)):
-            wide = wide | ((vf[ti.static(4 * WORDS + i)] & ti.u32(0x7FFF7FFF)) + ti.u32(0x08002C00))
-        wide = ti.select((wide & ti.u32(0x80008000)) != ti.u32(0), ti.u32(1), ti.u32(0))
-        if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(wide, ti.i32)) != 0:
+            large = large | large_bits(vf[ti.static(4 * WORDS + i)])
+        return ti.simt.warp.any_nonzero(ti.u32(ALL), ti.select(large != ti.u32(0), 1, 0)) != 0
+
+    @ti.func
+    def make_room(vf: ti.template(), acc: ti.template()):
+        if has_large(vf):
             if acc[LAST] == ti.f32(0.0):
                 for i in ti.static(range(LAST)):
                     acc[i] *= ti.f32(2.0**-LARGE)
                 acc[LAST] = ti.f32(1.0)
 
     @ti.func
-    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
-        make_room(vf, acc)
-        f = [ti.select(acc[LAST] == ti.f32(0.0), ti.u32(ONE[i]), ti.u32(LESS[i])) for i in range(4)]
-        factor, by16, less, less16 = f[0], f[1], f[2], f[3]
+    def make_room_for_keys(lane, vf: ti.template(), f: ti.template(), b: ti.template()):
+        """The factors of keys with large numbers, and their weights."""
         nothing = ti.u32(0x80008000)  # -0
+        for i in ti.static(range(2)):
+            large = [ti.u32(0) for _ in range(2)]
+            for n in ti.static(range(2 * piece.count)):
+                large[ti.static(n // piece.count)] |= large_bits(vf[ti.static(4 * WORDS + 2 * i * piece.count + n)])
+            mask = ti.select(large[0] != ti.u32(0), ti.u32(0xFFFF), ti.u32(0))
+            mask = mask | ti.select(large[1] != ti.u32(0), ti.u32(0xFFFF0000), ti.u32(0))
+            for distance in ti.static((4, 8, 16)):  # between lanes that have other columns of the same keys
+                mask = mask | lane_bits(mask, lane ^ distance)
+            for n in ti.static(range(4)):
+                f[ti.static(4 * i + n)] = (ti.u32(ONE[n]) & ~mask) | (ti.u32(LESS[n]) & mask)
+            times = (ti.u32(ONCE) & ~mask) | (ti.u32(LARGER) & mask)
+            for g in ti.static(range(G)):
+                ext.scale_halves(b[ti.static(2 * g + i)], b[ti.static(2 * g + i)], times, nothing)
+
+    @ti.func
+    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
+        f = [ti.u32(ONE[i % 4]) for i in range(8)]  # of two rows of V, twice
         b = [ti.u32(0) for _ in range(2 * G)]
+        if ti.static(not c.invariant):
+            make_room(vf, acc)
+            for i in ti.static(range(8)):
+                f[i] = ti.select(acc[LAST] == ti.f32(0.0), ti.u32(ONE[i % 4]), ti.u32(LESS[i % 4]))
         weigh(lane, p, b, sums)
+        if ti.static(c.invariant):
+            if has_large(vf):
+                make_room_for_keys(lane, vf, f, b)
+        nothing = ti.u32(0x80008000)  # -0
         for n in ti.static(range(piece.count)):
             scale = [ti.u32(0) for _ in range(2)]  # of two rows of V, twice
             bias = [nothing for _ in range(2)]
@@ -453,7 +488,7 @@ def make_add_values(x, codes, piece, c):
                 ext.low_halves(scale[i], vf[first], vf[ti.static(first + piece.count)])
                 if ti.static(codes.numbers == 2):
                     ext.high_halves(bias[i], vf[first], vf[ti.static(first + piece.count)])
-                    ext.scale_halves(bias[i], bias[i], factor, nothing)
+                    ext.scale_halves(bias[i], bias[i], f[ti.static(4 * i)], nothing)
             for w in ti.static(range(n * piece.words, (n + 1) * piece.words)):
                 # Of the word's columns, each in two rows of V; of the first two rows, then of the others.
                 halves = [ti.u32(0) for _ in range(2 * CODES_OF_WORD)]
@@ -469,7 +504,8 @@ def make_add_values(x, codes, piece, c):
                         ext.high_halves(mixed[1], near, far)
                     for h in ti.static(range(2)):
                         part = [ti.u32(0) for _ in range(COUNT)]
-                        to_halves(mixed[h], part, factor, by16, less, less16)
+                        to_halves(mixed[h], part, f[ti.static(4 * i)], f[ti.static(4 * i + 1)],
+                                  f[ti.static(4 * i + 2)], f[ti.static(4 * i + 3)])  # fmt: skip
                         for e in ti.static(range(COUNT)):
                             ext.scale_halves(halves[ti.static(i * CODES_OF_WORD + h * COUNT + e)], part[e], scale[i],
                                              bias[i])  # fmt: skip
@@ -490,9 +526,10 @@ def make_settle(x, c):
 
     @ti.func
     def settle(acc: ti.template(), task, v_scale: ti.template(), strides, scalars):
-        if acc[LAST] != ti.f32(0.0):
-            for i in ti.static(range(LAST)):
-                acc[i] *= ti.f32(2.0**LARGE)
+        if ti.static(not c.invariant):
+            if acc[LAST] != ti.f32(0.0):
+                for i in ti.static(range(LAST)):
+                    acc[i] *= ti.f32(2.0**LARGE)
 
     return settle
 

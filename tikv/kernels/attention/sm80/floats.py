@@ -27,7 +27,7 @@ from tikv.kernels.attention.sm80.coded import (
     make_load_values,
     pieces_of,
 )
-from tikv.kernels.attention.sm80.instructions import Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.attention.sm80.instructions import Fragments, instructions, lane_bits, make_add_product, make_weigh
 from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.softmax import make_logit
 from tikv.kernels.attention.task import T
@@ -63,7 +63,6 @@ class Window(NamedTuple):
 
 
 WINDOWS = {"mxfp8": Window(106, 1, 22), "mxfp4": Window(105, 6, 30)}
-ADDED = 0x200  # replaces a scale whose values have been added: it lies outside every window
 
 
 class Layout(NamedTuple):
@@ -231,7 +230,7 @@ def make_scores(x, layout, c):
     GROUPS = c.width // layout.key.group if layout.by_sums else 1
     IN_GROUP, SCALES, SUMS = WORDS // GROUPS, words_of_scales(layout, c), 1 if layout.by_sums else 2
     EACH = 32 // layout.key.bits
-    scale_of = make_scale_of_sums(layout, c)
+    scale_of, add_product = make_scale_of_sums(layout, c), make_add_product(c)
 
     @ti.func
     def products(j: ti.template(), kf: ti.template(), qf: ti.template(), s: ti.template()):
@@ -269,7 +268,7 @@ def make_scores(x, layout, c):
             products(j, kf, qf, s)
             for i in ti.static(range(4 * G)):
                 if ti.static(layout.by_sums):
-                    p[i] += s[i] * scale_of(kf, ti.static(i % 4 // 2), j)
+                    add_product(p, i, s[i], scale_of(kf, ti.static(i % 4 // 2), j))
                 else:
                     p[i] = s[i] + s[ti.static(4 * G + i)]
         for i in ti.static(range(4 * G)):
@@ -415,12 +414,13 @@ def make_add_values(x, layout, c):
     def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
         b = [ti.u32(0) for _ in range(2 * G)]
         weigh(lane, p, b, sums)
+        added = 0
         if ti.static(layout.by_sums):
             if ti.simt.warp.any_nonzero(ti.u32(ALL), is_outside(vf)) != 0:
                 add_apart(lane, vf, b, acc)
-            else:
-                add_in_window(vf, b, acc)
-        else:
+                if ti.static(not c.invariant):
+                    added = 1
+        if added == 0:
             add_in_window(vf, b, acc)
 
     return add_values
@@ -430,11 +430,13 @@ def make_add_apart(x, layout, values_of_word, c):
     """add_apart(lane, vf, b, acc): add the values of a tile if some of its scales lie outside the window.
 
     Each pass places the window's end at the largest scale that is left, multiplies the values whose scales lie in it,
-    and adds these products to the results, times the distance of the two windows.
+    and adds these products to the results, times the distance of the two windows. Under `invariant` other keys must not
+    decide which values are added together: windows lie side by side, from that of `WINDOWS` on, whose values are left.
     """
     ext, row_max, window = instructions(), make_row_max("cuda", 32), WINDOWS[c.cache]
     piece, NV, G = layout.of_v, c.width_v // KEYS, x.row_tiles
     WORDS, EACH = piece.count * piece.words, 32 // layout.value.bits
+    LOW, HIGH, SPAN = window.origin + window.low, window.origin + window.high, window.high - window.low + 1
 
     @ti.func
     def half_of(scale, origin):
@@ -445,14 +447,24 @@ def make_add_apart(x, layout, values_of_word, c):
         return ti.cast(ti.select(byte == 0xFF, 0x7E00, half), ti.u32)
 
     @ti.func
+    def is_missing(byte, added):
+        """1 for a scale whose values are to be added apart and were not: those from `added` on were."""
+        missing = ti.select(byte < added, 1, 0)
+        if ti.static(c.invariant):
+            missing = ti.select(byte < LOW, missing, ti.select(byte > HIGH, missing, 0))
+        return missing
+
+    @ti.func
     def add_apart(lane, vf: ti.template(), b: ti.template(), acc: ti.template()):
-        going = 1
+        going, added = 1, 0xFF  # NaN is added in each pass
         while going != 0:
             largest = 0
             for n in ti.static(range(4 * piece.count)):
                 byte = ti.cast(vf[ti.static(4 * WORDS + n)], ti.i32)
-                largest = ti.max(largest, ti.select(byte >= 0xFF, 0, byte + 1))
+                largest = ti.max(largest, ti.select(is_missing(byte, added) != 0, byte + 1, 0))
             top = ti.cast(row_max(lane, ti.cast(largest, ti.u32)), ti.i32) - 1
+            if ti.static(c.invariant):
+                top = top + (ti.static(HIGH + 16 * SPAN) - top) % SPAN
             origin = top - window.high
             # The distance of the two windows, as two factors: one alone could leave float32's range.
             half = (origin - window.origin) >> 1
@@ -476,13 +488,15 @@ def make_add_apart(x, layout, values_of_word, c):
                                              b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
                             for e in ti.static(range(4)):
                                 acc[ti.static(a + e)] += s[e] * factor * rest
-            more = 0
+            added, more = origin + window.low, 0
             for n in ti.static(range(4 * piece.count)):
-                byte = ti.cast(vf[ti.static(4 * WORDS + n)], ti.i32)
-                byte = ti.select(byte == 0xFF, ADDED, ti.select(byte >= origin + window.low, ADDED, byte))
-                vf[ti.static(4 * WORDS + n)] = ti.cast(byte, ti.u32)
-                more = ti.select(byte != ADDED, 1, more)
+                more = more | is_missing(ti.cast(vf[ti.static(4 * WORDS + n)], ti.i32), added)
             going = ti.simt.warp.any_nonzero(ti.u32(ALL), more)
+        if ti.static(c.invariant):
+            for n in ti.static(range(4 * WORDS, 4 * WORDS + 4 * piece.count)):
+                byte = ti.cast(vf[n], ti.i32)
+                inside = ti.select(byte < LOW, 0, ti.select(byte > HIGH, 0, 1))
+                vf[n] = ti.select(inside != 0, vf[n], ti.u32(window.origin))  # a half of 0
 
     return add_apart
 

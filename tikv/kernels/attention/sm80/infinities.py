@@ -104,9 +104,7 @@ def make_restore(x, parts, c):
             row = task[T.row]
             if ti.static(by_warp):
                 row = row + thread // 32 * most
-            behind = params[P.queries] * c.group
-            if ti.static(c.index_bits > 0):
-                behind = task[T.row] + c.rows
+            behind = ti.min(params[P.queries] * c.group, task[T.row] + c.rows)
             count = ti.min(most, behind - row) * DV
             for n in range((count - thread % threads + threads - 1) // threads):
                 r, column = row + (n * threads + thread % threads) // DV, (n * threads + thread % threads) % DV

@@ -54,6 +54,24 @@ def transposed(y, lane):
     return ((low >> shift) & ti.u32(0xFFFF)) | ((high >> shift) << ti.u32(16))
 
 
+def make_add_product(c):
+    """add_product(sums, n, a, b): sums[n] += a * b.
+
+    Under `invariant` it is one instruction. Of sums of products LLVM makes some that it rounds once, and chooses their
+    order, in one kernel otherwise than in the next.
+    """
+    ext = instructions()
+
+    @ti.func
+    def add_product(sums: ti.template(), n: ti.template(), a, b):
+        if ti.static(c.invariant):
+            ext.add_product(sums[n], a, b)
+        else:
+            sums[n] += a * b
+
+    return add_product
+
+
 def make_clear(first, each, infinite, c):
     """clear(counts, vf) -> not 0 if rows may miss something: zeros for what has no weight and may be infinite.
 

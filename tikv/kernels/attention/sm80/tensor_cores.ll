@@ -137,6 +137,16 @@ define void @exp2(float* %r, float* %px) alwaysinline {
   ret void
 }
 
+; c += a b, rounded once
+define void @add_product(float* %pc, float* %pa, float* %pb) alwaysinline {
+  %c = load float, float* %pc
+  %a = load float, float* %pa
+  %b = load float, float* %pb
+  %d = call float asm "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"(float %a, float %b, float %c)
+  store float %d, float* %pc
+  ret void
+}
+
 ; Codes of 8 bits, two halves of a register each: their bits below those of 1024, times a factor, plus an offset
 define void @halves_8(i32* %p0, i32* %p1, i32* %px, i32* %pf, i32* %po) alwaysinline {
   %x = load i32, i32* %px

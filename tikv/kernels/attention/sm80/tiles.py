@@ -68,9 +68,13 @@ def make_first_of(c):
     return first_of
 
 
-def make_limits(count, c):
-    """limits(row, visible, task, params) -> the vector `Limits` for `count` rows from `row`."""
-    tile_bounds = make_tile_bounds(c)
+def make_limits(count, step, c):
+    """limits(row, visible, task, params) -> the vector `Limits` for `count` rows from `row`.
+
+    Under `invariant` they begin at a multiple of `step`, the keys that a block takes at a time, so that each tile is
+    always taken by the same warp.
+    """
+    tile_bounds, MULTIPLE = make_tile_bounds(c), step if c.invariant else KEYS
 
     @ti.func
     def limits(row, visible, task, params):
@@ -83,7 +87,7 @@ def make_limits(count, c):
             if ti.static(c.sinks):
                 low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
             else:
-                begin = ti.max(begin, (ti.max(first[0], -1) + 1) // KEYS * KEYS)
+                begin = ti.max(begin, (ti.max(first[0], -1) + 1) // MULTIPLE * MULTIPLE)
             end = ti.min(end, newest + 1)
         if row >= rows:
             end = begin

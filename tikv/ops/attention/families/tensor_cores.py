@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv import launch
+from tikv import launch, runtime
 from tikv.kernels.attention.sm80 import attend, channels, coded, copies, floats, halves
 from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm80.kinds import kind_of
@@ -14,7 +14,7 @@ from tikv.ops.attention.families.family import columns_of, most_splits, rows_eve
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.splits import fewest_splits
 
-SUM_ORDER = "tikv.init(invariant=True) is set, and the order of their sums over codes depends on the queries"
+SUM_ORDER = "tikv.init(invariant=True) is set, and the order of their sums depends on the queries"
 
 
 class Tiles(Cuda):
@@ -26,6 +26,7 @@ class Tiles(Cuda):
 
     on_tensor_cores = True
     factory: Any  # of the kernel that attends
+    in_order: Any = None  # the same under `invariant`, for families that serve it
 
     def __init__(self, form: Form) -> None:
         self.tile = self.tile_of(form)
@@ -37,7 +38,7 @@ class Tiles(Cuda):
         raise NotImplementedError
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        return self.factory, (self.tile,)
+        return (self.in_order if self.live.invariant else self.factory), (self.tile,)
 
     def splits_of(self, keys: int) -> int:
         tile, processors = self.tile, launch.multiprocessors(self.live)
@@ -52,6 +53,13 @@ def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> 
     return int(tile.rows) if queries > 1 or exchange else rows_evenly(group, tile.rows)
 
 
+def why_not_in_order(live: runtime.Runtime) -> str:
+    """Why the kernels cannot keep the order of sums that `invariant` needs; empty if they can, or need not."""
+    if live.invariant and (reason := launch.why_not_native(live)):
+        return f"tikv.init(invariant=True) is set, and {reason}"  # others may fuse products with sums
+    return ""
+
+
 class TensorRows(Tiles):
     """Calls whose q, K and V are of one type, float16 or bfloat16: tensor cores multiply them as they are stored."""
 
@@ -62,7 +70,7 @@ class TensorRows(Tiles):
         f"{columns_of(attend.WIDE_V)}; no sink logits, slopes, masks or trees"
     )
 
-    factory = staticmethod(attend.make_attend_tensor)
+    factory, in_order = staticmethod(attend.make_attend_tensor), staticmethod(attend.make_attend_tensor_in_order)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -74,8 +82,8 @@ class TensorRows(Tiles):
         live, cache = form.live, form.cache
         if reason := launch.why_no_tensor_cores(live):
             return reason
-        if live.invariant and (reason := launch.why_not_native(live)):
-            return f"tikv.init(invariant=True) is set, and {reason}"  # others may fuse products with sums
+        if reason := why_not_in_order(live):
+            return reason
         q, k, v = (form.arrays[name].dtype for name in "qkv")
         if cache.k.storage not in HALVES:
             return f"K and V are {form.stored}"
@@ -96,10 +104,6 @@ class TensorRows(Tiles):
             return attend.invariant_tile_of(cache.width, cache.width_v, form.rows, long)
         return attend.tile_of(max(cache.width, cache.width_v), form.rows, long=_is_long(form, long))
 
-    def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        factory = attend.make_attend_tensor_in_order if self.live.invariant else self.factory
-        return factory, (self.tile,)
-
 
 class TensorCodes(Tiles):
     """Calls over int8, 8-bit floats or groups of codes, which warps convert to float16 for the tensor cores."""
@@ -108,10 +112,10 @@ class TensorCodes(Tiles):
     serves = (
         "K and V of one format: int8, 8-bit floats, or groups of "
         f"{' or '.join(map(str, coded.BITS))} bits; q of float16 or bfloat16; heads of "
-        f"{columns_of(coded.WIDTHS)}; no sink logits, slopes, masks or trees; without `invariant=True`"
+        f"{columns_of(coded.WIDTHS)}; no sink logits, slopes, masks or trees"
     )
 
-    factory = staticmethod(attend.make_attend_tensor)
+    factory, in_order = staticmethod(attend.make_attend_tensor), staticmethod(attend.make_attend_tensor_in_order)
 
     @classmethod
     def why_not(cls, form: Form) -> str:
@@ -119,9 +123,9 @@ class TensorCodes(Tiles):
         q, widths = form.arrays["q"].dtype, (form.cache.width, form.cache.width_v)
         if reason := launch.why_no_tensor_cores(form.live):
             return reason
-        if form.live.invariant:
-            return SUM_ORDER
-        if cls.needs_native(form) and (reason := launch.why_no_hopper(form.live)):
+        if reason := why_not_in_order(form.live):
+            return reason
+        if storage in floats.NEEDS_NATIVE and (reason := launch.why_no_hopper(form.live)):
             return f"K and V are {form.stored}, and {reason}"
         if storage in HALVES or coded.codes_of(storage, cache.width) is None or not cache.alike:
             return f"K and V are {form.stored}"
@@ -136,7 +140,7 @@ class TensorCodes(Tiles):
 
     @classmethod
     def needs_native(cls, form: Form) -> bool:
-        return form.cache.k.storage in floats.NEEDS_NATIVE
+        return not form.live.invariant and form.cache.k.storage in floats.NEEDS_NATIVE
 
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
@@ -144,8 +148,10 @@ class TensorCodes(Tiles):
 
     def tile_of(self, form: Form) -> Any:
         cache, long = form.cache, form.options.softcap is not None or form.cache.sinks > 0
-        width = max(cache.width, cache.width_v)
-        return attend.tile_of(width, form.rows, cache.k.storage, _is_long(form, long), _copies_tiles(form))
+        width, storage, copied = max(cache.width, cache.width_v), cache.k.storage, _copies_tiles(form)
+        if form.live.invariant:  # warps divide the keys, in prompts too; four blocks have too few registers
+            return attend.tile_of(width, attend.ROWS, storage, _is_long(form, long), copied, most=3)
+        return attend.tile_of(width, form.rows, storage, _is_long(form, long), copied)
 
 
 class TensorChannels(Tiles):
