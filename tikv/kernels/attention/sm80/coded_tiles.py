@@ -2,9 +2,9 @@
 
 A warp takes a tile at a time, keys and values apart: while one of both is used, the other one, or that of the warp's
 next tile, is under way. Codes become the lowest bits of halves, as in `sm80.coded`. What meets them has the scales of
-their lines: queries for keys, weights for values. Such a product is a sum of two halves, which are rows n and n + 8 of
-one fragment; so sums lack 2 ** -22 of their terms. The factors of columns multiply sums, and biases are sums of their
-own for each row.
+their lines: queries for keys, weights for values. A query's product is a sum of two halves, which are rows n and n + 8
+of one fragment; so sums lack 2 ** -22 of their terms. A weight's is a half. The factors of columns multiply sums, and
+biases are sums of their own for each row.
 
 A lane has the same neighbouring codes of each line that it reads, four lines at once; so both products find the same
 tokens in the same lanes. Lines lie in shared memory in the order in which lanes read them, which avoids conflicts of
@@ -258,8 +258,8 @@ def make_multiply(lines, nbytes):
     return multiply
 
 
-def make_split(times):
-    """split(y, a): four numbers as a fragment: their halves, and so many times what these lack."""
+def make_split():
+    """split(y, a): four numbers as a fragment: their halves, and `LACKING` times what these lack."""
     ext, half = instructions(), make_bits_to_f32("f16")
 
     @ti.func
@@ -267,8 +267,8 @@ def make_split(times):
         for n in ti.static(range(2)):
             high, low = ti.u32(0), ti.u32(0)
             ext.pack_f16(high, y[ti.static(2 * n)], y[ti.static(2 * n + 1)])
-            near = (y[ti.static(2 * n)] - half(high & ti.u32(0xFFFF))) * ti.f32(times)
-            far = (y[ti.static(2 * n + 1)] - half(high >> ti.u32(16))) * ti.f32(times)
+            near = (y[ti.static(2 * n)] - half(high & ti.u32(0xFFFF))) * ti.f32(LACKING)
+            far = (y[ti.static(2 * n + 1)] - half(high >> ti.u32(16))) * ti.f32(LACKING)
             ext.pack_f16(low, near, far)
             a[ti.static(2 * n)], a[ti.static(2 * n + 1)] = high, low
 
@@ -414,7 +414,7 @@ def make_score(c):
     Number 2 j + e is that of the lane's token j in half e of its tokens.
     """
     ext, half, keys, at = instructions(), make_bits_to_f32("f16"), lines_of(c.keys), layout_of(c)
-    read_words, split, logit_of = make_read_words(ext), make_split(LACKING), make_logit(c.weights)
+    read_words, split, logit_of = make_read_words(ext), make_split(), make_logit(c.weights)
     multiply, lane_offset = make_multiply(keys, keys.of_lane), make_lane_offset(keys)
     D, OF_LANE, SIZE = keys.count, keys.columns // 4, STEP * keys.nbytes
 
@@ -517,7 +517,7 @@ def make_add_values(c):
     ext, half, values, at = instructions(), make_bits_to_f32("f16"), lines_of(c.values), layout_of(c)
     CHUNKS, COLUMNS = max(1, values.columns // CHUNK), values.columns // 4
     OF_CHUNK, BYTES, SIZE = COLUMNS // CHUNKS, values.of_lane // CHUNKS, STEP * values.nbytes
-    read_words, split = make_read_words(ext), make_split(1.0)
+    read_words = make_read_words(ext)
     multiply, lane_offset = make_multiply(values, BYTES), make_lane_offset(values)
 
     @ti.func
@@ -526,9 +526,9 @@ def make_add_values(c):
         for chunk in ti.static(range(CHUNKS)):
             acc = [ti.f32(0.0) for _ in range(2 * OF_CHUNK)]
             for n in ti.static(range(values.count // STEP)):
-                y = [s[4 * n + e] for e in range(4)]
                 a = [ti.u32(0) for _ in range(4)]
-                split(y, a)
+                for e in ti.static(range(2)):
+                    ext.pack_f16(a[ti.static(2 * e)], s[ti.static(4 * n + 2 * e)], s[ti.static(4 * n + 2 * e + 1)])
                 multiply(lines + ti.u32(n * SIZE + chunk * BYTES), a, acc)
             factors = [ti.u32(0) for _ in range(OF_CHUNK // 2)]
             for e in ti.static(range(2)):
@@ -541,8 +541,7 @@ def make_add_values(c):
                 j, e = ti.static(i // 2, i % 2)
                 word = factors[ti.static(e * OF_CHUNK // 4 + j // 2)]
                 factor = half((word >> ti.u32(j % 2 * 16)) & ti.u32(0xFFFF)) * power
-                sums = acc[ti.static(4 * j + e)] + acc[ti.static(4 * j + e + 2)]
-                sums = sums * ti.f32(SMALL / times_of(values.bits, j)) + biases
+                sums = acc[ti.static(4 * j + e)] * ti.f32(SMALL / times_of(values.bits, j)) + biases
                 total[ti.static(chunk * OF_CHUNK + i)] += sums * factor
 
     return add_values
