@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from tikv.ops.page_scores import summarize_pages as summarize_pages
     from tikv.ops.paged import gather_paged as gather_paged
     from tikv.ops.paged import write_slots as write_slots
-    from tikv.ops.quantize import Quantized as Quantized
     from tikv.ops.quantize import dequantize as dequantize
     from tikv.ops.quantize import quantize as quantize
     from tikv.ops.quantize_tiles import QuantizedTiles as QuantizedTiles
+    from tikv.ops.quantized_arrays import Quantized as Quantized
     from tikv.ops.ragged import append_ragged as append_ragged
     from tikv.ops.rope import NormRope as NormRope
     from tikv.ops.rotate import Rope as Rope
@@ -113,7 +113,8 @@ _NAMES = {
     "tikv.ops.copy": ("copy", "copy_kv", "linearize"),
     "tikv.ops.page_scores": ("page_scores", "summarize_pages"),
     "tikv.ops.paged": ("gather_paged", "write_slots"),
-    "tikv.ops.quantize": ("Quantized", "dequantize", "quantize"),
+    "tikv.ops.quantize": ("dequantize", "quantize"),
+    "tikv.ops.quantized_arrays": ("Quantized",),
     "tikv.ops.quantize_tiles": ("QuantizedTiles",),
     "tikv.ops.ragged": ("append_ragged",),
     "tikv.ops.rope": ("NormRope",),

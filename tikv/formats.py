@@ -199,7 +199,7 @@ class Quant:
             keys that are read as numbers are rotated back. It cannot be used with "tokens", where each channel has its
             own scale. A NaN or an infinity spreads to all numbers of its block; numbers below 2**-96 count as 0.
         seed: the number of the set of signs, 0 or more. Kernels are compiled for each seed.
-        sinks: how many first tokens always stay unquantised, K and V, in stores and `TikvCache`.
+        sinks: how many first tokens always stay unquantised, K and V, in stores, pools and `TikvCache`.
         recent: how many newest tokens always stay so, at least, with "head_dim"; with "tokens" `residual` says it.
             Older tokens become codes in groups of ``group``, and are trimmed in such groups.
 
@@ -273,8 +273,8 @@ class Quant:
         """
         if self.sinks or self.recent:
             raise OptionError(
-                f"{self}: sinks and recent tokens are supported only for the dtype of a tikv.KVCacheStore, or of a "
-                "TikvCache. Leave them out."
+                f"{self}: sinks and recent tokens are supported only for the dtype of a tikv.KVCacheStore, "
+                "PagedKVCacheStore or TikvCache. Leave them out."
             )
         if self.axis == "tokens":
             raise OptionError(

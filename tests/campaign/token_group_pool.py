@@ -1,4 +1,4 @@
-"""PagedKVCacheStore of groups along tokens against groups and rows in NumPy: every bit of codes, and every block."""
+"""PagedKVCacheStore whose older tokens are codes against groups and rows in NumPy: every bit of codes, every block."""
 
 import random
 from collections import Counter
@@ -15,7 +15,16 @@ from tikv import reference
 from tikv.arrays import CacheArray
 
 LAYERS, HEADS, WIDTH, BLOCKS, SIZE, GROUP = 2, 2, 32, 24, 64, 32
-FORMS: list[Any] = [None, "float16", tikv.Quant(8, 32)]  # of values
+ALONG_TOKENS, ALONG_ROWS = {"axis": "tokens", "residual": (32, 33, 50)}, {"recent": (1, 32, 45)}
+FORMS: list[tuple[Any, Any, Any]] = [  # groups of keys, sinks, and the format of values
+    (ALONG_TOKENS, 0, None),
+    (ALONG_TOKENS, 0, "float16"),
+    (ALONG_TOKENS, 0, tikv.Quant(8, 32)),
+    (ALONG_ROWS, 4, None),
+    (ALONG_ROWS, 0, "float16"),
+    (ALONG_ROWS, 3, tikv.Quant(8, 32)),
+    (ALONG_TOKENS, 40, None),
+]
 MOST = 5  # sequences; then one is freed
 
 
@@ -24,13 +33,15 @@ class Held:
     """What a layer of a sequence holds.
 
     Attributes:
+        fixed: rows of sinks, (K and V, heads, width) each.
         groups: of each group of codes what the pool's arrays have, (heads, 1 or tokens, ...).
-        new: rows of newer tokens, (K and V, heads, width) each.
+        new: rows of newer tokens.
         positions: of all of them.
         came: tokens that were appended.
         end: tokens that had come when it was compacted.
     """
 
+    fixed: list[np.ndarray] = field(default_factory=list)
     groups: list[list[np.ndarray]] = field(default_factory=list)
     new: list[np.ndarray] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -42,7 +53,7 @@ class Held:
         return GROUP * len(self.groups)
 
     def copy(self) -> "Held":
-        return Held(list(self.groups), list(self.new), list(self.positions), self.came, self.end)
+        return Held(list(self.fixed), list(self.groups), list(self.new), list(self.positions), self.came, self.end)
 
 
 class TokenGroupPool:
@@ -51,9 +62,10 @@ class TokenGroupPool:
     def __init__(self, rng, arch, number, folder):
         self.rng, self.arch, self.path = rng, arch, folder / "groups.safetensors"
         self.chance = random.Random(int(rng.integers(2**63)))
-        self.values = FORMS[number % len(FORMS)]
-        self.name, self.doing = f"PagedKVCacheStore of groups along tokens, values {self.values}", "making it"
-        self.quant = tikv.Quant(4, GROUP, "tokens", self.chance.choice((32, 33, 50)))
+        form, self.sinks, self.values = FORMS[number % len(FORMS)]
+        form = {name: self.chance.choice(x) if isinstance(x, tuple) else x for name, x in form.items()}
+        self.quant = tikv.Quant(4, GROUP, **form, sinks=self.sinks)
+        self.name, self.doing = f"PagedKVCacheStore of {self.quant}, values {self.values}", "making it"
         self.store = tikv.PagedKVCacheStore(
             num_layers=LAYERS, num_kv_heads=HEADS, head_dim=WIDTH, num_blocks=BLOCKS, block_size=SIZE,
             dtype=self.quant, v_dtype=self.values,
@@ -72,8 +84,10 @@ class TokenGroupPool:
     def encode(self, held: Held) -> None:
         """The oldest rows become a group of codes."""
         k, v = np.array(held.new[:GROUP]).transpose(1, 2, 0, 3)  # (heads, group, width) each
-        codes, *numbers = self.quantised(k.swapaxes(1, 2), self.quant)
-        found = [codes[:, None], np.stack(numbers, axis=-1).reshape(HEADS, 1, WIDTH, 2)]
+        codes, *numbers = self.quantised(k.swapaxes(1, 2) if self.quant.axis == "tokens" else k, self.quant)
+        found = [codes, np.stack(numbers, axis=-1).reshape(HEADS, GROUP, -1)]
+        if self.quant.axis == "tokens":
+            found = [codes[:, None], np.stack(numbers, axis=-1).reshape(HEADS, 1, WIDTH, 2)]
         if self.values == "float16":
             found.append(v.astype(np.float16))
         else:
@@ -89,9 +103,17 @@ class TokenGroupPool:
     def numbers(self, held: Held) -> tuple[np.ndarray, np.ndarray]:
         """K and V as they are read, (n, heads, width) float32."""
         keys, values = [np.empty((0, HEADS, WIDTH), np.float32)], [np.empty((0, HEADS, WIDTH), np.float32)]
+        if held.fixed:
+            rows = np.array(held.fixed)
+            keys.append(rows[:, 0])
+            values.append(rows[:, 1])
         for k, k_numbers, v, *v_numbers in held.groups:
-            of_k = k[:, 0], k_numbers[:, 0, :, :1], k_numbers[:, 0, :, 1:]
-            keys.append(reference.dequantize_groups(*of_k, self.quant.bits, "affine").transpose(2, 0, 1))
+            if self.quant.axis == "tokens":
+                of_k = k[:, 0], k_numbers[:, 0, :, :1], k_numbers[:, 0, :, 1:]
+                keys.append(reference.dequantize_groups(*of_k, self.quant.bits, "affine").transpose(2, 0, 1))
+            else:
+                of_k = k, k_numbers[..., 0::2], k_numbers[..., 1::2]
+                keys.append(reference.dequantize_groups(*of_k, self.quant.bits, "affine").swapaxes(0, 1))
             if v_numbers:
                 of_v = v, v_numbers[0][..., 0::2], v_numbers[0][..., 1::2]
                 v = reference.dequantize_groups(*of_v, (self.values or self.quant).bits, "affine")
@@ -103,9 +125,9 @@ class TokenGroupPool:
         return np.concatenate(keys).astype(np.float32), np.concatenate(values).astype(np.float32)
 
     def grow(self, held: Held, row: np.ndarray) -> None:
-        if len(held.new) == self.quant.residual + GROUP:
+        if len(held.new) == self.quant.newest + GROUP:
             self.encode(held)
-        held.new.append(row)
+        (held.new if len(held.fixed) == self.sinks else held.fixed).append(row)
         held.positions.append(held.came)
         held.came += 1
 
@@ -187,7 +209,7 @@ class TokenGroupPool:
                 self.store.append(layer, k_, v_, seqs, starts)
         except tikv.CapacityError:
             held = [len(self.model[seq][layer].positions) for seq in seqs]
-            most = sum(-(-(n + m) // SIZE) - n // SIZE for n, m in zip(held, counts, strict=True))
+            most = sum(-(-(n + m) // SIZE) - max(0, n - self.sinks) // SIZE for n, m in zip(held, counts, strict=True))
             assert most > free, f"refused, though {free} blocks are free and at most {most} are needed"
             assert {seq: self.table(seq) for seq in seqs} == before
             return
@@ -200,7 +222,8 @@ class TokenGroupPool:
 
     def attend(self) -> None:
         seqs, layer = self.some()[0], self.chance.randrange(LAYERS)
-        fresh = [min(len(x.new), x.came - x.end) for x in (self.model[seq][layer] for seq in seqs)]
+        layers = [self.model[seq][layer] for seq in seqs]
+        fresh = [min(len(x.new) + (0 if x.groups else len(x.fixed)), x.came - x.end) for x in layers]
         tokens = self.chance.randint(1, max(1, min(3, *fresh, 3)))
         self.doing = f"attend(layer {layer}, sequences {seqs}, {tokens} queries)"
         q = self.rng.standard_normal((len(seqs), tokens, 2 * HEADS, WIDTH)).astype(np.float32)
@@ -258,6 +281,7 @@ class TokenGroupPool:
             left = min(len(held.positions), n - held.came + len(held.positions))
             held.came = min(held.came, n)
             held.positions = held.positions[:left]
+            held.fixed, left = held.fixed[:left], max(0, left - self.sinks)
             held.groups = held.groups[: left // GROUP]
             held.new = held.new[: left - held.coded]
 
@@ -265,10 +289,12 @@ class TokenGroupPool:
         seq = self.chance.choice(self.here())
         layers = self.model[seq]
         longest = common([held.came for held in layers])
-        n = self.chance.choice((longest, longest - 1, longest - 20, longest // GROUP * GROUP, longest // 2, 0))
+        whole = (longest - self.sinks) // GROUP * GROUP + self.sinks
+        n = self.chance.choice((longest, longest - 1, longest - 20, whole, whole - GROUP, longest // 2, self.sinks, 0))
         self.doing = f"truncate({seq}, {n})"
-        kept = [min(len(x.positions), n - x.came + len(x.positions)) for x in layers]
-        if n < 0 or any(n < x.end or (m < x.coded and m % GROUP) for x, m in zip(layers, kept, strict=True)):
+        kept = [min(len(x.positions), n - x.came + len(x.positions)) - self.sinks for x in layers]
+        parted = any(0 < m < x.coded and m % GROUP for x, m in zip(layers, kept, strict=True))
+        if not 0 <= n <= longest or any(n < x.end for x in layers) or parted:
             refuses(tikv.TikvError, lambda: self.store.truncate(seq, n))
             return
         self.store.truncate(seq, n)
@@ -279,10 +305,13 @@ class TokenGroupPool:
         held = self.model[seq][layer]
         groups = [g for g in range(len(held.groups)) if self.chance.random() < 0.6]
         new = [n for n in range(len(held.new)) if self.chance.random() < 0.8]
-        keep = [g * GROUP + i for g in groups for i in range(GROUP)] + [held.coded + n for n in new]
+        of_fixed = [n for n in range(len(held.fixed)) if groups or self.chance.random() < 0.8]
+        fixed = len(held.fixed)
+        keep = of_fixed + [fixed + g * GROUP + i for g in groups for i in range(GROUP)]
+        keep += [fixed + held.coded + n for n in new]
         self.doing = f"compact(layer {layer}, {seq}, groups {groups} and {len(new)} of {len(held.new)} new tokens)"
         if groups and self.chance.random() < 0.2:
-            del keep[self.chance.randrange(GROUP * len(groups))]
+            del keep[self.chance.randrange(fixed + GROUP * len(groups))]
             refuses(tikv.PositionError, lambda: self.store.compact(layer, seq, keep))
             return
         free = self.store.num_free_blocks
@@ -291,7 +320,9 @@ class TokenGroupPool:
         except tikv.CapacityError:
             assert -(-len(keep) // SIZE) > free, "refused, though there is room"
             return
-        held.groups, held.new = [held.groups[g] for g in groups], [held.new[n] for n in new]
+        rows = [held.fixed[n] for n in of_fixed] + [held.new[n] for n in new]
+        held.groups = [held.groups[g] for g in groups]
+        held.fixed, held.new = rows[: self.sinks], rows[self.sinks :]
         held.positions, held.end = [held.positions[i] for i in keep], held.came
 
     def swap(self) -> None:

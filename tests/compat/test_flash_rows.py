@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from peers_by_definition import softmax_attention
+from test_flashinfer_graphs import Replayed
 
 import tikv
 from tikv.compat import flash_attn, flash_attn_interface, flash_rows
@@ -110,6 +111,61 @@ def test_sequences_of_one_length(arch, rng, case):
             want, want_lse = expected(q[b], k[b], v[b], left, right, options["softcap"], slopes)
             np.testing.assert_allclose(oracle.to_numpy(out)[b], want, rtol=0, atol=3e-6)
             np.testing.assert_allclose(oracle.to_numpy(lse)[b], want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.archs("cpu", "cuda")
+@pytest.mark.parametrize("case", [{"causal": True}, {"window": (6, 2)}, {"causal": True, "alibi": (4,)}], ids=str)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_captured_runs_read_later_lengths(arch, rng, paged, case):
+    """A captured call follows lengths, rows and tables that change in place."""
+    pytest.importorskip("torch")
+    options, slopes, left, right = options_of(case, rng, arch)
+    varlen, _ = call(options, 3)
+    page, most = 4, max(HELD)
+    shape = (36, page) if paged else (sum(HELD),)
+    q = oracle.to_torch(rng.standard_normal((sum(COUNTS), HEADS * GROUP, WIDTH)).astype(np.float32), arch)
+    caches = [oracle.to_torch(rng.standard_normal((*shape, HEADS, WIDTH)).astype(np.float32), arch) for _ in "kv"]
+    indices = [np.zeros(len(HELD) + 1, np.int32), np.zeros(len(HELD) + 1, np.int32), np.zeros((len(HELD), 6), np.int32)]
+    starts, of_keys, table = (oracle.to_torch(a, arch) for a in indices)
+    if paged:
+        options["block_table"] = table
+    replayed = None
+    for order in (rng.permutation(len(HELD)) for _ in range(4)):
+        lengths, pages = np.array(HELD)[order], rng.permutation(36).reshape(6, 6).astype(np.int32)
+        ends = np.cumsum([0, *np.array(COUNTS)[order]]), np.cumsum([0, *lengths])
+        for a, numbers in ((starts, ends[0]), (of_keys, ends[1]), (table, pages)):
+            a.copy_(oracle.to_torch(numbers.astype(np.int32), arch))
+        for a in (q, *caches):
+            a.copy_(oracle.to_torch(rng.standard_normal(a.shape).astype(np.float32), arch))
+        replayed = replayed or Replayed(
+            arch, lambda: varlen(q, *caches, starts, of_keys, max(COUNTS), most, return_attn_probs=True, **options)
+        )
+        out, lse = (oracle.to_numpy(a) for a in replayed()[:2])
+        for b, n in enumerate(lengths):
+            rows, keys = slice(*ends[0][b : b + 2]), slice(*ends[1][b : b + 2])
+            held = [oracle.to_numpy(a) for a in caches]
+            held = [a[pages[b]].reshape(-1, HEADS, WIDTH)[:n] if paged else a[keys] for a in held]
+            want, want_lse = expected(oracle.to_numpy(q)[rows], *held, left, right, options["softcap"], slopes)
+            np.testing.assert_allclose(out[rows], want, rtol=0, atol=3e-6)
+            np.testing.assert_allclose(lse[:, rows], want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_captured_runs_of_one_length(arch, rng):
+    pytest.importorskip("torch")
+    q, k, v = (
+        oracle.to_torch(rng.standard_normal((2, n, h, WIDTH)).astype(np.float32), arch)
+        for n, h in ((5, HEADS * GROUP), (9, HEADS), (9, HEADS))
+    )
+    replayed = Replayed(arch, lambda: flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True))
+    for _ in range(2):
+        for a in (q, k, v):
+            a.copy_(oracle.to_torch(rng.standard_normal(a.shape).astype(np.float32), arch))
+        out, lse = (oracle.to_numpy(a) for a in replayed()[:2])
+        for b in range(2):
+            want, want_lse = expected(*(oracle.to_numpy(a)[b] for a in (q, k, v)), -1, 0)
+            np.testing.assert_allclose(out[b], want, rtol=0, atol=3e-6)
+            np.testing.assert_allclose(lse[b], want_lse, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("of_three", [False, True], ids=["kv", "qkv"])

@@ -15,6 +15,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import tikv
 from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers.batching.managers import FIRST
+from tikv.integrations.transformers.versions.installed import VERSION
 
 CONFIG = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -37,11 +39,12 @@ def alone_after(model, prompt):
 
 def batched(model, graphs):
     """The texts of `generate_batch`, where this version of transformers cuts it over processes; else None."""
-    options = getattr(transformers, "ContinuousBatchingConfig", None)
-    if options is None or importlib.util.find_spec("transformers.generation.continuous_batching.distributed") is None:
+    if VERSION < FIRST or importlib.util.find_spec("transformers.generation.continuous_batching.distributed") is None:
         return None
     generation = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    config = options(num_blocks=32, max_batch_tokens=32, use_cuda_graph=graphs, use_async_batching=graphs)
+    config = transformers.ContinuousBatchingConfig(
+        num_blocks=32, max_batch_tokens=32, use_cuda_graph=graphs, use_async_batching=graphs
+    )
     results = model.generate_batch(PROMPTS, generation_config=generation, continuous_batching_config=config)
     if failed := [each.error for each in results.values() if each.error]:
         raise RuntimeError(failed)

@@ -357,10 +357,21 @@ def test_what_a_graph_would_bake_in_is_refused(native, rng):
     store = new_store(num_layers=1)
     k = torch.rand(1, H, D, device="cuda")
     cache = torch.zeros(H, 4, D, device="cuda")
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=H, head_dim=D, num_blocks=4, dtype="float32")
+    seq = pool.add()
+    pool.append(0, k, k, [seq])
+    uneven = new_store(num_layers=1, capacity=64)
+    uneven.append(0, *torch.rand(2, 3, H, D, device="cuda"))
+    uneven.compact(0, [[[True, True, True], [False, True, False]]])
     calls = [
         lambda: tikv.copy(k, cache, position=0),
         lambda: store.append(0, k, k),
         lambda: store.append_all(k[None], k[None]),
+        lambda: store.tokens(0),
+        lambda: pool.tokens(0, seq),
+        lambda: tikv.linearize(cache, torch.zeros_like(cache), length=7),
+        lambda: tikv.rotate(cache[None], [0, 1, 2, 3], [3, 2, 1, 0], tikv.Rope([0.5])),
+        lambda: uneven.append(0, k, k),
     ]
     for call in calls:
         call()
@@ -409,19 +420,23 @@ def test_taichis_launcher_is_refused_in_a_graph(arch, rng):
 @pytest.mark.archs("cpu")
 def test_memory_between_launches_stays_where_a_graph_may_use_it(arch, monkeypatch):
     """A launch on a stream of its own may have been captured, with the address of what there was then."""
-    live = types.SimpleNamespace(is_cuda=True, index=0, side_streams=set(), scratch=[], synchronize=lambda: None)
+    live = types.SimpleNamespace(is_cuda=True, index=0, side_streams=set(), scratch={}, synchronize=lambda: None)
     made = lambda nbytes, live: types.SimpleNamespace(nbytes=nbytes)  # noqa: E731
     monkeypatch.setattr(launches, "lasting_memory", made)
     monkeypatch.setattr(launches, "Memory", made)
-    monkeypatch.setattr(launches.driver, "capturing", lambda index: False)
+    streams = types.SimpleNamespace(is_captured=lambda live: False, stream_of=lambda live: 3)
+    monkeypatch.setattr(launches, "launch", streams)
     first = launches.scratch_of(live, 1)
     assert launches.scratch_of(live, first.nbytes) is first
     second = launches.scratch_of(live, first.nbytes + 1)
-    assert live.scratch == [second], "nothing was captured"
+    assert live.scratch == {3: [second]}, "nothing was captured"
     live.side_streams.add(7)
     third = launches.scratch_of(live, second.nbytes + 1)
     assert third.nbytes == 2 * second.nbytes
-    assert live.scratch == [second, third]
+    assert live.scratch == {3: [second, third]}
+    streams.stream_of = lambda live: 4
+    fourth = launches.scratch_of(live, 1)
+    assert live.scratch[4] == [fourth], "launches on another stream may overlap"
 
 
 @pytest.mark.archs("cuda")
@@ -449,6 +464,52 @@ def test_a_captured_attention_keeps_its_memory_between_launches(arch):
 
 
 @pytest.mark.archs("cuda")
+def test_attention_on_two_streams_at_a_time(arch):
+    """Few blocks each, so that both run together."""
+    torch = pytest.importorskip("torch")
+    caches = [torch.randn(2, 1, 1, 4096, 64, device="cuda") for _ in "ab"]
+    queries = [torch.randn(1, 8, 64, device="cuda") for _ in "ab"]
+    lens = torch.tensor([4096], device="cuda", dtype=torch.int32)
+    want = [tikv.decode_attention(q, *kv, lens, num_splits=8) for q, kv in zip(queries, caches, strict=True)]
+    torch.cuda.synchronize()
+    streams, outs = [torch.cuda.Stream() for _ in "ab"], [[], []]
+    for _ in range(200):
+        for stream, q, kv, out in zip(streams, queries, caches, outs, strict=True):
+            with torch.cuda.stream(stream):
+                out.append(tikv.decode_attention(q, *kv, lens, num_splits=8))
+    torch.cuda.synchronize()
+    for expected, out in zip(want, outs, strict=True):
+        assert all(torch.equal(a, expected) for a in out)
+
+
+@pytest.mark.archs("cuda")
+def test_a_scale_on_the_host_stays_where_a_graph_reads_it(arch):
+    torch = pytest.importorskip("torch")
+    k, v = (torch.randn(1, 1, 256, 64, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
+    q, lens = torch.randn(1, 8, 64, device="cuda"), torch.tensor([256], device="cuda", dtype=torch.int32)
+    out = torch.empty_like(q)
+
+    def call(scale):
+        tikv.decode_attention(q, k, v, lens, k_scale=scale, v_scale=scale, out=out)
+
+    call(0.5)
+    want = out.clone()
+    with pytest.raises(tikv.ArchError, match=r"k_scale=0.37 is not on the device yet"):
+        capture(lambda: call(0.37))
+    out.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(0.5)
+    plans = tikv.runtime.current().plans
+    for i in range(10000):
+        plans.keep(("another", i), i)
+    others = [torch.full((16,), 7.0, device="cuda") for _ in range(64)]
+    graph.replay()
+    assert torch.equal(out, want)
+    assert others
+
+
+@pytest.mark.archs("cuda")
 def test_memory_between_launches_is_not_of_a_pool_that_torch_gives_a_thread(arch):
     """While torch's compiler warms up what it will capture, it accounts for every block of the graph's pool."""
     torch = pytest.importorskip("torch")
@@ -457,7 +518,7 @@ def test_memory_between_launches_is_not_of_a_pool_that_torch_gives_a_thread(arch
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         tikv.decode_attention(torch.randn(1, 8, 64, device="cuda"), k, v, 4096, num_splits=8)
-    address = tikv.runtime.current().scratch[-1].ptr
+    address = tikv.runtime.current().scratch[0][-1].ptr
     segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
     assert segments, "the result was made there"
     assert not any(first <= address < last for first, last in segments)

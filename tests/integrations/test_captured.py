@@ -71,6 +71,8 @@ def known(family):
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_every_family(arch, family, options):
     known(family)
+    if arch == "cuda" and family == "Gemma3n" and VERSION < (5, 18):
+        pytest.skip("the host waits for the device in its steps, so they are not captured")
     both(build(arch, family), inputs(arch, 11), **options)
 
 

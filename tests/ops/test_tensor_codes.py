@@ -16,7 +16,7 @@ from tikv.formats import FORMATS
 from tikv.ops.attention.families import family_for
 from tikv.ops.attention.families.tensor_cores import TensorCodes
 from tikv.ops.layouts import Scale
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 
 GROUPS = ["quant8_64", "quant4_64", "q8_0", "q4_0", "quant8_32", "quant4_32", "quant8_128", "quant4_128"]
 FLOATS = ["float8_e4m3fn", "float8_e5m2"]

@@ -232,6 +232,7 @@ def test_files_of_other_pools_change_nothing(arch, rng, tmp_path):
         (lambda facts: facts["form"].update(per_head=True), "per_head"),
         (lambda facts: facts["form"]["dtype"].update(axis="head_dim", residual=0), "not along tokens"),
         (lambda facts: facts["form"]["dtype"].update(bits=8), "is needed"),
+        (lambda facts: facts["form"]["dtype"].update(sinks=60), "150 tokens in layer 0, 96 of them codes"),
         (lambda facts: facts["form"]["dtype"].update(bits=5), "bits=5"),
         (lambda facts: facts["form"]["dtype"].update(more=1), "more"),
         (lambda facts: facts["form"].update(dtype=[4]), "is not stored"),
@@ -326,11 +327,11 @@ def test_compact_keeps_groups_as_a_whole(arch, rng):
 
 
 @pytest.mark.archs("cpu")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(7))
 def test_random_sequences(arch, tmp_path, number):
     """A moment of the campaign: forks, truncations, compactions, swaps and files against groups and rows in NumPy."""
     made = TokenGroupPool(np.random.default_rng([3, number]), arch, number, tmp_path)
-    for _ in range(60):
+    for _ in range(90):
         made.step()
 
 

@@ -361,8 +361,6 @@ def _pool(**options):
         (lambda: _store(k_scale=2.0), tikv.OptionError, "k_scale with kvarn_k4v2_g64 is not supported"),
         (lambda: _store(dtype="int8", v_dtype="kvarn_k4v2"), tikv.DTypeError, "kvarn_k4v2"),
         (lambda: _pool(block_size=96), tikv.OptionError, "not a multiple of the group of 64"),
-        (lambda: _pool(dtype=tikv.Quant(4, 32, recent=3)), tikv.OptionError, "recent=3.* pools keep no sinks"),
-        (lambda: _pool(dtype=tikv.Quant(4, 32, "tokens", 32, sinks=3)), tikv.OptionError, "pools keep no sinks"),
         (lambda: _pool(layout="HND"), tikv.OptionError, "layout='HND'"),
         (lambda: _store(dtype="int8", sinks=2), tikv.OptionError, "sinks=2 needs a window"),
         (lambda: _store().extend(0, ROW, ROW, ROW, return_mass=True), tikv.OptionError, "return_mass with kvarn_k4v2"),

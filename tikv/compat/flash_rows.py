@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes
 from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
-from tikv.compat.indices import Indices, for_operation, refuse_option
+from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
 from tikv.compat.kvcache import MOST, Sight, seen_keys, sight_of, softcap_of
 from tikv.compat.ragged_rows import on_device_of
 from tikv.errors import OptionError, ShapeError
@@ -96,7 +96,10 @@ def _dense(args: RowsArguments, request: AttendRequest, sight: Sight) -> tuple[A
     (batch, queries, heads, _), held = q.shape, k.shape[1]
     out, lse, results = _results(args.q, (batch, queries, heads, v.shape[3]))
     request = request._replace(**seen_keys(sight, queries, held, args.alibi_slopes is not None))
-    caches = Caches(CONTIGUOUS, k.transposed(0, 2, 1, 3), v.transposed(0, 2, 1, 3), held)
+    lengths: Any = held
+    if not on_host(args.q):  # a CUDA graph takes no length of the host
+        lengths = args.q.new_full((batch,), held, dtype=library_of(args.q).int32)
+    caches = Caches(CONTIGUOUS, k.transposed(0, 2, 1, 3), v.transposed(0, 2, 1, 3), lengths)
     attention_call(args.operation, q.transposed(0, 2, 1, 3), caches, request).prepare(None, results).run()
     return handed_over(out), handed_over(lse)
 

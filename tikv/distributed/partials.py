@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tikv import runtime
+from tikv import launch, runtime
 from tikv.arrays import ArrayView, view
-from tikv.launch.cuda import driver
 from tikv.runtime.cache import BoundedCache
 
 OPERATION = "ShardedKVCacheStore"
@@ -56,8 +55,8 @@ class StorePartials:
     def of(self, shape: tuple[int, ...], device: Any) -> Partials:
         """Memory for `shape`, (batch, Hq, T), which the caller may use while it holds the store's lock."""
         live = self._live
-        if shape[2] != 1 or (live.is_cuda and driver.capturing(live.index)):
+        if shape[2] != 1 or launch.is_captured(live):
             return Partials.of(shape, self._width, self._ranks, device)
-        key = (shape, device, driver.stream(live.index) if live.is_cuda else 0)
+        key = (shape, device, launch.stream_of(live))
         memory = self._cache.get(key)
         return self._cache.keep(key, Partials.of(shape, self._width, self._ranks, device)) if memory is None else memory

@@ -17,7 +17,6 @@ from tikv import launch, runtime
 from tikv.arrays import Array, ArrayView, CacheArray, Memory, handed_over, new_like, view, write_host
 from tikv.errors import ArchError, OptionError
 from tikv.graphs.calls import LENGTHS, GraphCall, Roles
-from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.indices import index_array
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan, Use, in_turn
@@ -176,7 +175,7 @@ class Graph(runtime.NotCopied):
                 return plan, entries
             plan = self._plans.get((key, choice))
         if plan is None:
-            if self.runtime.is_cuda and driver.capturing(self.runtime.index):
+            if launch.is_captured(self.runtime):
                 raise ArchError(
                     f"{operation}: this graph has not run with arrays of this kind yet, and a CUDA graph is being "
                     "captured. Call run or prepare with such arrays once before the capture."

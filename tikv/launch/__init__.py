@@ -22,9 +22,12 @@ from tikv.launch.compiled import bind_elsewhere as bind_elsewhere
 from tikv.launch.compiled import kernel as kernel
 from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
 from tikv.launch.cuda.driver import use_stream as use_stream
+from tikv.launch.cuda.native import OUTSIDE_CAPTURES as OUTSIDE_CAPTURES
 from tikv.launch.cuda.native import argument_layout as argument_layout
 from tikv.launch.cuda.native import blocks_of as blocks_of
+from tikv.launch.cuda.native import is_captured as is_captured
 from tikv.launch.cuda.native import refuse_during_capture as refuse_during_capture
+from tikv.launch.cuda.native import stream_of as stream_of
 from tikv.launch.graph import TaichiGraph as TaichiGraph
 from tikv.launch.launcher import choose_launcher as choose_launcher
 from tikv.launch.launcher import launcher_report as launcher_report

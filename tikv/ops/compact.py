@@ -13,7 +13,7 @@ from tikv.ops import checks
 from tikv.ops.keep import HeadRows, held_lengths, kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized, codes_and_numbers
+from tikv.ops.quantized_arrays import Quantized, codes_and_numbers
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, bind_copy, strides_in_words
 
 _PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # the names of the arrays of rows, and of a `Quantized`

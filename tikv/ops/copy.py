@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tikv import runtime
+from tikv import launch, runtime
 from tikv.arrays import Array, ArrayView, Views, describe, runtime_of, view, view_all
 from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
-from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
+from tikv.ops.quantized_arrays import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
 
 
@@ -372,6 +372,7 @@ def linearize(cache: Array, out: Array, *, length: int, cache_layout: str = "hea
     checks.same_dtype(ring, to, "cache", "out", operation)
     length = checks.integer(length, "length", operation)
     capacity, heads, width = ring.shape[slot], ring.shape[head], ring.shape[2]
+    launch.refuse_during_capture(live, operation, "a length on the host", launch.OUTSIDE_CAPTURES)
     tokens = min(length, capacity)
     detail = f"length={length}, cache: {describe(ring)}, out: {describe(to)}"
     checks.extent(to.shape[slot], tokens, "the number of tokens of out", operation, detail)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, to_device
-from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.errors import ArchError, DTypeError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.layouts import Scale
 
@@ -27,14 +27,24 @@ def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) ->
 
     Raises:
         OptionError: a number that float32 does not divide by.
+        ArchError: a CUDA graph is being captured, and no call before it had this number.
     """
     if not _is_number(value):
         return value
     number = _checked(value, name, operation)
     key = ("fixed scale", number)
-    array = live.plans.get(key)
+    array = live.in_graphs.get(key, live.plans.get(key))
+    captured = launch.is_captured(live)
     if array is None:
+        if captured:
+            raise ArchError(
+                f"{operation}: {name}={value} is not on the device yet, and nothing can be copied there while a CUDA "
+                "graph is captured. Make the same call once before the capture, or pass the scale as an array on the "
+                "device."
+            )
         array = live.plans.keep(key, CacheArray(to_device(np.array([number], np.float32), live), live))
+    if captured:
+        live.in_graphs[key] = array
     return array
 
 

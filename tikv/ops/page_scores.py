@@ -14,7 +14,7 @@ from tikv.ops.attention.options import INTEGERS, QUERIES
 from tikv.ops.indices import host_indices, index_array
 from tikv.ops.page_summaries import SERIAL_NUMBERS, SUMMARIZED
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 
 
 def summarize_pages(k_cache: Array, seq_lens: Array | int, *, page: int = 16) -> tuple[Array, Array]:

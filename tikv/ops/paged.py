@@ -29,7 +29,13 @@ from tikv.ops.layouts import (
     scale_step,
 )
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan, PlannedCall
-from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, require_slots_first
+from tikv.ops.quantized_arrays import (
+    Quantized,
+    codes_and_numbers,
+    codes_of_pair,
+    require_quantizable,
+    require_slots_first,
+)
 from tikv.ops.row_copy import bind_copy
 
 

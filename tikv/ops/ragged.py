@@ -10,7 +10,7 @@ from tikv.arrays import Array, ArrayView, describe, runtime_of, view_all
 from tikv.ops import checks
 from tikv.ops.layouts import Formats, Placement, Rows, Scale
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized, codes_of_pair, require_quantizable, scale_of_groups
+from tikv.ops.quantized_arrays import Quantized, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
 
 NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")

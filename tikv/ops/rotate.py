@@ -16,7 +16,7 @@ from tikv.ops import checks
 from tikv.ops.indices import view_indices
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
 from tikv.runtime.cache import BoundedCache
 
@@ -324,6 +324,7 @@ def rotate_rows(
 
     Both are (B, H, S) on the host, with 1 for B or H if all share the same.
     """
+    launch.refuse_during_capture(live, operation, "positions on the host", launch.OUTSIDE_CAPTURES)
     tables, cached = _angles_on_device(live, rope, before, after, operation)
     if tables is None:
         return

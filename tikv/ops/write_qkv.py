@@ -34,7 +34,7 @@ from tikv.ops.layouts import (
     token_and_head_axes,
 )
 from tikv.ops.plan import Entries, Launch, Plan
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.ops.rope import UNCHANGED, NormRope, Transform
 from tikv.ops.row_copy import alignment, choose_codec, inner_words, scale_entries, strides_in_words, unaligned
 from tikv.ops.write_qkv_codes import FusedTarget, write_codes

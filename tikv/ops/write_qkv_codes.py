@@ -19,7 +19,7 @@ from tikv.ops.indices import check_slots, host_indices, view_indices
 from tikv.ops.layouts import Formats, token_and_head_axes
 from tikv.ops.paged import WriteSlotsPlan, check_write_slots
 from tikv.ops.plan import NO_ENTRIES
-from tikv.ops.quantize import codes_of_pair, require_slots_first
+from tikv.ops.quantized_arrays import codes_of_pair, require_slots_first
 
 _CONTIGUOUS = ("k", "k_dst", "v", "v_dst")
 

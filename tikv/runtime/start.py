@@ -107,7 +107,8 @@ class Runtime(NotCopied):
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self.has_compiled = False  # whether the engine has read the list of its cache on disk, at the first kernel
         self._plans: BoundedCache[Any, Any] = BoundedCache()
-        self._scratch: list[Any] = []
+        self._scratch: dict[int, list[Any]] = {}
+        self.in_graphs: dict[Any, Any] = {}  # small arrays that captured CUDA graphs read, filled by `ops`
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
         self.copy_streams: set[int] = set()  # CUDA streams of copies that launches wait for
         self.dropped = Dropped()
@@ -139,10 +140,13 @@ class Runtime(NotCopied):
         return self._plans if plans is None else plans
 
     @property
-    def scratch(self) -> list[Any]:
-        """Scratch memory between launches, filled by `ops`, the newest last; a thread that records has its own."""
+    def scratch(self) -> dict[int, list[Any]]:
+        """Scratch memory between launches by CUDA stream, filled by `ops`, the newest last.
+
+        A thread that records has its own.
+        """
         plans = thread_plans.plans
-        return self._scratch if plans is None else plans.setdefault("scratch", [])
+        return self._scratch if plans is None else plans.setdefault("scratch", {})
 
     @property
     def alive(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import runtime
+from tikv import launch, runtime
 from tikv.arrays import Array, Arrays, CacheArray, is_followed, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
@@ -50,7 +50,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         block_size: tokens of a block.
         dtype: the format of stored rows: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
             scale for each token and head; or groups: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4",
-            "kvarn_k4v2" or "kvarn_k4v4", see `tikv.quantize`.
+            "kvarn_k4v2" or "kvarn_k4v4", see `tikv.quantize`. With KVarN and a `tikv.Quant` with sinks, recent tokens
+            or ``axis="tokens"``, only older tokens become codes, and ``block_size`` is a multiple of the group.
         layout: layout of a layer's pool of N blocks of bs tokens: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM"
             K (N, H, D/x, bs, x) and V (N, H, D, bs) with x elements in 16 bytes.
         head_dim_v: width of a head of V.
@@ -592,6 +593,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         each head. Groups along tokens are decoded in a few launches for each block.
         """
         operation = "PagedKVCacheStore.tokens"
+        launch.refuse_during_capture(self.runtime, operation, "the number of tokens", launch.OUTSIDE_CAPTURES)
         return self._pages.tokens(operation, self._layer(layer, operation), self._state(seq, operation))
 
     # --- changes of sequences

@@ -23,7 +23,6 @@ from tikv.arrays import (
 from tikv.errors import OptionError
 from tikv.graphs.calls import GraphCall
 from tikv.graphs.graph import Graph, choose_backend
-from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.staging import KnownOnHost
 from tikv.runtime.interrupts import Held
@@ -212,7 +211,7 @@ class Step(runtime.NotCopied):
             self._build()
         keys = view(k, "k", operation)
         tokens = keys.shape[self._token_axis] if keys.ndim >= 3 else 0
-        capturing = store.runtime.is_cuda and driver.capturing(store.runtime.index)
+        capturing = launch.is_captured(store.runtime)
         first_valid = store.check_step(operation, self._layers, tokens)
         length = store.layer_length(self._layers[0])
         if length != self._length:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import runtime
+from tikv import launch, runtime
 from tikv.arrays import (
     Array,
     Arrays,
@@ -458,6 +458,7 @@ class KVCacheStore(runtime.DeepCopied):
         Cost: one launch, or two for a layer with sinks; each row is read and written once.
         """
         operation = "KVCacheStore.tokens"
+        launch.refuse_during_capture(self.runtime, operation, "the number of tokens", launch.OUTSIDE_CAPTURES)
         return self._storage.tokens(operation, self._index(layer, operation))
 
     @locked

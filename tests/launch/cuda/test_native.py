@@ -95,7 +95,7 @@ def bound_of(recorder, iterations=300):
     kernel = types.SimpleNamespace(
         words=["u64", "u32", None, None], lengths=[0, 0, 3, 0], is_float=[False, False, False, True]
     )
-    kernel.name = "example"
+    kernel.name = kernel.title = "example"
     kernel.runtime = types.SimpleNamespace(is_cuda=True, index=1, side_streams=set())
     offsets, recorder.size = launch.argument_layout(kernel.words, kernel.lengths)
     arrays = [view(np.zeros(4, np.float32), "a", "example") for _ in range(2)]

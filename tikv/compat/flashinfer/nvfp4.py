@@ -11,7 +11,7 @@ from tikv.compat.indices import refuse_option
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, ShapeError
 from tikv.formats import GROUP_FORMATS
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 
 
 class CodePools(NamedTuple):

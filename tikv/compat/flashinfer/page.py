@@ -14,7 +14,7 @@ from tikv.compat.ragged_rows import first_rows, with_one_head
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.ops.write_pages import write_pages
 from tikv.runtime import current
 

@@ -37,7 +37,7 @@ from tikv.ops.attention.paged import PagedLayout
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.query_tiles import query_tiles
 from tikv.ops.attention.request import AttendRequest
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 
 ALL_KEYS = Sight(-1, -1, 0)
 PLACED = ("lengths", "table", "shift", "positions", "pages", "key_positions", "rows", "places")  # what a plan places

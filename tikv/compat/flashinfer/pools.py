@@ -12,7 +12,7 @@ from tikv.compat.indices import Indices, library_of, refuse_option
 from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.runtime import current
 
 LAYOUTS = ("NHD", "HND")

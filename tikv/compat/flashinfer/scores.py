@@ -15,7 +15,7 @@ from tikv.compat.ragged_rows import rotated, wide
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import real
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 
 SCALED = (*dtypes.FLOATS8, dtypes.int8)  # dtypes of pools whose scales attention multiplies by as it reads
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")

@@ -19,7 +19,7 @@ from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, S
 from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
-from tikv.ops.quantize import Quantized
+from tikv.ops.quantized_arrays import Quantized
 from tikv.runtime import current
 
 BACKENDS = ("auto", "fa2", "fa3")  # those of FlashInfer whose arguments mean the same

@@ -19,6 +19,18 @@ KEEP_ON_DEVICE = (
     "with cache_offsets on the device, or write_slots with slot_mapping on the device."
 )
 
+OUTSIDE_CAPTURES = "Call it before or after the capture."
+
+
+def is_captured(live: runtime.Runtime) -> bool:
+    """Whether launches are being captured into a CUDA graph."""
+    return live.is_cuda and driver.capturing(live.index)
+
+
+def stream_of(live: runtime.Runtime) -> int:
+    """The handle of the CUDA stream that launches go to; 0 on other back ends."""
+    return driver.stream(live.index) if live.is_cuda else 0
+
 
 def refuse_during_capture(
     live: runtime.Runtime, operation: str, what: str = "a position on the host", remedy: str = KEEP_ON_DEVICE
@@ -28,7 +40,7 @@ def refuse_during_capture(
     Raises:
         ArchError: the stream of the launch is being captured.
     """
-    if live.is_cuda and driver.capturing(live.index):
+    if is_captured(live):
         raise ArchError(
             f"{operation}: {what} would be baked into the CUDA graph under capture, and each replay would use it "
             f"again. {remedy}"
@@ -186,7 +198,7 @@ class NativeBound(Bound):
     def launch(self) -> None:
         stream = driver.stream(self._index)
         if stream and self._by_host:  # the default stream cannot be captured
-            refuse_during_capture(self.kernel.runtime, self.kernel.name)
+            refuse_during_capture(self.kernel.runtime, self.kernel.title)
         if stream != self._stream:
             self._config.hStream = driver.stream_object(stream)
             self._stream = None

@@ -17,7 +17,7 @@ from tikv.ops.attention.terms import NO_TERMS
 from tikv.ops.fixed_scales import scale_given
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Formats
-from tikv.ops.quantize import Quantized, codes_of_pair
+from tikv.ops.quantized_arrays import Quantized, codes_of_pair
 
 STORED = ("k", "v", "k_scale", "v_scale")  # the arrays that store a cache of codes
 

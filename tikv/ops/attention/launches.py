@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
-from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
@@ -41,17 +40,18 @@ def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: i
 
 
 def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
-    """Memory for results that one launch leaves for the next; it grows as needed and all plans of a runtime share it.
+    """Memory for results that one launch leaves for the next; it grows as needed.
 
-    A captured CUDA graph keeps using the memory of its capture, so old memory is kept if there may be such a graph: a
+    All plans of a runtime share it that launch on the same CUDA stream; launches on different streams may overlap. A
+    captured CUDA graph keeps using the memory of its capture, so old memory is kept if there may be such a graph: a
     captured launch is on a stream of its own.
     """
-    scratch = live.scratch
+    scratch = live.scratch.setdefault(launch.stream_of(live), [])
     if not scratch or scratch[-1].nbytes < nbytes:
         if scratch and not live.side_streams:
             live.synchronize()
             scratch.clear()
-        capturing = live.is_cuda and driver.capturing(live.index)
+        capturing = launch.is_captured(live)
         make = Memory if capturing else lasting_memory  # memory made during a capture belongs to the graph anyway
         least = 2 * scratch[-1].nbytes if scratch and scratch[-1].nbytes < MOST_DOUBLED else LEAST_SCRATCH
         scratch.append(make(max(nbytes, least), live))

@@ -24,7 +24,7 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_terms
 from tikv.ops.fixed_scales import fixed_scale
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape, scale_of_slots
-from tikv.ops.quantize import Quantized, require_slots_first
+from tikv.ops.quantized_arrays import Quantized, require_slots_first
 
 
 def paged_decode_attention(

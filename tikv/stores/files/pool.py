@@ -111,7 +111,7 @@ class SavedSequences:
         )
         quant, new = parse_aging(form["dtype"]), 0
         if quant is not None:
-            new = len(self.meta["sequences"]) * (quant.newest + 2 * quant.group)
+            new = len(self.meta["sequences"]) * (quant.sinks + quant.newest + 2 * quant.group)
         files.require_memory(self.path, form["num_blocks"] * block + new * row, self.operation)
         return form
 
@@ -279,7 +279,8 @@ def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Aging) ->
     counts = []
     coded = files.integers(sequence["coded"], "coded", "tokens that are codes", layers)
     for layer, (length, codes) in enumerate(zip(sequence["lengths"], coded, strict=True)):
-        if codes % quant.group or not 0 <= length - codes <= quant.newest + quant.group:
+        least = quant.sinks if codes else 0
+        if codes % quant.group or not least <= length - codes <= quant.sinks + quant.newest + quant.group:
             raise ValueError(f"sequence {number} has {length} tokens in layer {layer}, {codes} of them codes")
         counts.append(length - codes)
     return counts

@@ -280,6 +280,7 @@ class UnevenAppendPlan(AppendPlan):
     def append(self, rows: Views) -> None:
         """Write rows after the tokens of each head, and count them."""
         layer = self.layers[0]
+        launch.refuse_during_capture(self.live, self.operation)
         if layer.length + self.tokens > self.room:
             checks.fits_linear(layer.length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
         self.run(rows)

@@ -80,6 +80,12 @@ class Weighing(NamedTuple):
     kind: str
 
 
+def rows_of_blocks(rows: Rows) -> Rows:
+    """Rows (blocks, heads, tokens, ...) as attention over pages reads them."""
+    scale = rows.scale and rows.scale._replace(sequence=0, block=rows.scale.sequence)
+    return rows._replace(sequence=0, block=rows.sequence, scale=scale)
+
+
 class CodedArrays(NamedTuple):
     """The arrays of codes, (n, heads, groups or tokens, ...), see `CodeForm.arrays`.
 
@@ -111,13 +117,6 @@ class CodedArrays(NamedTuple):
             self.v, sequence=sequence, head=head, token=step, first=block * sequence + token * step,
             format=self.form.values.format, scale=scale,
         )  # fmt: skip
-
-    @property
-    def values_of_blocks(self) -> Rows:
-        """The values as attention over pages reads them."""
-        rows = self.values()
-        scale = rows.scale and rows.scale._replace(sequence=0, block=rows.scale.sequence)
-        return rows._replace(sequence=0, block=rows.sequence, scale=scale)
 
     def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
         """Keys (sequences * heads, groups * width, group), with a row per channel of a group, and as rows of tokens."""
@@ -210,7 +209,7 @@ class CodedArrays(NamedTuple):
 
     def _values_at(self, slots: CodeSlots) -> ScoredValues:
         """Where V's codes are."""
-        rows = self.values_of_blocks if slots.page else self.values()
+        rows = rows_of_blocks(self.values()) if slots.page else self.values()
         width = self.form.values.width
         return ScoredValues(rows, width, slots.room, slots.ring, slots.span, slots.page, slots.blocks)
 

@@ -6,18 +6,20 @@ from typing import Any
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView
+from tikv.ops.attention.call import plan_key
+from tikv.ops.attention.options import AttentionOptions, CacheLayout
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.stores.layers.attend import cache_plan
-from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
+from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing, rows_of_blocks
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.token_group_form import RowForm
 from tikv.stores.row_format import ROWS, SCALES, RowFormat
 
 
 class CodedRows:
-    """The arrays of codes, (n, heads, tokens, ...), see `RowForm.arrays`; the calls are those of `CodedArrays`."""
+    """The arrays of codes, (n, heads, tokens, ...), see `RowForm.arrays`; n and calls are those of `CodedArrays`."""
 
     def __init__(self, form: RowForm, *arrays: ArrayView) -> None:
         self.form = form
@@ -26,17 +28,16 @@ class CodedRows:
         names += [*zip(SCALES, (f"{x}_numbers" for x in ROWS), strict=True)]
         self.attended = {name: named[of] for name, of in names if of in named}
 
-    def _rows(self, name: str, token: int) -> Rows:
-        """K or V from a token on."""
+    def _rows(self, name: str, token: int, block: int) -> Rows:
+        """K or V from a token on, of all sequences, or of a block."""
         row = self._formats[ROWS.index(name)]
         a, scales, scale = self.attended[name], self.attended.get(f"{name}_scale"), None
         if scales is not None:
-            steps = scales.strides
-            scale = Scale(scales, sequence=steps[0], head=steps[1], token=steps[2], first=token * steps[2])
-        return Rows(
-            a, sequence=a.strides[0], head=a.strides[1], token=a.strides[2], first=token * a.strides[2],
-            format=row.format, scale=scale,
-        )  # fmt: skip
+            of, head, step = scales.strides[:3]
+            scale = Scale(scales, sequence=of, head=head, token=step, first=block * of + token * step)
+        of, head, step, _ = a.strides
+        first = block * of + token * step
+        return Rows(a, sequence=of, head=head, token=step, first=first, format=row.format, scale=scale)
 
     @property
     def _formats(self) -> tuple[RowFormat, RowFormat]:
@@ -59,7 +60,7 @@ class CodedRows:
         """Quantise a group of rows of K and V, whose slots `placement` gives, in two launches."""
         shape = sequences, self.form.heads, self.form.group
         for name, source, row in zip(ROWS, rows, self._formats, strict=True):
-            copy_rows(live, operation, [source], [self._rows(name, token)], [row.width], shape, placement)
+            copy_rows(live, operation, [source], [self._rows(name, token, block)], [row.width], shape, placement)
 
     def decode(
         self,
@@ -73,7 +74,7 @@ class CodedRows:
         """Decode these tokens, in two launches."""
         shape = sequences, self.form.heads, len(tokens)
         for name, target, row in zip(ROWS, to, self._formats, strict=True):
-            copy_rows(live, operation, [self._rows(name, tokens.start)], [target], [row.width], shape)
+            copy_rows(live, operation, [self._rows(name, tokens.start, block)], [target], [row.width], shape)
 
     def attend(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory
@@ -100,8 +101,35 @@ class CodedRows:
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory
     ) -> tuple[AttentionPlan, dict[str, ArrayView]]:
         """The plan of attention over the codes, and its arrays."""
-        arrays = {"q": q, **self.attended}
+        arrays = {"q": q, **self.attended, **slots.paged}
+        if slots.page:
+            return self._paged_plan(operation, arrays, scores, slots, scratch.runtime), arrays
         formats = self.form.keys.format, self.form.values.format
         form = slots.span or 0, 0, slots.ring, formats
         plan = cache_plan(scratch.runtime, operation, arrays, scores, *form, causal=slots.span is not None)
         return plan, arrays
+
+    def _paged_plan(
+        self, operation: str, arrays: dict[str, ArrayView], scores: AttentionScale, slots: CodeSlots,
+        live: runtime.Runtime,
+    ) -> AttentionPlan:  # fmt: skip
+        """The plan of attention over codes in the blocks of a pool, all of which each query sees."""
+        form = self.form
+        options = ("coded rows", *scores, form.keys.format, form.values.format, slots.room, slots.page, slots.blocks)
+        key = plan_key(operation, arrays, options)
+        plan: AttentionPlan | None = live.plans.get(key)
+        if plan is None:
+            cache = CacheLayout(
+                k=rows_of_blocks(self._rows("k", 0, 0)),
+                v=rows_of_blocks(self._rows("v", 0, 0)),
+                heads=form.heads,
+                width=form.keys.width,
+                width_v=form.values.width,
+                kind="table",
+                capacity=slots.room,
+                page=slots.page,
+                blocks=slots.blocks,
+            )
+            asked = AttentionOptions(scores.scale, causal=False, softcap=scores.softcap)
+            plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, asked))
+        return plan

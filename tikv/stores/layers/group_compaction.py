@@ -36,7 +36,8 @@ def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int]
     """A mask (rows, groups): which groups, from the oldest held, each row of ascending indices (rows, n) keeps.
 
     Raises:
-        PositionError: a row keeps part of a group; `named` gives the row's name for the message.
+        PositionError: a row keeps part of a group, or a group without all tokens before the first; `named` gives the
+            row's name for the message.
     """
     rows, number = len(index), (coded.end - coded.first + coded.gone) // coded.group
     group = (index - coded.first + coded.gone) // coded.group + np.arange(rows)[:, None] * number
@@ -52,7 +53,14 @@ def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int]
             f"{first[g] + coded.group - 1}, which share scales. Keep all or none of a group; tokens from {coded.end} "
             f"on are not codes yet, and any of them may be kept."
         )
-    return counts > 0
+    mask: Host = counts > 0
+    fewer = np.flatnonzero(((index < coded.first).sum(axis=-1) < coded.first) & mask.any(axis=-1))
+    if fewer.size:
+        raise PositionError(
+            f"{operation}: {named(int(fewer[0]))} cannot drop one of its {coded.first} sinks and keep groups of codes, "
+            f"the first of which would take its place: sinks are not quantised. Keep all sinks, or no group."
+        )
+    return mask
 
 
 class GroupChoice(NamedTuple):
@@ -90,11 +98,6 @@ def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: Chann
     quantised = ((rows >= coded.first) & (rows < coded.end)).sum(axis=-1)
     require_even(operation, counts, quantised, "of the tokens that are codes", "or use axis='head_dim'")
     number = int(mask.sum(axis=-1).max(initial=0))
-    if number and ((rows < sinks).sum(axis=-1) < sinks).any():
-        raise PositionError(
-            f"{operation}: layer {counts.index} cannot drop one of its {sinks} sinks and keep groups of codes, the "
-            f"first of which would take its place: sinks are not quantised. Keep all sinks, or no group."
-        )
     groups = np.nonzero(mask)[1].reshape(batch, heads, number) + (start - ring.sinks) // group
     if gone and number and mask[0, 0]:  # tokens that are no longer seen stay with their group
         lost = np.broadcast_to(np.arange(sinks, sinks + gone), (batch, heads, gone))

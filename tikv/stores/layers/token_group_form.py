@@ -148,6 +148,16 @@ class TokenGroupForm(NamedTuple):
         return isinstance(self.codes, CodeForm)
 
     @property
+    def named(self) -> str:
+        """The format, as messages name it."""
+        return "groups along tokens" if self.has_axis else str(self.quant)
+
+    @property
+    def other(self) -> str:
+        """A format without what this one excludes, as messages name it."""
+        return "axis='head_dim'" if self.has_axis else "another format"
+
+    @property
     def closes_early(self) -> bool:
         """Whether a full group becomes codes with the next call, instead of when there is no more room."""
         return isinstance(self.quant, TileFormat)

@@ -87,8 +87,7 @@ class TokenGroupLayers(LayerStorage):
         rows = dict(config.rows)
         form = self.form = TokenGroupForm.checked("KVCacheStore", live, config.num_kv_heads, rows, row_dtype)
         quant = form.quant
-        if not form.has_axis:
-            self.title, self.remedy = f"a store of {quant}", "Use another format."
+        self.title, self.remedy = f"a store of {form.named}", f"Use {form.other}."
         if sinks is None:
             sinks = form.sinks("KVCacheStore", config.sinks, any(config.windows))
         slots = sinks + form.slots
@@ -283,8 +282,8 @@ class TokenGroupLayers(LayerStorage):
         return mass.array(operation, like, shape, self.runtime, others)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        way = "axis='head_dim'" if self.form.has_axis else "another format"
-        request.refuse(operation, REFUSED, f"{self.title} does not support", f"Leave it out, or use {way}.")
+        title, remedy = f"{self.title} does not support", f"Leave it out, or use {self.form.other}."
+        request.refuse(operation, REFUSED, title, remedy)
 
     def _ring_plan(
         self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView],
@@ -438,7 +437,7 @@ class TokenGroupLayers(LayerStorage):
         if merge is not None:
             raise OptionError(
                 f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a "
-                "second time, with other scales. Leave merge out, or use axis='head_dim'."
+                f"second time, with other scales. Leave merge out, or use {self.form.other}."
             )
         if rope is not None:
             raise OptionError(

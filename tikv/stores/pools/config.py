@@ -56,13 +56,7 @@ class PoolConfig:
     ) -> PoolConfig:
         """The configuration that the arguments ask for, or an error; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
-        quant = parse_aging(rows.get("dtype"))
-        if isinstance(quant, Quant) and (quant.sinks or quant.recent):
-            raise OptionError(
-                f"{operation}: {quant} is not supported: pools keep no sinks, and all tokens of a block are codes but "
-                "with axis='tokens'. Use a KVCacheStore, or leave sinks and recent out."
-            )
-        if quant is not None:
+        if parse_aging(rows.get("dtype")) is not None:
             form = TokenGroupForm.checked(operation, live, heads, rows)
             asked = {"layout": layout if layout != "NHD" else None, "per_head": per_head or None}
             return cls._of_groups(
@@ -134,8 +128,8 @@ class PoolConfig:
         for name, value in asked.items():
             if value is not None:
                 raise OptionError(
-                    f"{operation}: {name}={value!r} with groups along tokens is not supported: {NOT_OF_GROUPS[name]}. "
-                    f"Leave it out, or use axis='head_dim'."
+                    f"{operation}: {name}={value!r} with {form.named} is not supported: {NOT_OF_GROUPS[name]}. "
+                    f"Leave it out, or use {form.other}."
                 )
         blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
         size, group = checks.integer(block_size, "block_size", operation, low=1), form.quant.group

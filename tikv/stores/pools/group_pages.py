@@ -1,10 +1,11 @@
-"""TokenGroupPages: a paged store of keys by channel over groups of tokens, ``dtype=tikv.Quant(axis="tokens")``.
+"""TokenGroupPages: a paged store in which older tokens are codes, such as ``dtype=tikv.Quant(axis="tokens")``.
 
-A block holds whole groups of codes. The newest tokens of a sequence, `residual` to `residual` + `group` of them, are
-kept unquantised in pages of one group each, outside of the pool, with room for four sequences at first and twice as
-many whenever that is full. When a sequence's pages are full, an append first quantises their oldest group into the
-sequence's block. Forks share blocks and copy those pages; what both quantise later has the same bits, and a block in
-which their tokens differ was copied before.
+A block holds whole groups of codes. The newest tokens of a sequence, `residual` or `recent` to `group` more of them,
+are kept unquantised in pages outside of the pool, with room for four sequences at first and twice as many whenever that
+is full. So are its first tokens, `sinks` of them, which never become codes: groups are counted from the token after
+them. When a sequence's pages are full, an append first quantises their oldest group into the sequence's block. Forks
+share blocks and copy those pages; what both quantise later has the same bits, and a block in which their tokens differ
+was copied before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
-from tikv.ops.layouts import Rows
+from tikv.ops.layouts import POOL_LAYOUTS, Placement, Rows, pool_rows
 from tikv.ops.rotate import Rope
 from tikv.ops.staging import Staging
 from tikv.runtime import Runtime
@@ -87,18 +88,25 @@ def _as_parts(a: ArrayView, each: int) -> ArrayView:
 
 
 class NewPages:
-    """Pages of the newest tokens, one group each, for all layers; the pages of a sequence are adjacent.
+    """Pages of the sinks and of the newest tokens for all layers; the pages of a sequence are adjacent.
+
+    Those of the sinks come first. The others are a ring, of which each group fills as many pages.
 
     Attributes:
+        page: tokens of a page: a group, or what the number of sinks is a multiple of too.
         each: how many pages a sequence has in every layer.
         pools: the pages, which are blocks of a separate pool.
     """
 
     def __init__(self, config: PoolConfig, form: TokenGroupForm, num_layers: int, live: Runtime) -> None:
-        self.group, self.each = form.quant.group, -(-form.quant.newest // form.quant.group) + 1
+        group, sinks = form.quant.group, form.quant.sinks
+        self.page = math.gcd(group, sinks)
+        self._fixed, self._ring = sinks // self.page, (-(-form.quant.newest // group) + 1) * (group // self.page)
+        self.each = self._fixed + self._ring
         rows, self._num_layers, self.runtime = form.newest_rows, num_layers, live
         formats = RowFormats(*rows, config.rows.scale_dtype)
-        self._config = dataclasses.replace(config, block_size=self.group, rows=formats, groups=None)
+        layout = "HND" if self.page == group else "NHD"  # so that the rows of a group have the same distances
+        self._config = dataclasses.replace(config, block_size=self.page, rows=formats, layout=layout, groups=None)
         self._ranks, self._free = dict[int, int](), list(range(FIRST_SEQUENCES))
         self._away: dict[int, HostBlocks] = {}  # pages of swapped-out sequences
         self.pools = self._pools_for(FIRST_SEQUENCES)
@@ -164,7 +172,24 @@ class NewPages:
 
     def _order(self, coded: int) -> Host:
         """The order in time of the pages of a sequence, `coded` of whose tokens are codes."""
-        return (np.arange(self.each) + coded // self.group) % self.each
+        ring = (np.arange(self._ring) + coded // self.page) % self._ring
+        return np.concatenate([np.arange(self._fixed), self._fixed + ring])
+
+    def oldest_group(self, seq: int, layer: int, coded: int) -> list[Rows]:
+        """K and V of a sequence's oldest group, `coded` of whose tokens are codes, as rows that follow each other."""
+        page = self.in_order(seq, coded)[self._fixed]
+        return [a._replace(first=page * a.block, block=0) for a in self.rows_of(layer)]
+
+    def parts(self, layer: int) -> list[ArrayView]:
+        """A layer's arrays as `take_parts` reads them: rows of all heads are one part if they lie side by side."""
+        arrays = self.pools.layers[layer]
+        if self._config.layout == "HND":
+            return [*arrays]
+        return [a.restrided((a.shape[0], 1, *a.shape[1:]), (a.strides[0], 0, *a.strides[1:])) for a in arrays]
+
+    def rows_of(self, layer: int) -> list[Rows]:
+        """K and V of a layer in all pages."""
+        return [pool_rows(a, POOL_LAYOUTS[self._config.layout][0]) for a in self.pools.layers[layer]]
 
     def rows(self, seq: int, coded: Sequence[int]) -> list[list[Host]]:
         """Copies of a sequence's K and V in each layer as rows (n, heads, width), the oldest first.
@@ -178,11 +203,11 @@ class NewPages:
         """The reverse of `rows`, for fewer of them too: pages as `read` returns them."""
         pages = []
         for arrays, n in zip(rows, coded, strict=True):
-            pages.append([np.zeros((self.each * self.group, *a.shape[1:]), a.dtype) for a in arrays])
+            pages.append([np.zeros((self.each * self.page, *a.shape[1:]), a.dtype) for a in arrays])
             for to, a in zip(pages[-1], arrays, strict=True):
                 to[: len(a)] = a
             behind = np.argsort(self._order(n))
-            pages[-1] = [a.reshape(self.each, self.group, *a.shape[1:])[behind] for a in pages[-1]]
+            pages[-1] = [a.reshape(self.each, self.page, *a.shape[1:])[behind] for a in pages[-1]]
         return self.pools.from_rows(pages)
 
     def copy(self, src: int, dst: int) -> None:
@@ -191,24 +216,22 @@ class NewPages:
 
 
 class TokenGroupPages(Pages[BlockPools]):
-    """`Pages` of groups along tokens, see the module.
+    """`Pages` whose older tokens are codes, see the module.
 
     Attributes:
-        new: pages of the newest tokens.
-        coded: how many of the oldest tokens are codes, for each sequence and layer.
+        new: pages of the sinks and the newest tokens.
+        sinks: how many first tokens are never codes.
+        coded: how many tokens after them are codes, for each sequence and layer.
     """
-
-    title = "a pool with groups along tokens"
-    remedy = "Use axis='head_dim'."
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
         assert config.groups is not None
         super().__init__(live, config, num_layers, BlockPools(config, num_layers, live))
-        self.form = config.groups
-        if not self.form.has_axis:
-            self.title, self.remedy = f"a pool of {self.form.quant}", "Use another format."
-        self.new, self.coded = NewPages(config, self.form, num_layers, live), dict[int, list[int]]()
-        self.quant, self.scratch = self.form.quant, ScoreMemory(live)
+        form = self.form = config.groups
+        self.title, self.remedy = f"a pool of {form.named}", f"Use {form.other}."
+        self.new, self.coded = NewPages(config, form, num_layers, live), dict[int, list[int]]()
+        self.quant, self.sinks, self.scratch = form.quant, form.quant.sinks, ScoreMemory(live)
+        self.sequences.outside = self.sinks
         self._codes = [coded_of(self.form.codes, arrays) for arrays in self.pools.layers]
         self._memory_to_encode: Any = self._codes[0].turned(1, 1, self.form.codes.rows, live)
 
@@ -223,8 +246,8 @@ class TokenGroupPages(Pages[BlockPools]):
         """As in `Pages`, without token ids."""
         if len(token_ids):
             raise OptionError(
-                "PagedKVCacheStore.add: blocks with groups along tokens cannot be found by token_ids, since the "
-                "newest tokens of a block may not be codes yet. Leave token_ids out, and use fork()."
+                f"PagedKVCacheStore.add: blocks of {self.title} cannot be found by token_ids, since the newest tokens "
+                "of a block may not be codes yet. Leave token_ids out, and use fork()."
             )
         return self._with_pages(self.sequences.add(token_ids, salt, leave), [0] * len(self._codes))
 
@@ -247,27 +270,28 @@ class TokenGroupPages(Pages[BlockPools]):
         Raises:
             PositionError: part of a group would be kept. Nothing is changed.
         """
-        coded, group = self.coded[state.number], self.quant.group
-        # Of layers that hold so many.
-        lengths = [n - (history.dropped if history else 0) for history in state.histories]
+        coded, group, sinks = self.coded[state.number], self.quant.group, self.sinks
+        # Of layers that hold so many, the tokens after the sinks.
+        lengths = [n - (history.dropped if history else 0) - sinks for history in state.histories]
         for codes, length in zip(coded, lengths, strict=True):
-            if length < codes and length % group:
+            if 0 < length < codes and length % group:
+                after = f" after its {sinks} sinks" if sinks else ""
                 raise PositionError(
-                    f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes} are codes of "
-                    f"whole groups, quantised once. Keep at least that many, or a multiple of {group}."
+                    f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes}{after} are codes "
+                    f"of whole groups, quantised once. Keep at least that many, or a multiple of {group}{after}."
                 )
         self.sequences.truncate(state, n)
-        self.coded[state.number] = [min(pair) for pair in zip(coded, lengths, strict=True)]
+        self.coded[state.number] = [min(codes, max(0, n)) for codes, n in zip(coded, lengths, strict=True)]
 
     def refuse_align(self, operation: str, state: SequenceState, n: int) -> None:
         """As in `Pages`; a group that the dropped tokens let become codes does not come back."""
         super().refuse_align(operation, state, n)
         for layer, (coded, end) in enumerate(zip(self.coded[state.number], state.ends, strict=True)):
-            now = state.lengths[layer]
+            now = state.lengths[layer] - self.sinks
             aligned = now - (end - n)
             before, after = (self.form.closed_at(tokens) for tokens in (aligned, now))
             older = aligned < coded or (before < coded == after and not self.form.closes_early)
-            if 0 < n < end and older:
+            if n < end and aligned > 0 and older:
                 why = "older tokens became codes when its newest were appended"
                 raise state.cannot_align(operation, layer, n, why)
 
@@ -275,12 +299,13 @@ class TokenGroupPages(Pages[BlockPools]):
         """As in `Pages`: codes would be quantised a second time."""
         raise OptionError(
             f"{operation}: {self.title} does not merge rows, since those that are codes would be quantised a second "
-            "time, with other scales. Leave merge out, or use axis='head_dim'."
+            f"time, with other scales. Leave merge out, or use {self.form.other}."
         )
 
     def check_kept(self, operation: str, layer: int, state: SequenceState, indices: Host) -> None:
-        """As in `Pages`: a group of codes must be kept as a whole."""
-        coded = Coded(0, self.coded[state.number][layer], self.quant.group)
+        """As in `Pages`: a group of codes must be kept as a whole, and no group without the sinks."""
+        sinks = min(self.sinks, state.lengths[layer])
+        coded = Coded(sinks, sinks + self.coded[state.number][layer], self.quant.group)
         kept_groups(operation, indices[None], coded, lambda row: f"sequence {state.number} in layer {layer}")
 
     @uninterrupted
@@ -289,11 +314,13 @@ class TokenGroupPages(Pages[BlockPools]):
     ) -> None:
         """As in `Pages`, groups and new tokens."""
         group, before, indices = self.quant.group, self.coded[state.number][layer], moves.src
-        coded = int(np.searchsorted(indices, before))
+        first, end = np.searchsorted(indices, (self.sinks, self.sinks + before)).tolist()
+        coded = end - first
         pages, pages_to = (self.new.in_order(state.number, n) for n in (before, coded))
-        codes = _moved(indices[:coded:group] // group, table, table, self.config.block_size // group)
-        new = _moved(indices[coded:] - before, pages, pages_to, group)
-        moved = (self.pools.layers[layer], *codes), (self.new.pools.layers[layer], *new)
+        codes = _moved((indices[first:end:group] - self.sinks) // group, table, table, self.config.block_size // group)
+        rows = self._places(np.concatenate([indices[:first], indices[end:]]), before)
+        new = _moved(rows, pages, pages_to, self.new.page)
+        moved = (self.pools.layers[layer], *codes), (self.new.parts(layer), *new)
         copies = [take_parts(self.runtime, arrays, each, src) for arrays, each, src, _ in moved]
         for (arrays, each, _, dst), parts in zip(moved, copies, strict=True):
             put_parts(arrays, each, parts, dst)
@@ -325,7 +352,7 @@ class TokenGroupPages(Pages[BlockPools]):
         return self.coded[state.number]
 
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
-        """As in `Pages`: the newest tokens as rows (n, heads, width), one sequence after the other."""
+        """As in `Pages`: the sinks and the newest tokens as rows (n, heads, width), one sequence after the other."""
         metadata = [{"coded": self.coded[state.number]} for state in states]
         parts = {
             f"new.{i}.{name}": [np.empty((0, self.config.num_kv_heads, row.width), row.stored.numpy)]
@@ -397,7 +424,7 @@ class TokenGroupPages(Pages[BlockPools]):
 
     def _find_slots(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
         """Find slots for each sequence's next rows, after quantising a group if there is no room; False if none."""
-        quant, any_rows, most = self.quant, False, self.form.slots
+        page, any_rows, most = self.new.page, False, self.sinks + self.form.slots
         for i, state in enumerate(step.states):
             first, end = step.cu_seqlens[i] + done[i], step.cu_seqlens[i + 1]
             if first == end:
@@ -407,8 +434,7 @@ class TokenGroupPages(Pages[BlockPools]):
                 self._encode(operation, layer, state.number, step.tables[i])
             count = min(end - first, most - (length - coded[layer]))
             indices = np.arange(count) + length - coded[layer]
-            pages = np.array(self.new.in_order(state.number, coded[layer]))
-            slots[first : first + count] = pages[indices // quant.group] * quant.group + indices % quant.group
+            slots[first : first + count] = slots_of(self.new.in_order(state.number, coded[layer]), indices, page)
             done[i] += count
             any_rows = True
         return any_rows
@@ -429,28 +455,25 @@ class TokenGroupPages(Pages[BlockPools]):
     def _close(self, operation: str, layer: int, state: SequenceState, table: Sequence[int]) -> None:
         """Let the groups of a sequence that earlier calls filled become codes, if the form says so."""
         coded = self.coded[state.number]
-        while self.form.closes_early and state.lengths[layer] - coded[layer] >= self.quant.group:
+        while self.form.closes_early and state.lengths[layer] - self.sinks - coded[layer] >= self.quant.group:
             self._encode(operation, layer, state.number, table)
 
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
         """Quantise the next group of a sequence."""
         at, size = self.coded[seq][layer], self.config.block_size
-        k, v = self._rows_of_page(layer, self.new.in_order(seq, at)[0])
+        k, v = self.new.oldest_group(seq, layer, at)
         self._codes[layer].encode(self.runtime, operation, (k, v), self._memory_to_encode, at % size, table[at // size])
         self.coded[seq][layer] = at + self.quant.group
 
-    def _rows_of_page(self, layer: int, page: int) -> list[Rows]:
-        """K and V of a page of new tokens."""
-        return [
-            Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0])
-            for a in self.new.pools.layers[layer]
-        ]
+    def _places(self, indices: Host, coded: int) -> Host:
+        """The places of tokens that are not codes among all such tokens of their sequence."""
+        return np.where(indices < self.sinks, indices, indices - coded)
 
     # --- reads
 
     def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
         """As in `Pages`; keys are float32."""
-        live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
+        live, sinks, heads = self.runtime, self.sinks, self.config.num_kv_heads
         length, coded, size = state.lengths[layer], self.coded[state.number][layer], self.config.block_size
         out = [new_array((length, heads, row.width), row.read_dtype, live) for row in self.config.rows.both]
 
@@ -458,11 +481,15 @@ class TokenGroupPages(Pages[BlockPools]):
             return [Rows(a, head=a.strides[1], token=a.strides[0], first=position * a.strides[0]) for a in out]
 
         for at, block in zip(range(0, coded, size), state.blocks, strict=False):
-            k, v = to(at)
+            k, v = to(sinks + at)
             self._codes[layer].decode(live, operation, range(min(size, coded - at)), (k, v), 1, block)
-        for at, page in zip(range(coded, length, group), self.new.in_order(state.number, coded), strict=False):
-            shape = 1, heads, min(group, length - at)
-            copy_rows(live, operation, self._rows_of_page(layer, page), to(at), self.config.rows.widths, shape)
+        pages = self.tables.upload("pages read", np.array(self.new.in_order(state.number, coded), np.int32))
+        fixed = min(sinks, length)
+        for at, count, first in ((0, fixed, 0), (fixed + coded, length - fixed - coded, fixed)):
+            if count:
+                rows, limit = self.new.rows_of(layer), self.new.pools.config.num_blocks
+                place = Placement("table", self.new.page, pages, position=first, step=1, limit=limit)
+                copy_rows(live, operation, rows, to(at), self.config.rows.widths, (1, heads, count), place)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def rewrite(
@@ -473,14 +500,14 @@ class TokenGroupPages(Pages[BlockPools]):
         rows = [rows_first(a, layout) for a in rows]
         tokens, coded = rows[0].shape[0], self.coded[state.number][layer]
         first = state.lengths[layer] - rewritten_back(operation, layer, state, start, tokens)
-        if first < coded:
-            oldest = start + coded - first
+        if coded and first < self.sinks + coded and first + tokens > self.sinks:
+            oldest = start + self.sinks + coded - first
             raise PositionError(
                 f"{operation}: position {start} of sequence {state.number} cannot be rewritten: tokens before {oldest} "
                 f"are codes, quantised once. Rewrite tokens from {oldest} on."
             )
         pages = self.new.in_order(state.number, coded)
-        slots = slots_of(pages, first - coded + np.arange(tokens), self.quant.group).astype(np.int32)
+        slots = slots_of(pages, self._places(first + np.arange(tokens), coded), self.new.page).astype(np.int32)
         for call in self._write(operation, layer, rows).calls(rows, self.tables.upload(f"rewritten {layer}", slots)):
             call.run()
 
@@ -497,7 +524,8 @@ class TokenGroupPages(Pages[BlockPools]):
         if request.as_block(operation, queries.tokens):
             request = request._replace(causal=False)
         for state in states:
-            new = state.lengths[layer] - self.coded[state.number][layer]
+            coded = self.coded[state.number][layer]
+            new = state.lengths[layer] - (self.sinks + coded if coded else 0)
             state.check_queries(operation, layer, queries.tokens, request)
             if queries.tokens > max(1, new):
                 raise PositionError(
@@ -590,8 +618,11 @@ class TokenGroupPages(Pages[BlockPools]):
             table=self.tables.upload(f"weighed new pages {layer}", pages), lens=length - coded
         )
         plain = AttendRequest(scale=request.scale, softcap=request.softcap, causal=request.causal, short=True)
-        call, newest = attention_call(operation, q, caches, plain), to.part(2, coded, length)
-        call.plan.weigh(dict(call.arrays), lse, newest, AttendedTokens(call.length, ahead=ahead), kind)
+        call = attention_call(operation, q, caches, plain)
+        sinks = self.sinks if coded else 0
+        for first, end, between in ((0, sinks, 0), (sinks, call.length, coded)):
+            tokens = AttendedTokens(end, first, call.length - end + ahead)
+            call.plan.weigh(dict(call.arrays), lse, to.part(2, first + between, end + between), tokens, kind)
         if coded:
             blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
             slots = CodeSlots(
@@ -599,12 +630,11 @@ class TokenGroupPages(Pages[BlockPools]):
                 tokens=AttendedTokens(coded), known=[(state.blocks, coded)],
                 paged={"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)},
             )  # fmt: skip
-            weighing = Weighing(lse, to.part(2, 0, coded), kind)
+            weighing = Weighing(lse, to.part(2, sinks, sinks + coded), kind)
             self._codes[layer].weigh(operation, q, weighing, request.scores, slots, self.scratch)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
-        way = "axis='head_dim'" if self.form.has_axis else "another format"
-        title, remedy = f"{self.title} does not support", f"Leave it out, or use {way}."
+        title, remedy = f"{self.title} does not support", f"Leave it out, or use {self.form.other}."
         request.refuse(operation, (*REFUSED, "window"), title, remedy)
         request.check_choices(operation, ("auto", "taichi"))
 
@@ -643,7 +673,7 @@ class TokenGroupPages(Pages[BlockPools]):
         request: AttendRequest,
     ) -> Any:  # fmt: skip
         """As in `Pages`, a few tokens at a time: each query sees what it would see if it came alone."""
-        live, config, quant, most = self.runtime, self.config, self.quant, self.form.slots
+        live, config, quant, most = self.runtime, self.config, self.quant, self.sinks + self.form.slots
         self._refuse_options(operation, request)
         if request.block is not None:
             title, remedy = f"{self.title} does not support", "Append the tokens, and attend with block=."

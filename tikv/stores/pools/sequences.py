@@ -215,11 +215,13 @@ class Sequences:
         states: by sequence, in the order they came.
         next: the number that the next sequence gets.
         blocks: which blocks are free, and who holds the others.
+        outside: how many first tokens of a sequence are stored elsewhere, so that later ones have slots before their
+            places.
         by_head: heads have block tables of their own.
         version: changes whenever blocks of an existing sequence change, for code that keeps copies of tables.
     """
 
-    by_head = False
+    by_head, outside = False, 0
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
         self.num_layers = num_layers
@@ -239,6 +241,10 @@ class Sequences:
     def blocks_for(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take."""
         return -(-tokens // self.block_size)
+
+    def _first_block(self, place: int) -> int:
+        """The first block that tokens from a place on may be written to, by its place in the table."""
+        return max(0, place - self.outside) // self.block_size
 
     def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
         """The state of a sequence that exists and, unless `swapped` is True, is not swapped out; or PositionError."""
@@ -332,7 +338,7 @@ class Sequences:
         The store copies `copies` and moves the rows by the step's table; `compact` or `undo` ends it.
         """
         step = AppendStep([state])
-        places = range(first // self.block_size, self.blocks_for(keep)) if first < keep else range(0)
+        places = range(self._first_block(first), self.blocks_for(keep)) if first < keep else range(0)
         self._allocate(operation, step, [places])
         return step
 
@@ -550,7 +556,9 @@ class Sequences:
         step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32), alone=alone)
         size = self.block_size
         ends = [start + b - a for start, (a, b) in zip(starts, itertools.pairwise(cu_seqlens), strict=True)]
-        written = [range(n // size, -(-end // size)) if end > n else () for n, end in zip(starts, ends, strict=True)]
+        written = [
+            range(self._first_block(n), -(-end // size)) if end > n else () for n, end in zip(starts, ends, strict=True)
+        ]
         self._allocate(operation, step, written)
         for table, first, end in zip(step.tables, cu_seqlens, cu_seqlens[1:], strict=False):
             if end - first == 1:

@@ -160,8 +160,9 @@ def _making_pages(original: Any) -> Any:
     def _create_batch_processor(self: Any) -> Any:
         with page_memory.making(getattr(self, "tikv_pages", None)):
             processor = original(self)
-        if self.model.device.type == "cuda":  # batches that overlap run on a stream that does not wait for the zeros
-            torch.cuda.current_stream(self.model.device).synchronize()
+        if self.model.device.type == "cuda":  # batches run on a stream of their own, which must wait for the zeros
+            zeroed_on = torch.cuda.current_stream(self.model.device)
+            processor.inputs_and_outputs.compute_stream.wait_stream(zeroed_on)
         return processor
 
     return _create_batch_processor

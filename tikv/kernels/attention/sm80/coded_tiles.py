@@ -382,7 +382,7 @@ def make_copy_tile(c):
 def make_find_next(c):
     """find_next(coming, end, ...) -> (coming, tile, whole): the next tile of which a row of the warp sees something.
 
-    `tile` is its place, -1 if there is none; `whole` says that every row sees all of it. `bounds` are `make_seen`'s.
+    `tile` is its place, or -1; `whole` says that every row sees all of it. `bounds` are `make_seen`'s.
     """
     find_tile, TOKENS = make_find_tile(c.keys), c.keys.columns
 
@@ -512,7 +512,7 @@ def make_weigh(c):
 def make_add_values(c):
     """add_values(lane, memory, s, power, biases, total): adds a tile's values by `make_weigh`'s weights.
 
-    Number 2 j + e of a chunk is that of column j of half e of a lane's columns of the chunk.
+    Number 2 j + e of a chunk is column j in half e: a lane has two halves of a chunk's columns.
     """
     ext, half, values, at = instructions(), make_bits_to_f32("f16"), lines_of(c.values), layout_of(c)
     CHUNKS, COLUMNS = max(1, values.columns // CHUNK), values.columns // 4
@@ -580,16 +580,16 @@ def make_attend_task(c):
         coming, end = part * of_keys[P.each] + warp, ti.min((part + 1) * of_keys[P.each], of_keys[P.tiles])
         current, whole, state = coming, 0, 0  # `state` is 1 with a current tile, and -1 after the last one
         while state >= 0:
-            found = find_next(coming, end, b, h, bounds, ring, table, lens, of_keys)
+            coming_tile = find_next(coming, end, b, h, bounds, ring, table, lens, of_keys)
             # The same in each turn; LLVM, which does not know that, computes addresses when they are needed.
-            memory = tiles + ti.cast(warp * SIZE + (found[0] >> 31), ti.u32)
+            memory = tiles + ti.cast(warp * SIZE + (coming_tile[0] >> 31), ti.u32)
             s = [ti.f32(0.0) for _ in range(OF_LANE)]
             if state == 1:
                 ext.copies_wait_1()
                 ext.warp_meets()
                 score(lane, memory, queries, undone, s, scalars)
                 ext.warp_meets()
-            copy_keys(found[1], lane, copied, memory, bases)
+            copy_keys(coming_tile[1], lane, copied, memory, bases)
             if state == 1:
                 if whole == 0:
                     for i in ti.static(range(OF_LANE)):
@@ -602,9 +602,9 @@ def make_attend_task(c):
                 of_tile = weigh(lane, memory, s, m, l)
                 add_values(lane, memory, s, of_tile[0], of_tile[1], total)
                 ext.warp_meets()
-            copy_values(found[1], lane, copied, memory, bases)
-            state = ti.select(found[1] >= 0, 1, -1)
-            current, whole, coming = found[0], found[2], found[0] + WARPS
+            copy_values(coming_tile[1], lane, copied, memory, bases)
+            state = ti.select(coming_tile[1] >= 0, 1, -1)
+            current, whole, coming = coming_tile[0], coming_tile[2], coming_tile[0] + WARPS
         ext.copies_wait_0()
         place = ti.Vector([b, h, row, part])
         finish(thread, place, tiles, m[0], butterfly_sum(l[0], QUAD), total, out, lse, of_values, seen, scalars)
