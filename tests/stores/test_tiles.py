@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches
 
 import tikv
 from tikv import formats, launch, reference
@@ -222,30 +223,22 @@ def test_pieces_of_limited_memory(arch, rng, monkeypatch):
 )
 @pytest.mark.archs("cuda")
 def test_few_rows_on_tensor_cores(arch, rng, monkeypatch, name, width, group, queries, cap, dtype, options):
-    """In any number of parts, and by the kernels of other devices; both as exact."""
+    """Keys and values in one launch, in one part of the tiles and in several."""
     if reason := launch.why_no_hopper(runtime_of()):
         pytest.skip(reason)
     tokens = Tokens(rng, arch, name, width, batch=3, **options)
-    for count in (500, 200, queries):
+    counted = count_launches(monkeypatch)
+    for count in (150, 550):
         tokens.append(count)
-    q = oracle.place(oracle.to_numpy(tokens.new(queries, group * HEADS)).astype(dtype), arch)
-    given, (k, v) = oracle.to_numpy(q), tokens.expected()
-    sums = np.log(np.exp(tokens.logits(given, k, cap)).sum(-1)).swapaxes(1, 2)
-    why, reasons = coded_tiles.why_not_fused, []
-
-    def noted(*arguments):
-        reasons.append(why(*arguments))
-        return reasons[-1]
-
-    for parts in (None, 1, 3, 0):
-        with monkeypatch.context() as patch:
-            patch.setattr(coded_tiles, "why_not_fused", noted if parts != 0 else lambda *_: "asked")
-            if parts:
-                patch.setattr(coded_tiles, "fused_parts_of", lambda *_, n=parts: n)
-            out, lse = tokens.store.attend(0, q, softcap=cap, return_lse=True)
-        tokens.compare(out, given, k, v, cap)
+        tokens.append(queries)
+        q = oracle.place(oracle.to_numpy(tokens.new(queries, group * HEADS)).astype(dtype), arch)
+        counted.clear()
+        out, lse = tokens.store.attend(0, q, softcap=cap, return_lse=True)
+        assert [name.partition("(")[0] for name in counted if "tile" in name] == ["attend_tiles", "merge_tiles"]
+        rows, (k, v) = oracle.to_numpy(q), tokens.expected()
+        tokens.compare(out, rows, k, v, cap)
+        sums = np.log(np.exp(tokens.logits(rows, k, cap)).sum(-1)).swapaxes(1, 2)
         np.testing.assert_allclose(oracle.to_numpy(lse), sums, atol=1e-3)
-    assert reasons == [""] * 3
 
 
 @pytest.mark.archs("cpu")
