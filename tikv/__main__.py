@@ -508,12 +508,12 @@ def add_kernels(commands: Any) -> None:
     build = actions.add_parser(
         "build",
         help="write a file for each compute capability; no GPU is needed",
-        description="Compile the kernels that stores and pools need, in the formats and sizes of usual models, and "
-        "write sm_80.zip, sm_90.zip and so on. It needs Linux, Taichi, cuda-bindings and a C compiler, which builds a "
-        "stand-in for NVIDIA's driver; and 2 to 3 seconds per kernel on one core.",
-        epilog="A form has a name such as store-bfloat16-int8-d128-g4-token: store or pool; the dtype of queries; what "
-        "is stored: same, int8, float8_e4m3fn, quant4_32, quant4_64; head_dim; query heads per KV head; token, few or "
-        "prompt. Example: tikv kernels build made --capability 9.0 --only '*-bfloat16-*-d128-*'",
+        description="Compile the kernels that stores, pools and a TikvCache need, in the formats and sizes of usual "
+        "models, and write sm_80.zip, sm_90.zip and so on. It needs Linux, Taichi, cuda-bindings and a C compiler, "
+        "which builds a stand-in for NVIDIA's driver; and 2 to 3 seconds per kernel on one core.",
+        epilog="A form has a name such as store-bfloat16-int8-d128-g4-token: store, pool or cache; the dtype of "
+        "queries; what is stored: same, int8, float8_e4m3fn, quant4_32, quant4_64; head_dim; query heads per KV head; "
+        "token, few or prompt. Example: tikv kernels build made --capability 9.0 --only '*-bfloat16-*-d128-*'",
     )
     build.add_argument("folder", metavar="DIR", help="where the files go; old files of these names are replaced")
     build.add_argument("--capability", nargs="+", metavar="X.Y", help="compute capabilities (default: 8.0 9.0)")

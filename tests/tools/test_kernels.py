@@ -16,7 +16,7 @@ import tikv
 from tikv import engines, runtime
 from tikv.__main__ import main
 from tikv.launch.cuda import keys, made
-from tikv.tools.kernels import building, forms
+from tikv.tools.kernels import building, forms, stand_in
 from tikv.tools.kernels.collect import Collected
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -32,8 +32,8 @@ on_linux = pytest.mark.skipif(
 def built(tmp_path_factory):
     """A folder with the kernel of one form that copies rows, made here; and all kernels that the form needs."""
     folder, work = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("work")
-    building.build_driver(work)
-    environment, chosen = building.environment_of(work, (9, 0)), forms.chosen([FORM])
+    stand_in.build_driver(work)
+    environment, chosen = stand_in.environment_of(work, (9, 0)), forms.chosen([FORM])
     collected = building.collect(work / "kernels.pickle", chosen, environment)
     copies = [kernel for kernel in collected.kernels if kernel.name.startswith("copy(")][:1]
     result = building.write_file(folder, (9, 0), chosen, Collected(copies, {}), 2, environment)
@@ -44,8 +44,8 @@ def built(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path):
     """Run Python over the stand-in, as on a GPU of compute capability 9.0 whose user has compiled nothing yet."""
-    building.build_driver(tmp_path)
-    environment = {**os.environ, **building.environment_of(tmp_path, (9, 0)), "PYTHONPATH": str(ROOT)}
+    stand_in.build_driver(tmp_path)
+    environment = {**os.environ, **stand_in.environment_of(tmp_path, (9, 0)), "PYTHONPATH": str(ROOT)}
 
     def run(script, folder, **changed):
         command = [sys.executable, "-c", script]
@@ -181,11 +181,11 @@ def test_what_a_build_needs_is_named():
 import sys
 from tikv import engines, runtime
 from tikv.errors import ArchError
-from tikv.tools.kernels import building
+from tikv.tools.kernels import stand_in
 for sys.platform, missing in (("darwin", ""), ("linux", "taichi"), ("linux", "cuda-bindings")):
     engines.version_of = runtime.version_of = lambda name: None if name == missing else "1"
     try:
-        building.require_tools()
+        stand_in.require_tools()
     except ArchError as error:
         print(error)
 """
@@ -208,7 +208,8 @@ def test_arguments_without_a_meaning_are_refused(arguments, tmp_path, capsys):
 
 def test_patterns_choose_forms():
     assert [form.name for form in forms.chosen([FORM])] == [FORM]
-    assert len(forms.chosen(["store-*", "pool-*", FORM])) == len(forms.FORMS) == len({f.name for f in forms.FORMS})
+    every = forms.chosen(["store-*", "pool-*", "cache-*", FORM])
+    assert len(every) == len(forms.FORMS) == len({form.name for form in every})
     assert forms.chosen() == list(forms.FORMS)
 
 
@@ -224,3 +225,147 @@ def test_an_action_explains_itself(action, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["kernels", action, "--help"])
     assert f"usage: tikv kernels {action}" in capsys.readouterr().out
+
+
+CACHE = """
+import torch, transformers, tikv
+from tikv.arrays import dlpack, readers
+from tikv.integrations.transformers.layers import layer
+from tikv.integrations.transformers.memory import storage
+from tikv.tools.kernels import collect, forms
+from tikv.tools.kernels.collect import collected
+
+# The stand-in's memory is the host's: torch's CPU sees it, and says that it is a GPU's.
+torch.Tensor.is_cuda, torch.Tensor.is_cpu = property(lambda self: True), property(lambda self: False)
+dlpack.device_of = lambda array: (dlpack._CPU, 0)
+readers._torch_device_name = lambda *_: "cuda:0"
+zeros = torch.zeros
+torch.zeros = lambda *shape, device=None, **options: zeros(*shape, **options)
+storage.share_memory_with = layer.share_memory_with = lambda device: torch.no_grad()
+
+from tikv.integrations.transformers import TikvCache
+from tikv.integrations.transformers.memory import steps
+BASE = dict(hidden_size=32, vocab_size=32, intermediate_size=16, num_hidden_layers=2)
+config = transformers.LlamaConfig(**BASE, num_attention_heads=32, num_key_value_heads=8, head_dim=64, dtype="float16")
+config.pad_token_id = None
+model = transformers.LlamaForCausalLM(config).eval().to(torch.float16)
+model.set_attn_implementation("tikv")
+
+def generate(stored, batch, lengths=(300, 1, 1, 200, 4, 1, 30, 1, 400, 1), **options):
+    cache = TikvCache(model.config, dtype=None if stored == "same" else stored, **options)
+    def read(tokens):
+        ids = torch.ones((batch, tokens), dtype=torch.int64)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    for tokens in lengths:
+        read(tokens)
+    if "max_cache_len" in options:
+        for each in cache.layers:
+            each.make_ready()
+        with steps.on_device(cache):
+            read(1)
+"""
+
+FORMS = """
+class Generated:
+    def __init__(self, stored):
+        self.name, self.stored = stored, stored
+    def call(self):
+        for batch in (1, 3):
+            generate(self.stored, batch)
+            generate(self.stored, batch, max_cache_len=2000)
+
+tikv.init("cuda")
+live, stored = tikv.runtime.current(), {stored}
+collect.FORMS = (*forms.FORMS, Generated(stored))
+mine = [form.name for form in forms.chosen([f"*-float16-{stored}-d64-g4-*"])]
+made = {kernel.key for kernel in collected(mine, print).kernels}
+live.kernels = type(live.kernels)()
+found = collected([stored], print)
+assert found.refused == {}, found.refused
+assert len(found.kernels) > 8
+print("missing:", [kernel.name for kernel in found.kernels if kernel.key not in made])
+"""
+
+
+@on_linux
+@pytest.mark.thorough
+@pytest.mark.parametrize(("capability", "stored"), [("80", "same"), ("90", "int8")])
+def test_forms_have_all_that_a_models_cache_needs(run, tmp_path, capability, stored):
+    """A Llama generates with a TikvCache, over the stand-in: each kernel that it asks for is that of a form."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    child = run((CACHE + FORMS).replace("{stored}", repr(stored), 1), tmp_path, TIKV_KERNELS_CAPABILITY=capability)
+    assert (child.returncode, child.stdout.splitlines()[-1:]) == (0, ["missing: []"]), child.stderr
+
+
+WARM = """
+tikv.init("cuda")
+from tikv.launch.cuda import compiler, disk_cache
+from tikv.tools.kernels import stand_in
+compiler._compile = None  # an error, if it is called
+tikv.warmup(TikvCache(model.config, max_cache_len=2000), tokens=(300, 1), processes=2, quiet=True, wait={wait})
+generate("same", 1, (300, 1, 1), max_cache_len=2000)
+made = len(list(disk_cache.folder().iterdir()))
+assert made == len(tikv.runtime.current().kernels)
+live = tikv.runtime.current()
+live.kernels = type(live.kernels)()
+stand_in.SideBySide = None
+tikv.warmup(TikvCache(model.config, max_cache_len=2000), tokens=(300, 1), processes=2, quiet=True)
+print("warm")
+"""
+
+
+@on_linux
+@pytest.mark.thorough
+@pytest.mark.parametrize("wait", [True, False])
+def test_warmup_compiles_in_processes_what_a_models_cache_needs(run, tmp_path, wait):
+    """Over the stand-in, on both sides: nothing is compiled here, and a second time no process is started."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    child = run(CACHE + WARM.replace("{wait}", str(wait)), tmp_path)
+    assert (child.returncode, child.stdout) == (0, "warm\n"), child.stderr
+    assert "warmup" not in child.stderr
+
+
+WITHOUT = """
+import os, tikv
+from tikv.launch.cuda import disk_cache
+tikv.init("cuda")
+store = tikv.KVCacheStore(num_layers=1, num_kv_heads=8, head_dim=64, capacity=64, dtype="float16")
+os.environ["CC"] = "no-such-cc"
+names = tikv.warmup(store, query_heads=8, formats="float16", processes=2, quiet=True)
+assert 1 < len(names) == len(list(disk_cache.folder().iterdir()))
+"""
+
+
+@on_linux
+def test_without_a_c_compiler_warmup_compiles_one_after_the_other(run, tmp_path):
+    child = run(WITHOUT, tmp_path)
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.count("one after the other instead of side by side (ArchError: kernels build: this mach") == 1
+
+
+ENDS = """
+import sys, tikv
+tikv.init("cuda")
+from tikv.launch.cuda import compiler
+children, make = [], compiler.Child.__init__
+compiler.Child.__init__ = lambda self, *a: (make(self, *a), children.append(self.process))[0]
+store = tikv.KVCacheStore(num_layers=1, num_kv_heads=8, head_dim=64, capacity=64, dtype="float16")
+assert tikv.warmup(store, query_heads=8, formats="float16", processes=2, wait=False) == []
+while len(children) < 2: pass
+print(*[child.pid for child in children], flush=True)
+sys.exit()
+"""
+
+
+@on_linux
+def test_processes_of_warmup_end_with_the_interpreter(run, tmp_path):
+    child = run(ENDS, tmp_path)
+    assert (child.returncode, child.stderr) == (0, "")
+    assert len(child.stdout.split()) == 2
+    for number in child.stdout.split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+    assert not list(tmp_path.glob("tikv-*")), "no temporary folder is left"

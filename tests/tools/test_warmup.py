@@ -118,6 +118,23 @@ def test_a_model_compiles_nothing_afterwards(arch, made, family, options):
         tikv.warmup(cache)
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("options", [{"max_cache_len": 120}, {"window": 24, "sinks": 2}])
+def test_steps_of_a_model_compile_nothing_afterwards(arch, made, options):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from model_cache import BASE, given
+
+    from tikv.integrations.transformers import TikvCache, captured
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE)).eval()
+    model.set_attn_implementation("tikv")
+    tikv.warmup(TikvCache(model.config, **options), tokens=(30, 1), steps=True, quiet=True)
+    before, cache = set(made), TikvCache(model.config, **options)
+    model.generate(torch.ones((1, 30)).long(), **given(cache), max_new_tokens=60, custom_generate=captured)
+    assert [made[key].name for key in set(made) - before] == []
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -248,3 +265,55 @@ store.reset()
     count, _, results, _ = beside_in(tmp_path, arch, interrupted)
     assert count > 1
     assert np.isfinite(results).all()
+
+
+BEHIND = """
+from tikv.launch import pending
+children, popen = [], beside.subprocess.Popen
+beside.subprocess.Popen = lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
+assert tikv.warmup(store, query_heads=4, tokens=(20, 1), processes=2, wait=False) == []
+assert (store.length, live.has_compiled, len(pending._running)) == (0, False, 1)
+"""
+
+
+FORKED = """
+import os, warnings
+warnings.simplefilter("ignore")  # of threads at a fork
+if not (forked := os.fork()):
+    os._exit(pending.wait_for(pending.ENGINE))
+assert os.waitpid(forked, 0)[1] == 0
+""" * hasattr(os, "fork")
+
+
+@pytest.mark.archs("cpu")
+def test_processes_compile_while_the_caller_goes_on(arch, tmp_path):
+    """The next compilation waits for them, and then loads what they made; results are those of a single process."""
+    waits = BEHIND + FORKED + "np.testing.assert_equal(store.extend(0, *[np.zeros((1, 2, 32), np.float16)] * 3), 0)\n"
+    waits += "assert all(child.poll() == 0 for child in children) and len(children) == 2\nstore.reset()"
+    _, seconds, results, said = beside_in(tmp_path, arch, waits)
+    assert said == ""
+    alone = beside_in(tmp_path / "other", arch, "sys.executable = ''")
+    assert alone[2] == results
+    assert 3 * seconds < alone[1]
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("end", ["sys.exit()", "raise KeyboardInterrupt"])
+def test_processes_end_with_the_interpreter(arch, tmp_path, end):
+    told = "while len(children) < 2: pass\nprint(*[child.pid for child in children], flush=True)\n"
+    script = BESIDE.partition("{before}")[0] + BEHIND + told + end
+    child = subprocess.run(
+        [sys.executable, "-c", script, arch],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "TI_OFFLINE_CACHE_FILE_PATH": str(tmp_path), "QD_OFFLINE_CACHE_FILE_PATH": str(tmp_path)},
+    )
+    assert "warmup" not in child.stderr.replace("tools/warmup", "").replace("tikv.warmup", "")
+    numbers = child.stdout.split()
+    assert len(numbers) == 2, child.stderr
+    for number in numbers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+    assert not list(tmp_path.rglob("tikv-warmed-*"))

@@ -10,7 +10,8 @@ The first that works is used; `TIKV_LAUNCHER` or `choose_launcher` names one. Na
 
 `launcher` chooses and reports; `compilation` compiles kernels, `compiled` keeps and binds them; `bound`, `cuda.native`
 and `cuda.legacy_stream` launch them; `vectors` names the entries of their arguments; `recorder` and `graph` are for
-`tikv.graphs`; `ahead` compiles kernels for programs without Python; `notices` tells users who wait for a compiler.
+`tikv.graphs`; `pending` waits for kernels that other processes compile; `ahead` compiles kernels for programs without
+Python; `notices` tells users who wait for a compiler.
 """
 
 from tikv.launch.bound import Bound as Bound
@@ -38,6 +39,8 @@ from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.launcher import why_no_warpgroups as why_no_warpgroups
 from tikv.launch.launcher import why_not_native as why_not_native
 from tikv.launch.notices import notice as notice
+from tikv.launch.pending import Pending as Pending
+from tikv.launch.pending import wait_for as wait_for
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording
 from tikv.launch.recorder import recording as recording

@@ -11,6 +11,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.dtypes import NUMPY_WORDS
+from tikv.launch import pending
 
 Factory = Callable[..., Any]
 
@@ -63,6 +64,8 @@ class CompiledKernel:
         if self.compiled is not None:
             return
         live = self.runtime
+        if not live.has_compiled:
+            pending.wait_for(pending.ENGINE)
         with live.lock, live.compiling(self.fast_math):
             if self.compiled is None:
                 self._trace()

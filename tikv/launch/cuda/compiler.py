@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from tikv import runtime
 from tikv.errors import ArchError
+from tikv.launch import pending
 from tikv.launch.cuda import disk_cache, keys, made
 
 REPLY_SECONDS = 300
@@ -38,6 +39,8 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     """
     key = keys.key_of(factory, choices, target)
     text = disk_cache.read(key) or made.read(keys.made_key_of(factory, choices), target)
+    if text is None and pending.wait_for(key):
+        text = disk_cache.read(key)
     if text is None:
         runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
         text = _compile(factory, choices)

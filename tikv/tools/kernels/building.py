@@ -1,35 +1,29 @@
-"""Builds files of kernels on a machine without a GPU: `driver.c` answers as one, and Taichi writes PTX for it."""
+"""Builds files of kernels on a machine without a GPU, over a stand-in for NVIDIA's driver."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import pickle
-import queue
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tikv import engines, extras, runtime
 from tikv.errors import ArchError, OptionError
-from tikv.launch.cuda import compiler, made
+from tikv.launch.cuda import made
 from tikv.stores.files import replacing
-from tikv.tools.kernels.collect import Collected, Needed
-from tikv.tools.kernels.forms import OPERATION, KernelForm, chosen
+from tikv.tools.kernels import stand_in
+from tikv.tools.kernels.collect import Collected
+from tikv.tools.kernels.forms import KernelForm, chosen
+from tikv.tools.kernels.stand_in import ENGINE, OPERATION
 
 CAPABILITIES = ((8, 0), (9, 0))
 PARTS = 1000  # of the progress that is shown, for each compute capability
 _COLLECTING = 50  # of them, until it is known which kernels are needed
-_ENGINE = next(engine for engine in engines.ALL.values() if engine.has_known_ptx)
-_DRIVER = pathlib.Path(__file__).parent / "driver.c"
-_COMPILERS = ("cc", "gcc", "clang")
 Step = Callable[[str, int], None]
 
 
@@ -76,15 +70,15 @@ def build(
         CacheFileError: a file cannot be written.
     """
     forms = chosen(patterns)
-    require_tools()
+    stand_in.require_tools()
     target = pathlib.Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     results = []
     with tempfile.TemporaryDirectory(prefix="tikv-build-") as work:
-        build_driver(pathlib.Path(work))
+        stand_in.build_driver(pathlib.Path(work))
         for number, capability in enumerate(capabilities):
             title = f"compute capability {capability[0]}.{capability[1]}"
-            environment = environment_of(pathlib.Path(work), capability)
+            environment = stand_in.environment_of(pathlib.Path(work), capability)
 
             def show(now: str, part: int, title: str = title, begin: int = number * PARTS) -> None:
                 step(f"{title}, {now}", begin + part)
@@ -108,81 +102,22 @@ def write_file(
     Raises:
         CacheFileError: the file cannot be written.
     """
-    texts, failed = _compiled(collected.kernels, processes, environment, show)
+    texts, failed, count = {}, {}, len(collected.kernels)
+    with stand_in.SideBySide(collected.kernels, processes, environment) as answers:
+        for number, (kernel, answer) in enumerate(answers):
+            if "ptx" in answer:
+                texts[kernel.key] = answer["ptx"]
+            else:
+                failed[kernel.name] = answer["error"]
+            show(f"{count:,} kernels: {kernel.name}", _COLLECTING + (PARTS - _COLLECTING) * number // count)
     facts = {
         "tikv": sys.modules["tikv"].__version__,
-        "engine": f"{_ENGINE.name} {_ENGINE.version()}",
+        "engine": f"{ENGINE.name} {ENGINE.version()}",
         "forms": [form.name for form in forms if form.name not in collected.refused],
     }
     path = folder / f"sm_{capability[0]}{capability[1]}.zip"
     replacing.replace(path, made.packed(capability, texts, facts), OPERATION, path.suffix)
     return Built(made.contents(path), {**collected.refused, **failed})
-
-
-def require_tools() -> None:
-    """Check that this machine can build.
-
-    Raises:
-        ArchError: it cannot; the message says what is missing.
-    """
-    elsewhere = "Build on a machine that has it, and copy the files: they serve every system"
-    if sys.platform != "linux":
-        raise ArchError(f"{OPERATION}: this runs on Linux only, and here is {sys.platform}. {elsewhere}.")
-    if _ENGINE.version() is None:
-        raise ArchError(f"{OPERATION}: Taichi, which writes the kernels' PTX, is not installed. {elsewhere}.")
-    if runtime.version_of("cuda-bindings") is None:
-        raise ArchError(f"{OPERATION}: cuda-bindings is not installed. {extras.install('cuda')}.")
-    c_compiler()
-
-
-def c_compiler() -> list[str]:
-    """The command of the machine's C compiler: that in the environment variable CC, or the first of a few names.
-
-    Raises:
-        ArchError: the machine does not have one.
-    """
-    commands = [os.environ["CC"]] if os.environ.get("CC") else _COMPILERS
-    for command in commands:
-        words = shlex.split(command)
-        if words and shutil.which(words[0]):
-            return words
-    raise ArchError(
-        f"{OPERATION}: this machine has no C compiler ({', '.join(commands)}), which builds a stand-in for NVIDIA's "
-        "driver. Install one (Debian: gcc libc6-dev), or name it in the environment variable CC."
-    )
-
-
-def build_driver(folder: pathlib.Path) -> None:
-    """Compile `driver.c` to a libcuda.so.1 in a folder.
-
-    Raises:
-        ArchError: the C compiler refuses.
-    """
-    library = folder / "libcuda.so.1"
-    command = [*c_compiler(), "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(_DRIVER), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ArchError(
-            f"{OPERATION}: {command[0]} cannot compile {_DRIVER.name}: {last}. Install a C compiler with its headers "
-            "(Debian: gcc libc6-dev), or name another in the environment variable CC."
-        )
-    (folder / "libcuda.so").symlink_to(library.name)
-
-
-def environment_of(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, str]:
-    """The changed environment variables of a process that runs over the driver in a folder."""
-    paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
-    return {
-        "LD_LIBRARY_PATH": os.pathsep.join(path for path in paths if path),
-        "TIKV_KERNELS_CAPABILITY": f"{capability[0]}{capability[1]}",
-        "TIKV_CACHE_DIR": str(folder / "cache"),
-        "TMPDIR": str(folder),
-        made.VARIABLE: "",
-        "TIKV_ENGINE": _ENGINE.name,
-        "TIKV_QUIET": "1",
-        **_ENGINE.quiet,
-    }
 
 
 def collect(
@@ -237,83 +172,3 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _compiled(
-    kernels: Sequence[Needed], processes: int, environment: Mapping[str, str], show: Step
-) -> tuple[dict[str, str], dict[str, str]]:
-    """(PTX by key, reasons by name): all kernels, compiled side by side; and those that could not be."""
-    waiting: queue.SimpleQueue[Needed] = queue.SimpleQueue()
-    # A child starts Taichi again when the next kernel needs another kind of arithmetic.
-    for kernel in sorted(kernels, key=lambda each: (each.fast_math, each.name)):
-        waiting.put(kernel)
-    answers: queue.SimpleQueue[tuple[Needed, dict[str, str]]] = queue.SimpleQueue()
-    workers = [_Worker(waiting, answers, environment) for _ in range(min(processes, len(kernels)))]
-    texts: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    try:
-        for worker in workers:
-            worker.start()
-        for number in range(len(kernels)):
-            kernel, answer = answers.get()
-            if "ptx" in answer:
-                texts[kernel.key] = answer["ptx"]
-            else:
-                failed[kernel.name] = answer["error"]
-            show(
-                f"{len(kernels):,} kernels: {kernel.name}", _COLLECTING + (PARTS - _COLLECTING) * number // len(kernels)
-            )
-    finally:
-        for worker in workers:
-            worker.end()
-    return texts, failed
-
-
-class _Worker(threading.Thread):
-    """A thread that has a compiling process of its own compile what waits in a queue."""
-
-    def __init__(
-        self,
-        waiting: queue.SimpleQueue[Needed],
-        answers: queue.SimpleQueue[tuple[Needed, dict[str, str]]],
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__(daemon=True)
-        self._waiting = waiting
-        self._answers = answers
-        self._environment = environment
-        self._child: compiler.Child | None = None
-        self._stopped = False
-
-    def run(self) -> None:
-        while not self._stopped:
-            try:
-                kernel = self._waiting.get_nowait()
-            except queue.Empty:
-                return
-            self._answers.put((kernel, self._answer(kernel)))
-
-    def _answer(self, kernel: Needed) -> dict[str, str]:
-        """What the compiling process answers; one that failed is replaced for the next kernel."""
-        try:
-            if self._child is None:
-                self._child = compiler.Child(self._environment)
-                if self._stopped:
-                    self._child.process.kill()
-            answer = self._child.ask(kernel.request)
-        except (OSError, EOFError) as error:
-            answer = {"error": f"the compiling process failed: {error}"}
-        if "error" in answer and self._child is not None and not self._stopped:
-            self._child.close()
-            self._child = None
-        return answer
-
-    def end(self) -> None:
-        """End the compiling process, whatever it does, and wait for the thread."""
-        self._stopped = True
-        if self._child is not None:
-            self._child.process.kill()
-        if self.ident is not None:
-            self.join(60)
-        if self._child is not None:
-            self._child.close()

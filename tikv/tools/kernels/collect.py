@@ -16,18 +16,7 @@ from tikv.errors import TikvError
 from tikv.launch.compilation import CompiledKernel
 from tikv.launch.cuda import driver, keys, native
 from tikv.tools.kernels.forms import FORMS
-
-
-class Needed(NamedTuple):
-    """A kernel that a form needs: its key in a file, its name, and the request for a compiling process.
-
-    The request stays as bytes, since reading it imports the engine, which Ctrl-C does not interrupt.
-    """
-
-    key: str
-    name: str
-    fast_math: bool
-    request: bytes
+from tikv.tools.kernels.stand_in import Needed
 
 
 class Collected(NamedTuple):

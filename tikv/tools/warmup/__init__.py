@@ -1,6 +1,7 @@
 """Compiles ahead what a store, a pool or a model's cache will need, by making its own calls while it is empty.
 
-`asked` holds what a caller wants; `stores` and `models` make the calls; `beside` compiles in other processes.
+`asked` holds what a caller wants; `stores` and `models` make the calls; `beside` compiles in other processes, and `ptx`
+does so for CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tikv.ops import checks
 from tikv.stores.pool import PagedKVCacheStore
 from tikv.stores.store import KVCacheStore
 from tikv.tools.progress import is_shown, progress
-from tikv.tools.warmup import beside, stores
+from tikv.tools.warmup import beside, ptx, stores
 from tikv.tools.warmup.asked import OPERATION, Asked, Job, require_empty
 
 
@@ -31,6 +32,7 @@ def warmup(
     steps: bool = False,
     processes: int | None = None,
     quiet: bool = False,
+    wait: bool = True,
     num_kv_heads: int = 8,
     head_dim: int = 128,
 ) -> list[str]:
@@ -49,18 +51,21 @@ def warmup(
             prompts longer than a few hundred tokens use the same kernels.
         formats: dtypes of queries and of new keys and values: "float32", "float16", "bfloat16". None takes the store's
             dtype if it is one of these, else "float32"; for a `TikvCache` it takes the configuration's.
-        steps: also compile the decode step of `tikv.compile_step`, for each layer.
+        steps: also the decode step of `tikv.compile_step`, for each layer; for a `TikvCache`, as always on CUDA, steps
+            that torch compiles or `captured` captures.
         processes: how many processes compile side by side, before this one loads what they made; None for one per core
-            if there are at least 3, 1 for only this one. They are used on CPU, Vulkan and Metal if this process has
-            compiled no kernel yet, without ``steps``, and if the engine's cache on disk is on. If one fails, a warning
-            says so.
-        quiet: show nothing. Otherwise a bar shows what is being compiled if stderr is a terminal; if not, one message
-            appears after 2 seconds of compilation.
+            if there are at least 3, 1 for only this one, as for a store's ``steps``. On CPU, Vulkan and Metal they need
+            the engine's cache on disk and a process that has compiled no kernel; on CUDA the native launcher, Linux and
+            a C compiler. If one fails, a warning says so.
+        quiet: show nothing. Otherwise a bar shows what is compiled if stderr is a terminal; if not, a message does.
+        wait: False to return while the processes compile, by default as many as cores but one: for example before a
+            model's weights are loaded. A call that needs one of the kernels then waits for it, and outside CUDA for
+            all of them. Where processes cannot be used, this waits too.
         num_kv_heads, head_dim: for named variants, the shape to compile for.
 
     Returns:
         A list with the purpose of each compiled kernel, such as "copy" or "attend cpu"; empty if all had been compiled
-        before. For variants, their names.
+        before, or if it did not wait. For variants, their names.
 
     Raises:
         OptionError: the object is not one of these, or is not empty; query_heads is missing; a dtype or variant does
@@ -89,19 +94,19 @@ def warmup(
     asked, target = Asked.checked(query_heads, tokens, formats, steps), what[0]
     if processes is not None:
         processes = checks.integer(processes, "processes", OPERATION, low=1)
-    if asked.steps:  # the recording of a step cannot be recorded
-        processes = 1
     if isinstance(target, KVCacheStore):
+        if asked.steps:  # the recording of a step cannot be recorded
+            processes = 1
         with target.lock:
             require_empty(target, max(target.layer_length(i) for i in range(target.num_layers)))
             try:
-                return _done(stores.jobs_of_store(target, asked), target.runtime, processes, quiet)
+                return _done(stores.jobs_of_store(target, asked), target.runtime, processes, quiet, wait)
             finally:
                 target.reset()
     if isinstance(target, PagedKVCacheStore):
         with target.lock:
             require_empty(target, len(target), "sequences")
-            return _done(stores.jobs_of_pool(target, asked), target.runtime, processes, quiet)
+            return _done(stores.jobs_of_pool(target, asked), target.runtime, processes, quiet, wait)
     module = sys.modules.get("tikv.integrations.transformers")
     if module is None or not isinstance(target, module.TikvCache):
         raise OptionError(
@@ -110,22 +115,26 @@ def warmup(
         )
     from tikv.tools.warmup.models import jobs_of_cache
 
-    return _done(list(jobs_of_cache(target, asked)), runtime_of(), processes, quiet)
+    return _done(list(jobs_of_cache(target, asked)), runtime_of(), processes, quiet, wait)
 
 
 def _say_nothing(now: str, done: int) -> None:
     pass
 
 
-def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, quiet: bool) -> list[str]:
-    """Do all jobs; return the titles of the kernels that were compiled for them."""
+def _done(jobs: Sequence[Job], live: runtime.Runtime, processes: int | None, quiet: bool, wait: bool) -> list[str]:
+    """Do all jobs; return the titles of the kernels that were compiled for them. Without `wait`, only begin."""
+    compile_in = ptx.compile_ptx if live.is_cuda else beside.compile_beside
+    if not wait and (count := beside.processes_for(live, processes, wait)):
+        compile_in(beside.kernels_of([job.run for job in jobs], live), live, count, _say_nothing, wait)
+        return []
     before = set(live.kernels)
     shown = is_shown() and not quiet
     count = beside.processes_for(live, processes)
     if count > 1:
         kernels = beside.kernels_of([job.run for job in jobs], live)
         with progress(OPERATION, len(kernels)) if shown else contextlib.nullcontext(_say_nothing) as step:
-            beside.compile_beside(kernels, live, count, step)
+            compile_in(kernels, live, count, step)
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
         for i, job in enumerate(jobs):
             step(job.title, i)

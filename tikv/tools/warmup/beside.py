@@ -7,6 +7,7 @@ A program of the engine reads the list of that cache when it compiles its first 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -21,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from tikv import launch, runtime
 from tikv.launch.cuda import keys
+from tikv.launch.pending import ENGINE
 from tikv.runtime.cache import BoundedCache
 
 LEAST_CORES = 3  # with two, starting the processes costs what the second core gains: docs/first_minutes.md
@@ -35,12 +37,17 @@ class KernelShare(NamedTuple):
     kernels: list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def processes_for(live: runtime.Runtime, asked: int | None) -> int:
-    """How many processes may compile for this runtime; 1: only this one."""
-    config = live.program.config()
-    if live.has_compiled or live.is_cuda or not config.offline_cache or not sys.executable:
-        return 1
+def processes_for(live: runtime.Runtime, asked: int | None, wait: bool = True) -> int:
+    """How many processes may compile for this runtime, or, without `wait`, besides this one; else 1, or 0."""
+    if live.is_cuda:
+        usable = not launch.why_not_native(live)
+    else:
+        usable = not live.has_compiled and live.program.config().offline_cache
+    if not usable or not sys.executable:
+        return int(wait)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if not wait:
+        return asked or max(1, cores - 1)
     return asked or (cores if cores >= LEAST_CORES else 1)
 
 
@@ -69,11 +76,16 @@ def _recorded(calls: Sequence[Callable[[], None]], live: runtime.Runtime) -> lis
 
 
 def compile_beside(
-    kernels: Sequence[launch.CompiledKernel], live: runtime.Runtime, processes: int, step: Callable[[str, int], None]
+    kernels: Sequence[launch.CompiledKernel],
+    live: runtime.Runtime,
+    processes: int,
+    step: Callable[[str, int], None],
+    wait: bool = True,
 ) -> None:
     """Let processes compile kernels, unless they were compiled in this way before; a failure is said, and costs time.
 
-    Meanwhile this process reads the kernels' sources.
+    Meanwhile this process reads the kernels' sources. Without `wait` it returns at once, and its first compilation
+    waits.
 
     `step` is called with a text and the number of kernels that are done.
     """
@@ -83,7 +95,8 @@ def compile_beside(
     folder = pathlib.Path(config.offline_cache_file_path)
     mark = folder / f"tikv-warmed-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
     processes = min(processes, len(kernels))
-    if processes < 2 or mark.exists():
+    launch.wait_for(ENGINE)
+    if processes <= wait or mark.exists():
         return
     options = {"offline_cache_file_path": str(folder)}
     pairs = [(kernel.factory, kernel.choices) for kernel in kernels]
@@ -92,22 +105,54 @@ def compile_beside(
             pickle.dumps(KernelShare(live.arch, live.engine.name, options, pairs[i::processes]))
             for i in range(processes)
         ]
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+        return
+    if wait:
+        _compile(shares, kernels, mark, step, None)
+    else:
+        launch.Pending([ENGINE], functools.partial(_compile, shares, kernels, mark, step))
+
+
+def _compile(
+    shares: Sequence[bytes],
+    kernels: Sequence[launch.CompiledKernel],
+    mark: pathlib.Path,
+    step: Callable[[str, int], None],
+    pending: launch.Pending | None,
+) -> None:
+    """`compile_beside` of shares; afterwards there is a file `mark`."""
+    try:
         with _running(shares) as (children, lines):
+            if pending is not None and not pending.ends_by(functools.partial(_kill, children)):
+                return
             for done, kernel in enumerate(kernels, 1):
-                kernel.trace()  # meanwhile; what this process then has to do is to load
+                if pending is None:
+                    kernel.trace()  # meanwhile; what this process then has to do is to load
                 title = lines.get()
                 if title is None:
                     break
-                step(f"{title}, in {processes} processes", done)
+                step(f"{title}, in {len(shares)} processes", done)
             failed = [said for child, said in children if child.wait()]
             reasons = [_last_line(said) for said in failed]
     except Exception as error:
         reasons = [f"{type(error).__name__}: {error}"]
+    if pending is not None and pending.ended:
+        return
     if reasons:
-        runtime.log.warning("warmup: a process that compiles failed (%s); its kernels are compiled here", reasons[0])
+        _say(reasons[0])
         return
     with contextlib.suppress(OSError):
         mark.touch()
+
+
+def _say(why: str) -> None:
+    runtime.log.warning("warmup: a process that compiles failed (%s); its kernels are compiled here", why)
+
+
+def _kill(children: Children) -> None:
+    for child, _ in children:
+        child.kill()
 
 
 Children = list[tuple["subprocess.Popen[bytes]", IO[bytes]]]

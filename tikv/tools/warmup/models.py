@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from tikv.errors import CapacityError, OptionError
 from tikv.integrations.transformers import TikvCache, TikvLayer
 from tikv.integrations.transformers.attention.attend import attend
 from tikv.integrations.transformers.layers.ring import RingLayer
+from tikv.integrations.transformers.memory import steps
 from tikv.integrations.transformers.names import ATTENTION
 from tikv.integrations.transformers.versions.configurations import decoder_of
 from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
@@ -50,6 +53,9 @@ def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
                 for held in lengths_held(tokens, _room(layers[i], tokens), [window] if window else []):
                     run = functools.partial(_call, layers[i], shape, tokens, held, getattr(torch, dtype.name))
                     yield Job(title_of(dtype, tokens, held, window), run)
+            if 1 in asked.tokens and layers[i].is_compileable and (asked.steps or runtime_of().is_cuda):
+                run = functools.partial(_call, layers[i], shape, 1, 1, getattr(torch, dtype.name), on_device=True)
+                yield Job(f"{title_of(dtype, 1, 1, window)}, in a step", run)
 
 
 def _layers_of(cache: Any) -> list[Any]:
@@ -99,8 +105,8 @@ def _dtype_of(config: Any) -> Any:
     return dtype if dtype is not None and dtype.name in QUERIES else dtypes.float32
 
 
-def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
-    """Give a layer that holds `held` tokens new ones, as transposed views, which models give."""
+def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any, on_device: bool = False) -> None:
+    """Give a layer that holds `held` tokens new ones, as transposed views, which models give; or one in a step."""
     live = runtime_of()
     device = "cuda" if live.is_cuda else "mps" if live.arch == "metal" else "cpu"
 
@@ -111,10 +117,11 @@ def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
         layer.reset()
         if held:
             layer.update(rows(held, shape.kv_heads, shape.width), rows(held, shape.kv_heads, shape.width_v))
-        if held and tokens == 1 and isinstance(layer, RingLayer) and layer.for_steps:
+        if on_device or (held and tokens == 1 and isinstance(layer, RingLayer) and layer.for_steps):
             layer.make_ready()
-        keys, values = layer.update(
-            rows(tokens, shape.kv_heads, shape.width), rows(tokens, shape.kv_heads, shape.width_v)
-        )
-        if tokens == 1 and layer.config._attn_implementation == ATTENTION:  # torch takes prompts
-            attend(torch.nn.Module(), rows(tokens, shape.query_heads, shape.width), keys, values, None)
+        with steps.on_device(SimpleNamespace(layers=[layer])) if on_device else contextlib.nullcontext():
+            keys, values = layer.update(
+                rows(tokens, shape.kv_heads, shape.width), rows(tokens, shape.kv_heads, shape.width_v)
+            )
+            if tokens == 1 and layer.config._attn_implementation == ATTENTION:  # torch takes prompts
+                attend(torch.nn.Module(), rows(tokens, shape.query_heads, shape.width), keys, values, None)
