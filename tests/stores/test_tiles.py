@@ -1,16 +1,21 @@
 """Stores and pools of KVarN's tiles: the bits of the reference, and attention over what the codes stand for."""
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches
 
 import tikv
-from tikv import formats, reference
+from tikv import formats, launch, reference
+from tikv.arrays import runtime_of
+from tikv.ops.attention.coded_tiles import tile_parts
 from tikv.stores.layers import coded_tiles
 
 pytestmark = pytest.mark.thorough
 
 BATCH, HEADS, QUERIES = 2, 2, 4  # queries are of so many heads
+LIMITS = {np.float16: 2.0**-9, ml_dtypes.bfloat16: 2.0**-7, np.float32: 1e-5}  # of the largest result
 
 
 class Tokens:
@@ -67,27 +72,32 @@ class Tokens:
         q = self.new(1, QUERIES)
         self.compare(self.store.attend(0, q), oracle.to_numpy(q), k, v)
 
-    def as_read(self, numbers, queries):
-        """What so many queries read: for many, CUDA rounds decoded tiles to their dtype, for its tensor cores."""
-        many = queries * QUERIES // HEADS > coded_tiles.MOST_ROWS
-        return numbers.astype(self.dtype) if self.arch == "cuda" and many else numbers
+    def as_read(self, numbers, q):
+        """What queries read, for each query head: for many, CUDA rounds decoded tiles for its tensor cores."""
+        group = q.shape[2] // HEADS
+        many = q.shape[1] * group > coded_tiles.MOST_ROWS
+        read = numbers.astype(self.dtype) if self.arch == "cuda" and many else numbers
+        return np.repeat(read.astype(np.float64), group, axis=1)
+
+    def logits(self, q, k, cap=None):
+        """The logits of the newest tokens' queries, in float64; -inf for keys that they do not see."""
+        logits = q.astype(np.float64).swapaxes(1, 2) @ self.as_read(k, q).swapaxes(-1, -2) / np.sqrt(self.width)
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        queries, keys = logits.shape[2:]
+        visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
+        return np.where(visible, logits, -np.inf)
 
     def weights(self, q, k, cap=None):
         """The weights that the newest tokens' queries give keys, in float64."""
-        k = np.repeat(self.as_read(k, q.shape[1]).astype(np.float64), QUERIES // HEADS, axis=1)
-        scores = q.astype(np.float64).swapaxes(1, 2) @ k.swapaxes(-1, -2) / np.sqrt(self.width)
-        scores = scores if cap is None else cap * np.tanh(scores / cap)
-        queries, keys = scores.shape[2:]
-        visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
-        weights = np.exp(np.where(visible, scores, -np.inf) - scores.max(-1, keepdims=True))
+        logits = self.logits(q, k, cap)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
 
     def compare(self, out, q, k, v, cap=None):
         """Attention of the newest tokens' queries in float64."""
-        v = np.repeat(self.as_read(v, q.shape[1]).astype(np.float64), QUERIES // HEADS, axis=1)
-        exact = (self.weights(q, k, cap) @ v).swapaxes(1, 2)
-        limit = 2.0**-9 if q.dtype == np.float16 else 1e-5
-        assert abs(oracle.to_numpy(out) - exact).max() <= limit * abs(exact).max()
+        exact = (self.weights(q, k, cap) @ self.as_read(v, q)).swapaxes(1, 2)
+        limit = LIMITS[q.dtype.type] * abs(exact).max()
+        assert abs(oracle.to_numpy(out).astype(np.float64) - exact).max() <= limit
 
 
 @pytest.mark.parametrize(
@@ -197,6 +207,48 @@ def test_pieces_of_limited_memory(arch, rng, monkeypatch):
         weights = tokens.weights(oracle.to_numpy(q), k, cap).reshape(3, HEADS, -1, k.shape[2])
         np.testing.assert_allclose(oracle.to_numpy(mass), weights.sum(2), atol=1e-4)
         np.testing.assert_allclose(oracle.to_numpy(greatest), weights.max(2), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "group", "queries", "cap", "dtype", "options"),
+    [
+        ("kvarn_k4v2", 128, 4, 1, None, np.float16, {}),
+        ("kvarn_k4v4_g64", 64, 2, 4, None, np.float16, {}),
+        ("kvarn_k4v2_g64", 128, 3, 5, 30.0, np.float16, {}),
+        ("kvarn_k4v4", 128, 1, 1, None, np.float16, {}),
+        ("kvarn_k4v2_g64", 64, 4, 1, None, np.float16, {"window": 500, "sinks": 3}),
+        ("kvarn_k4v2_g64", 256, 8, 2, None, np.float16, {}),
+        ("kvarn_k4v2", 128, 4, 1, None, ml_dtypes.bfloat16, {}),
+    ],
+)
+@pytest.mark.archs("cuda")
+def test_few_rows_on_tensor_cores(arch, rng, monkeypatch, name, width, group, queries, cap, dtype, options):
+    """Keys and values in one launch, in one part of the tiles and in several."""
+    if reason := launch.why_no_hopper(runtime_of()):
+        pytest.skip(reason)
+    tokens = Tokens(rng, arch, name, width, batch=3, **options)
+    counted = count_launches(monkeypatch)
+    for count in (150, 550):
+        tokens.append(count)
+        tokens.append(queries)
+        q = oracle.place(oracle.to_numpy(tokens.new(queries, group * HEADS)).astype(dtype), arch)
+        counted.clear()
+        out, lse = tokens.store.attend(0, q, softcap=cap, return_lse=True)
+        names = [name.partition("(")[0] for name in counted]
+        assert [name for name in names if name.endswith("_tiles")] == ["attend_tiles", "merge_tiles"]
+        rows, (k, v) = oracle.to_numpy(q), tokens.expected()
+        tokens.compare(out, rows, k, v, cap)
+        sums = np.log(np.exp(tokens.logits(rows, k, cap)).sum(-1)).swapaxes(1, 2)
+        np.testing.assert_allclose(oracle.to_numpy(lse), sums, atol=1e-3)
+
+
+@pytest.mark.archs("cpu")
+def test_parts_of_tiles(arch):
+    """Parts have tiles each, and no more parts than pay: 132 multiprocessors hold 3 blocks of 4 warps."""
+    for blocks, tiles, expected in ((256, 64, 1), (8, 64, 16), (128, 64, 2), (8, 1, 1), (8, 3, 1), (1, 4000, 63)):
+        parts = tile_parts(blocks, tiles, 132, 3, 4)
+        assert (parts - 1) * -(-tiles // parts) < tiles
+        assert parts == expected
 
 
 @pytest.mark.archs("cpu", "cuda")

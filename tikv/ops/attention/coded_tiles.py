@@ -1,11 +1,13 @@
 """Attention over KVarN's tiles for a few query rows, which reads the codes in place; see the kernels.
 
 It takes five launches, whatever the number of tiles: queries are rotated, products with keys become scores,
-scores become weights, and weights products with values, whose parts are added up and rotated back.
+scores become weights, and weights products with values, whose parts are added up and rotated back. Where tensor cores
+serve (`why_not_fused`), it takes three: one reads keys and values and keeps the scores, the last one merges parts.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,15 +22,18 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 
 if TYPE_CHECKING:
-    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams
+    from tikv.kernels.attention.coded_tiles import ProductForm, ProductParams, WeightForm, WeightParams
 
 # On CPU, below these the calling thread finishes before another one wakes.
 SERIAL_PRODUCTS = 1 << 18
 SERIAL_WEIGHTS = 1 << 15
 TASKS_OF_WORKER = 4  # on CPU, at least so many parts of values for each thread
 MOST_PARTS = 64
+STARTING_TURNS = 0.5  # turns of a warp that the start and the end of a block on tensor cores take as long as, about
+KEEPING_BUSY = 2  # blocks on tensor cores that take a multiprocessor about as long as one
 UNIT = 8  # codes that a GPU's thread takes at a time
 THREADS = 128  # of a GPU's block
+FUSED = "fused"
 
 
 class TileCodes(NamedTuple):
@@ -80,11 +85,15 @@ class SeenTiles(NamedTuple):
 
 
 class TileScratch(NamedTuple):
-    """Float32 memory of `attend_tiles`: rotated queries, scores (B, H, rows, tokens), parts of results."""
+    """Float32 memory of `attend_tiles`: rotated queries, scores (B, H, rows, tokens), parts of results.
+
+    If it `is_fused`, tensor cores attend, and the log-sum-exps of parts take the place of scores.
+    """
 
     rotated: ArrayView
     scores: ArrayView
     parts: ArrayView
+    is_fused: bool = False
 
 
 def parts_of(live: runtime.Runtime, batch: int, heads: int, rows: int, width: int, tiles: int) -> int:
@@ -95,6 +104,54 @@ def parts_of(live: runtime.Runtime, batch: int, heads: int, rows: int, width: in
     else:
         enough = -(-GPU_BLOCKS[live.arch] * THREADS // (tasks * (rows // band_of(rows)) * (width // UNIT)))
     each = -(-tiles // max(1, min(enough, MOST_PARTS)))
+    return -(-tiles // each)
+
+
+def why_not_fused(live: runtime.Runtime, q: ArrayView, codes: tuple[TileCodes, TileCodes]) -> str:
+    """Why tensor cores do not attend over these codes, in one launch for keys and values; empty if they do."""
+    if reason := launch.why_no_hopper(live):
+        return reason
+    from tikv.kernels.attention.sm80 import coded, coded_tiles
+
+    widths = codes[0].codes.shape[3], codes[1].factors.shape[3]
+    if not {*widths} <= {*coded_tiles.WIDTHS}:
+        return f"heads are {widths[0]} wide for keys and {widths[1]} for values"
+    if q.dtype.short not in coded.QUERIES:
+        return f"q is {q.dtype.name}"
+    begins = [n % coded_tiles.PIECE for of in codes for a in of.arrays for n in (a.ptr or 0, a.offset)]
+    return f"codes do not begin at a multiple of {coded_tiles.PIECE} bytes" if any(begins) else ""
+
+
+def fused_parts_of(
+    live: runtime.Runtime, q: ArrayView, codes: tuple[TileCodes, TileCodes], format: TileFormat, tiles: int
+) -> int:
+    """In how many parts tensor cores read the tiles of a sequence."""
+    from tikv.kernels.attention.coded_tiles import WeightForm
+    from tikv.kernels.attention.sm80 import coded_tiles
+
+    heads = codes[0].codes.shape[1]
+    keys, values = (forms_of(format, of, 1, heads)[0] for of in codes)
+    form = coded_tiles.FusedForm(keys, values, WeightForm(1, False, False, 0))
+    blocks: int = q.shape[0] * heads * -(-q.shape[1] // heads * q.shape[2] // coded_tiles.ROWS)
+    return tile_parts(blocks, tiles, launch.multiprocessors(live), coded_tiles.resident(form), coded_tiles.WARPS)
+
+
+@functools.cache
+def tile_parts(blocks: int, tiles: int, multiprocessors: int, resident: int, warps: int) -> int:
+    """The number of parts that take the least time, if blocks take turns as long as those on their multiprocessor.
+
+    `resident` blocks are on a multiprocessor at once. On an H200, 256 blocks of 64 tiles take 124 us in 1 part, and
+    147, 135 and 140 us in 2, 3 and 4.
+    """
+
+    def turns(parts: int) -> float:
+        full, rest = divmod(blocks * parts, multiprocessors * resident)
+        last = max(KEEPING_BUSY, -(-rest // multiprocessors)) if rest else 0
+        of_block: float = math.ceil(-(-tiles // parts) / warps) + STARTING_TURNS
+        return (full * resident + last) * of_block
+
+    parts = min(range(1, max(1, min(MOST_PARTS, -(-tiles // warps))) + 1), key=turns)
+    each = -(-tiles // parts)
     return -(-tiles // each)
 
 
@@ -122,8 +179,15 @@ def attend_tiles(
     keys, values = codes
     codes_of = [f"the {what} of {of}" for of in "KV" for what in ("codes", "scales", "factors")]
     names = ("q", *codes_of, "rotated queries", "scores", "parts of results", "out", "lse")
-    arrays = [q, *keys.arrays, *values.arrays, *scratch, *to]
-    _run(live, operation, "", dict(zip(names, arrays, strict=True)), keys, (format, seen, asked))
+    arrays = [q, *keys.arrays, *values.arrays, scratch.rotated, scratch.scores, scratch.parts, *to]
+    _run(
+        live,
+        operation,
+        FUSED if scratch.is_fused else "",
+        dict(zip(names, arrays, strict=True)),
+        keys,
+        (format, seen, asked),
+    )
 
 
 def weigh_tiles(
@@ -157,7 +221,8 @@ def _run(
     key = ("tiles", kind, *named, *[a.key for a in named.values()], format, seen.tiles, seen.span, seen.ring, *asked)
     plan: Any = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, _TilePlan(live, operation, kind, tuple(named), options))
+        of_plan = _FusedPlan if kind == FUSED else _TilePlan
+        plan = live.plans.keep(key, of_plan(live, operation, kind, tuple(named), options))
     length, first_valid = seen.length, seen.first_valid
     if seen.ring and length > 2 * seen.ring:  # the same tokens in the same slots, in 32 bits
         short = seen.ring + length % seen.ring
@@ -238,22 +303,12 @@ class _TilePlan(Plan):
     ) -> Launch:
         """The launch that turns scores into weights, or into the mass of tokens."""
         from tikv.kernels.attention import coded_tiles as kernels
-        from tikv.kernels.attention.parameters import LOG2E, MAX_TOKENS, AttentionScalars
 
-        live, seen, cap = self.live, self.seen, self.asked.softcap
-        batch, heads, rows, tokens = scores.shape
-        scale = 1 / math.sqrt(q.shape[3]) if self.asked.scale is None else self.asked.scale
-        scalars = AttentionScalars(scale * LOG2E, 1.0, math.log(2))
-        if cap is not None:
-            scalars = scalars._replace(logit_scale=scale / cap, softcap=cap * LOG2E)
+        live, (batch, heads, rows, tokens) = self.live, scores.shape
         all_rows = batch * heads * rows
         items = all_rows if live.is_cpu else -(-all_rows * kernels.LANES // THREADS) * THREADS
-        form = kernels.WeightForm(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
-        params = kernels.WeightParams(
-            items, all_rows, rows, q.shape[2], heads, tokens, seen.tiles * self.format.group,
-            window=MAX_TOKENS if seen.span is None else min(seen.span, MAX_TOKENS), ring=seen.ring,
-            lens_sequence=0 if lens is None else lens.strides[0], lens_first=_first(lens), lse_first=_first(lse),
-        )  # fmt: skip
+        form, params, scalars = self._seen(q, rows, heads, tokens, lens, lse)
+        params = params._replace(items=items)
         serial, style = live.is_cpu and all_rows * tokens < SERIAL_WEIGHTS, live.kernel_style
         if mass is not None:
             items = checks.integer(batch * heads * params.slots, "tokens", self.operation, high=2**31 - 1)
@@ -263,10 +318,74 @@ class _TilePlan(Plan):
             )  # fmt: skip
             kernel = launch.kernel(live, kernels.make_tile_mass, style, serial, self.kind == "max", form)
             taken = [scores, lens or lse, lse, mass]
-            return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
+            return Launch(kernel.bind(items, *taken, params, scalars), taken)
         kernel = launch.kernel(live, kernels.make_tile_weights, style, serial, form)
         taken = [scores, lens or lse, lse]
-        return Launch(kernel.bind(items, *taken, params, tuple(scalars)), taken)
+        return Launch(kernel.bind(items, *taken, params, scalars), taken)
+
+    def _seen(
+        self, q: ArrayView, rows: int, heads: int, tokens: int, lens: ArrayView | None, lse: ArrayView
+    ) -> tuple[WeightForm, WeightParams, tuple[float, ...]]:
+        """Which slots the rows of a KV head see, and what turns products into logits; `tokens` are a row of scores."""
+        from tikv.kernels.attention.coded_tiles import WeightForm, WeightParams
+        from tikv.kernels.attention.parameters import LOG2E, MAX_TOKENS, AttentionScalars
+
+        seen, cap = self.seen, self.asked.softcap
+        scale = 1 / math.sqrt(q.shape[3]) if self.asked.scale is None else self.asked.scale
+        scalars = AttentionScalars(scale * LOG2E, 1.0, math.log(2))
+        if cap is not None:
+            scalars = scalars._replace(logit_scale=scale / cap, softcap=cap * LOG2E)
+        form = WeightForm(rows // q.shape[2], seen.span is not None, cap is not None, _bits(lens))
+        params = WeightParams(
+            0, q.shape[0] * heads * rows, rows, q.shape[2], heads, tokens, seen.tiles * self.format.group,
+            window=MAX_TOKENS if seen.span is None else min(seen.span, MAX_TOKENS), ring=seen.ring,
+            lens_sequence=0 if lens is None else lens.strides[0], lens_first=_first(lens), lse_first=_first(lse),
+        )  # fmt: skip
+        return form, params, tuple(scalars)
+
+
+class _FusedPlan(_TilePlan):
+    """Three launches: queries are rotated, tensor cores attend over parts of the tiles, and parts are merged."""
+
+    def bind(self, arrays: Sequence[ArrayView]) -> list[Launch]:
+        """As in `Plan`; entries that change are set in each run."""
+        from tikv.kernels.attention.sm80 import coded_tiles as kernels
+
+        live, operation, seen = self.live, self.operation, self.seen
+        for name, a in zip(self.names, arrays, strict=True):
+            checks.addressable(a, a.dtype.itemsize, live, name, operation)
+        named = dict(zip(self.names, arrays, strict=True))
+        q, rotated, sums, parts, out, lse = (
+            named[name] for name in ("q", "rotated queries", "scores", "parts of results", "out", "lse")
+        )
+        table, lens = named.get("block tables"), named.get("lengths")
+        keys = TileCodes("keys", arrays[1], arrays[2], arrays[3], table, lens)
+        values = TileCodes("values", arrays[4], arrays[5], arrays[6], table, lens)
+        batch, heads, count = q.shape[0], keys.codes.shape[1], parts.shape[0]
+        group = q.shape[1] // heads
+        rows, of_all = group * q.shape[2], batch * q.shape[1] * q.shape[2]
+        of_weights, seen_params, scalars = self._seen(q, rows, heads, 0, lens, lse)
+        (of_keys, k_params), (of_values, v_params) = (forms_of(self.format, of, group, heads) for of in (keys, values))
+        numbers = {"tiles": seen.tiles, "queries": q.shape[2], "parts": count, "each": -(-seen.tiles // count)}
+        k_params, v_params = (a._replace(part=parts.strides[0], **numbers) for a in (k_params, v_params))
+        items = batch * heads * -(-rows // kernels.ROWS) * count * THREADS
+        checks.integer(items, "threads that attend", operation, high=2**31 - 1)
+        taken = [
+            rotated, keys.codes, values.codes, keys.factors, values.factors, keys.numbers, values.numbers,
+            table or rotated, lens or rotated, parts, sums,
+        ]  # fmt: skip
+        form = kernels.FusedForm(of_keys, of_values, of_weights)
+        kernel = launch.kernel(live, kernels.make_attend_tiles, form)
+        attended = Launch(kernel.bind(items, *taken, k_params, v_params, seen_params, scalars), taken)
+        merging = launch.kernel(live, kernels.make_merge_tiles, out.shape[3])
+        items = -(-of_all * kernels.lanes_of(out.shape[3]) // THREADS) * THREADS
+        merged = [parts, sums, out, lse]
+        merge_params = kernels.MergeParams(items, of_all, count, parts.strides[0], _first(out), _first(lse))
+        return [
+            rotation_launch(live, operation, q, rotated, None),
+            attended,
+            Launch(merging.bind(items, *merged, merge_params, scalars), merged),
+        ]
 
 
 def forms_of(format: TileFormat, of: TileCodes, group: int, heads: int) -> tuple[ProductForm, ProductParams]:

@@ -14,7 +14,16 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, write_host
-from tikv.ops.attention.coded_tiles import SeenTiles, TileCodes, TileScratch, attend_tiles, parts_of, weigh_tiles
+from tikv.ops.attention.coded_tiles import (
+    SeenTiles,
+    TileCodes,
+    TileScratch,
+    attend_tiles,
+    fused_parts_of,
+    parts_of,
+    weigh_tiles,
+    why_not_fused,
+)
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.plan import AttentionPlan, Results
@@ -137,21 +146,37 @@ class CodedTiles(NamedTuple):
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
         """Attention that reads the codes, of as many sequences at a time as there is room for scores of."""
+        codes = self._codes(slots, 0, q.shape[0])
+        if not why_not_fused(scratch.runtime, q, codes):
+            parts = fused_parts_of(scratch.runtime, q, codes, self.form.tiles, slots.groups)
+            memory = TileScratch(
+                scratch.array("rotated queries", q.shape),
+                scratch.array("sums of codes", (parts, *q.shape[:3])),
+                scratch.array("parts of codes", (parts, *q.shape[:3], self.form.widths[1])),
+                is_fused=True,
+            )
+            form = self.form.tiles, self._seen(slots), scores
+            attend_tiles(scratch.runtime, operation, q, codes, *form, memory, (to.out, to.lse))
+            return
         for first, end, memory, seen in self._in_place(q, slots, scratch):
             asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
             codes = self._codes(slots, first, end)
             form = self.form.tiles, seen, scores
             attend_tiles(scratch.runtime, operation, asking, codes, *form, memory, (out, lse))
 
+    def _seen(self, slots: CodeSlots) -> SeenTiles:
+        """Which tiles are read, and which of their tokens a query sees."""
+        known = slots.tokens
+        return SeenTiles(slots.groups, known.length, known.first_valid, known.ahead, slots.span, slots.ring)
+
     def _in_place(
         self, q: ArrayView, slots: CodeSlots, scratch: ScoreMemory
     ) -> Iterator[tuple[int, int, TileScratch, SeenTiles]]:
         """The sequences whose scores there is room for at a time, from one to another; memory, and what they see."""
         heads, (batch, of_all, queries, width), width_v = self.form.heads, q.shape, self.form.widths[1]
-        rows, tiles, known = of_all // heads * queries, slots.groups, slots.tokens
+        rows, tiles, seen = of_all // heads * queries, slots.groups, self._seen(slots)
         tokens = min(slots.room, self.form.group << (tiles - 1).bit_length())
         several = max(1, min(batch, SCORE_BYTES // (heads * rows * tokens * 4)))
-        seen = SeenTiles(tiles, known.length, known.first_valid, known.ahead, slots.span, slots.ring)
         for first in range(0, batch, several):
             count = min(batch - first, several)
             parts = parts_of(scratch.runtime, count, heads, rows, width_v, tiles)

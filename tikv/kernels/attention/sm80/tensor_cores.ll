@@ -321,6 +321,20 @@ define void @address_v(i64* %p0) alwaysinline {
   ret void
 }
 
+; where the array after v lies
+define void @address_behind_v(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+56];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
+; where the next one lies
+define void @address_before_k_scale(i64* %p0) alwaysinline {
+  %r = call i64 asm "//!ld.param.u64 $0, [arguments+72];", "=l"()
+  store i64 %r, i64* %p0
+  ret void
+}
+
 ; where k_scale lies
 define void @address_k_scale(i64* %p0) alwaysinline {
   %r = call i64 asm "//!ld.param.u64 $0, [arguments+88];", "=l"()
@@ -450,5 +464,13 @@ define void @write_2(i32* %p0, i32* %p1) alwaysinline convergent {
   %x0 = load i32, i32* %p0
   %x1 = load i32, i32* %p1
   call void asm sideeffect "{\0A\09.reg .b16 h;\0A\09cvt.u16.u32 h, $1;\0A\09st.shared.u16 [$0], h;\0A\09}", "r,r,~{memory}"(i32 %x0, i32 %x1) convergent
+  ret void
+}
+
+; 4 bytes to shared memory
+define void @write_4(i32* %p0, i32* %p1) alwaysinline convergent {
+  %x0 = load i32, i32* %p0
+  %x1 = load i32, i32* %p1
+  call void asm sideeffect "st.shared.u32 [$0], $1;", "r,r,~{memory}"(i32 %x0, i32 %x1) convergent
   ret void
 }
