@@ -1,7 +1,8 @@
 """Device time of stores on an NVIDIA GPU: shared prefixes, keys by channel, rotated keys; 8 KV heads of 128.
 
     python benches/stores_gpu.py prefix      # 64 sequences share 8,192 tokens and have 256 of their own
-    python benches/stores_gpu.py channels    # 4 bits: keys by channel over groups of tokens, beside groups along rows
+    python benches/stores_gpu.py channels    # 4 bits: keys by channel over groups of tokens, beside groups along rows;
+                                             # KVarN's tiles
     python benches/stores_gpu.py rotated     # writes and decode attention with rotate="hadamard" and without
 
 Decode attention is over 32 sequences of 8,192 tokens. benches/gpu.py says how time is measured.
@@ -73,6 +74,8 @@ def channels(machine):
             "v_dtype": along,
         },
         "K by channel; V float16": {"dtype": tikv.Quant(4, 64, "tokens", 64), "v_dtype": "float16"},
+        "kvarn_k4v2": {"dtype": "kvarn_k4v2"},
+        "kvarn_k4v4": {"dtype": "kvarn_k4v4"},
     }
     found = {}
     for name, stored in ways.items():
