@@ -5,6 +5,7 @@ import types
 import pytest
 
 from tikv.distributed import partials
+from tikv.launch.cuda import driver
 
 torch = pytest.importorskip("torch")
 
@@ -13,8 +14,8 @@ torch = pytest.importorskip("torch")
 def gpu(monkeypatch):
     """A GPU whose stream, and whether it is being captured, the test says."""
     found = types.SimpleNamespace(is_cuda=True, index=1, stream=0, capturing=False)
-    monkeypatch.setattr(partials.driver, "stream", lambda index: found.stream + index)
-    monkeypatch.setattr(partials.driver, "capturing", lambda index: found.capturing)
+    monkeypatch.setattr(driver, "stream", lambda index: found.stream + index)
+    monkeypatch.setattr(driver, "capturing", lambda index: found.capturing)
     return found
 
 
