@@ -27,10 +27,10 @@ from tikv.kernels.attention.coded_tiles import (
     make_rows_of,
     make_seen,
 )
-from tikv.kernels.attention.parameters import BITS, FLOATS, LOG2E, LOWEST, MASKED, MINUS_INFINITY, NAN, SCALARS, X
+from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, MASKED, MINUS_INFINITY, SCALARS, X
 from tikv.kernels.attention.sm80.copies import PIECE, make_read_words
 from tikv.kernels.attention.sm80.instructions import ROWS, WARPS, instructions
-from tikv.kernels.attention.softmax import exp2, inverse_of, is_nan, is_nothing, make_logit, make_store_lse
+from tikv.kernels.attention.softmax import exp2, inverse_of, make_logit, make_store_lse
 from tikv.kernels.codec import make_bits_to_f32, word_array
 from tikv.kernels.hadamard import LaneColumns, make_turn_lanes
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, make_row_max
@@ -701,7 +701,7 @@ def make_merge_tiles(width):
     n = block_of(width)
     HELD, LANES = held_of(width), lanes_of(width)
     columns = LaneColumns(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
-    turn = make_turn_lanes("cuda", columns, None)
+    turn, store_lse = make_turn_lanes("cuda", columns, None), make_store_lse(False)
 
     @ti.func
     def merge_row(i, x: ti.template(), sums: ti.template(), out: ti.template(), lse: ti.template(), params, scalars):
@@ -730,11 +730,7 @@ def make_merge_tiles(width):
             for e in ti.static(range(HELD)):
                 out[to + e] = values[e]
             if lane == 0:
-                bits = ti.u32(MINUS_INFINITY)
-                if not is_nothing(total):
-                    value = (m + ti.log(total) * ti.f32(LOG2E)) * scalars[X.lse_scale]
-                    bits = ti.select(is_nan(total), ti.u32(NAN), ti.bit_cast(value, ti.u32))
-                lse[params[M.lse_first] + row] = bits
+                store_lse(lse, params[M.lse_first] + row, m, total, scalars)
 
     @ti.kernel
     def merge(x: FLOATS, sums: BITS, out: FLOATS, lse: BITS, params: MERGE_PARAMS, scalars: SCALARS):
