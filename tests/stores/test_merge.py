@@ -235,5 +235,5 @@ def test_groups_along_tokens_are_not_merged(arch):
     pool.append(0, *rows, [seq], [0, 70])
     with pytest.raises(tikv.OptionError, match="a store of groups along tokens does not merge rows"):
         store.compact(0, [range(64)], merge=(to[None], weights[None]))
-    with pytest.raises(tikv.OptionError, match="a pool with groups along tokens does not merge rows"):
+    with pytest.raises(tikv.OptionError, match="a pool of groups along tokens does not merge rows"):
         pool.compact(0, seq, range(64), merge=(to, weights))

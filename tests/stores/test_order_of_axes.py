@@ -333,6 +333,6 @@ def test_rows_that_groups_along_tokens_do_not_take_are_to_be_converted(arch, opt
             if name in takes.split(" or "):
                 call()
                 continue
-            says = f"append {name} to {what} with groups along tokens, whose newest rows are {newest} "
+            says = f"append {name} to {what} of groups along tokens, whose newest rows are {newest} "
             with pytest.raises(tikv.DTypeError, match=rf"{says}.*\. Append {takes}\.$"):
                 call()

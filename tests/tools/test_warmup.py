@@ -268,7 +268,8 @@ store.reset()
 
 
 BEHIND = """
-from tikv.launch import pending
+from tikv.launch import notices, pending
+notices.SECONDS = 300.0  # the wait for the processes may be long enough to be announced
 children, popen = [], beside.subprocess.Popen
 beside.subprocess.Popen = lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
 assert tikv.warmup(store, query_heads=4, tokens=(20, 1), processes=2, wait=False) == []

@@ -261,7 +261,7 @@ def _form_of(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
-    """How a pool with groups along tokens keeps rows; None for the form of another pool; or an error."""
+    """How a pool of groups along tokens keeps rows; None for the form of another pool; or an error."""
     if not isinstance(form["dtype"], Quant) and parse_aging(form["dtype"]) is None:
         return None
     arguments = {name: x for name, x in form.items() if name != "num_layers"}

@@ -98,7 +98,7 @@ class TokenGroupLayers(LayerStorage):
         remedy = "Use a smaller capacity or batch, a window, or fewer bits."
         require_memory(of_codes, live, "KVCacheStore", remedy, on_host)
         self.newest = ContiguousLayers(live, ring)
-        self.newest.appends.of = f"a store with groups along tokens, whose newest rows are {self.newest.rows.name}"
+        self.newest.appends.of = f"a store of groups along tokens, whose newest rows are {self.newest.rows.name}"
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
         self.quant, self.config, self.rows = quant, config, form.said
         self.scratch = ScoreMemory(live)
