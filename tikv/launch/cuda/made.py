@@ -3,6 +3,8 @@
 `tikv kernels build` writes the files, `sm_90.zip` for compute capability 9.0. They are in the package's folder `made`,
 which a wheel contains if they were built before it, or in the folders that ``TIKV_KERNELS_DIR`` names. No file is
 opened before a kernel is looked up.
+
+Quadrants launches these kernels natively too; to know whether a file serves the GPU, it is opened before the first one.
 """
 
 from __future__ import annotations
