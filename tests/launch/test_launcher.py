@@ -145,6 +145,9 @@ def test_what_no_file_has_stays_with_quadrants_without_a_warning(choice, of_file
     assert "keeps Quadrants's own launcher: no file of kernels made beforehand has it" in caplog.text
     assert list(launch.launcher_report(QUADRANTS)["fallbacks"]) == [kernel.name]
     launcher.fallbacks.clear()
+    choice.setattr(driver, "capturing", lambda index: True)
+    assert kernel._bind_native(1, (on_gpu,)) is None, "the engine's launcher then says what a capture needs"
+    launcher.fallbacks.clear()
     choice.setenv("TIKV_LAUNCHER", "native")
     with pytest.raises(made.NotMade, match="cannot load what Quadrants compiles"):
         kernel._bind_native(1, (on_gpu,))

@@ -468,7 +468,9 @@ class Made(Recorder):
         self.names = names
 
     def kernel(self, live: Any, factory: Callable[..., Any], *choices: Any) -> Any:
-        if getattr(factory, "uses_bitcode", False) and factory.__name__.removeprefix("make_") not in self.names:
+        uses_bitcode = getattr(factory, "uses_bitcode", False)
+        assert uses_bitcode == (".sm80." in factory.__module__ or ".sm90." in factory.__module__), factory
+        if uses_bitcode and factory.__name__.removeprefix("make_") not in self.names:
 
             def refuse(*_: Any) -> None:
                 self.launches.clear()

@@ -96,10 +96,12 @@ class Kernel(CompiledKernel):
                 with notice.compiling(self.title, self.runtime.arch):
                     self.native = native.load_native(self)
             except ArchError as error:
-                if driver.capturing(self.runtime.index) or launcher.launcher_setting() == "native":
+                was_expected = isinstance(error, made.NotMade)
+                captured = driver.capturing(self.runtime.index) and not was_expected
+                if captured or launcher.launcher_setting() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
-                level = logging.INFO if isinstance(error, made.NotMade) else logging.WARNING
+                level = logging.INFO if was_expected else logging.WARNING
                 runtime.log.log(
                     level, "kernel %s keeps %s's own launcher: %s", self.name, self.runtime.engine.title, error
                 )
