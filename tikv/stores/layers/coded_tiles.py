@@ -135,18 +135,18 @@ class CodedTiles(NamedTuple):
         """The dtype of decoded tiles: that of the queries for CUDA's tensor cores, which pay off for many."""
         return q.dtype if live.is_cuda and not self._is_in_place(q) else dtypes.float32
 
-    def _codes(self, slots: CodeSlots, first: int, end: int) -> tuple[TileCodes, TileCodes]:
-        """The codes of keys and of values of some sequences, and where those of a sequence are."""
+    def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
+        """The codes of keys and of values, and where those of a sequence are."""
         table, lens = slots.paged.get("table"), slots.paged.get("lens")
         keys = TileCodes("keys", self.k, self.k_numbers, self.k_factors, table, lens)
         values = TileCodes("values", self.v, self.v_numbers, self.v_factors, table, lens)
-        return keys.sequences(first, end), values.sequences(first, end)
+        return keys, values
 
     def _attend_in_place(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
         """Attention that reads the codes, of as many sequences at a time as there is room for scores of."""
-        codes = self._codes(slots, 0, q.shape[0])
+        codes = self._codes(slots)
         if not why_not_fused(scratch.runtime, q, codes):
             parts = fused_parts_of(scratch.runtime, q, codes, self.form.tiles, slots.groups)
             memory = TileScratch(
@@ -160,9 +160,11 @@ class CodedTiles(NamedTuple):
             return
         for first, end, memory, seen in self._in_place(q, slots, scratch):
             asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
-            codes = self._codes(slots, first, end)
-            form = self.form.tiles, seen, scores
-            attend_tiles(scratch.runtime, operation, asking, codes, *form, memory, (out, lse))
+            read, form = (
+                (codes[0].sequences(first, end), codes[1].sequences(first, end)),
+                (self.form.tiles, seen, scores),
+            )
+            attend_tiles(scratch.runtime, operation, asking, read, *form, memory, (out, lse))
 
     def _seen(self, slots: CodeSlots) -> SeenTiles:
         """Which tiles are read, and which of their tokens a query sees."""
@@ -231,8 +233,8 @@ class CodedTiles(NamedTuple):
         if self._is_in_place(q):
             for first, end, memory, seen in self._in_place(q, slots, scratch):
                 asking, lse, to = (a.part(0, first, end) for a in (q, weighing.lse, weighing.to))
-                codes, form = self._codes(slots, first, end)[0], (self.form.tiles, seen, scores)
-                weigh_tiles(scratch.runtime, operation, asking, codes, *form, memory, (lse, to, weighing.kind))
+                keys, form = self._codes(slots)[0].sequences(first, end), (self.form.tiles, seen, scores)
+                weigh_tiles(scratch.runtime, operation, asking, keys, *form, memory, (lse, to, weighing.kind))
             return
         dtype = self._decoded_dtype(q, scratch.runtime)
         for run in self._runs(slots, q.shape[0], dtype):
