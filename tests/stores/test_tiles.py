@@ -158,6 +158,61 @@ def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
         tokens.check()
 
 
+@pytest.mark.parametrize(
+    ("kind", "queries", "options"),
+    [
+        ("sum", None, {"sinks": 2}),
+        ("max", 5, {}),
+        ("last", None, {"sinks": 2}),
+        ("sum", None, {"window": 150, "sinks": 3}),
+    ],
+)
+@pytest.mark.archs("cpu", "cuda")
+def test_the_mass_of_what_a_call_attends_over(arch, rng, kind, queries, options):
+    """`extend` weighs held codes, and its own tokens as they came; so does `attend` after it, if they are few."""
+    tokens = Tokens(rng, arch, "kvarn_k4v2_g64", **options)
+    total, window = None, (tokens.window or 10_000) - tokens.sinks
+    for count in (1, 100, 7, 200):
+        q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
+        held = tokens.store.length
+        coded = max(0, held - tokens.sinks) // 64 * 64
+        tokens.note(k, v)
+        keys = tokens.k.astype(np.float32)
+        if coded:
+            tiles = reference.quantize_tiles(tokens.k[:, :, tokens.sinks : tokens.sinks + coded], 4, 64, "keys")
+            keys[:, :, tokens.sinks : tokens.sinks + coded] = reference.dequantize_tiles(*tiles, 4, "keys")
+        before = [oracle.to_numpy(a) for a in tokens.store.tokens(0)], tokens.store.quantised(0)
+        wrong = oracle.place(np.zeros((BATCH, HEADS, 999), np.float32), arch)
+        with pytest.raises(tikv.ShapeError, match="mass_into"):
+            tokens.store.extend(0, q, k, v, return_mass=kind, mass_into=wrong)
+        assert (tokens.store.length, tokens.store.quantised(0)) == (held, before[1])
+        for a, numbers in zip(tokens.store.tokens(0), before[0], strict=True):
+            oracle.assert_same_bits(a, numbers)
+
+        length, first = held + count, max(tokens.sinks, held + count - window)
+        seen = [*range(min(length, tokens.sinks)), *range(min(length, first), length)]
+        total = oracle.place(rng.random((BATCH, HEADS, len(seen)), np.float32), arch)
+        start = oracle.to_numpy(total).copy()
+        _, mass = tokens.store.extend(0, q, k, v, return_mass=kind, mass_queries=queries, mass_into=total)
+        assert mass is total
+        logits, rows = tokens.logits(oracle.to_numpy(q), keys), np.arange(held, length)[:, None]
+        number = np.arange(length)
+        logits = np.where((number < tokens.sinks) | (number > rows - window), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).reshape(BATCH, HEADS, -1, count, length)[..., seen]
+        weights = weights[..., -1 if kind == "last" else -(queries or count) :, :].reshape(BATCH, HEADS, -1, len(seen))
+        exact = {"sum": start + weights.sum(2), "max": np.maximum(start, weights.max(2)), "last": weights.sum(2)}
+        np.testing.assert_allclose(oracle.to_numpy(mass), exact[kind], atol=2e-4)
+        if count <= 7 and not options.get("window"):
+            again = tokens.store.attend(
+                0, q, return_mass=kind, mass_queries=queries, mass_into=oracle.place(start, arch)
+            )
+            np.testing.assert_allclose(oracle.to_numpy(mass), oracle.to_numpy(again[1]), atol=1e-5)
+        k_held, v_held = tokens.expected()
+        oracle.assert_same_bits(tokens.store.tokens(0)[0], k_held)
+        oracle.assert_same_bits(tokens.store.tokens(0)[1], v_held)
+
+
 @pytest.mark.archs("cpu", "cuda")
 def test_drafts_enter_no_tile_before_the_next_call(arch, rng):
     """Tokens of one call can be dropped one by one, wherever tiles end."""
@@ -302,13 +357,19 @@ def test_pools(arch, rng, tmp_path, size):
             np.testing.assert_allclose(weights, oracle.to_numpy(of_store)[0], atol=1e-4)
     bounds = np.array([0, 90, 240], np.int32)
     q, k, v = rows(240, QUERIES), rows(240), rows(240)
-    with pytest.raises(tikv.OptionError, match="return_mass with kvarn_k4v2_g64"):
-        pool.extend(0, q, k, v, ids, bounds, return_mass=True)
-    out = oracle.to_numpy(pool.extend(0, q, k, v, ids, bounds))
+    wrong = oracle.place(np.zeros((2, HEADS, 9), np.float32), arch)
+    with pytest.raises(tikv.ShapeError, match="mass_into"):
+        pool.extend(0, q, k, v, ids, bounds, return_mass=True, mass_into=wrong)
+    for i, store in enumerate(stores):
+        check(pool, ids[i], store)
+    out, mass = pool.extend(0, q, k, v, ids, bounds, return_mass="max", mass_queries=100)
+    out, mass = oracle.to_numpy(out), oracle.to_numpy(mass)
     for i, store in enumerate(stores):
         part = slice(bounds[i], bounds[i + 1])
-        expected = oracle.to_numpy(store.extend(0, q[part], k[part], v[part]))
-        assert abs(out[part] - expected).max() <= 2.0**-9
+        expected, of_store = store.extend(0, q[part], k[part], v[part], return_mass="max", mass_queries=100)
+        assert abs(out[part] - oracle.to_numpy(expected)).max() <= 2.0**-9
+        np.testing.assert_allclose(mass[i, :, : store.length], oracle.to_numpy(of_store)[0], atol=1e-4)
+        assert not mass[i, :, store.length :].any()
         check(pool, ids[i], store)
     other = pool.fork(ids[1])
     check(pool, other, stores[1])
@@ -357,7 +418,6 @@ def _pool(**options):
         (lambda: _pool(block_size=96), tikv.OptionError, "not a multiple of the group of 64"),
         (lambda: _pool(layout="HND"), tikv.OptionError, "layout='HND'"),
         (lambda: _store(dtype="int8", sinks=2), tikv.OptionError, "sinks=2 needs a window"),
-        (lambda: _store().extend(0, ROW, ROW, ROW, return_mass=True), tikv.OptionError, "return_mass with kvarn_k4v2"),
         (lambda: _store().extend(0, ROW, ROW, ROW, parents=np.array([[-1]])), tikv.OptionError, "parents"),
         (lambda: _store().keys(0), tikv.OptionError, "a store of kvarn_k4v2_g64 .*Read tokens"),
         (lambda: _store().commit(0), tikv.OptionError, "a store of kvarn_k4v2_g64 does not support this"),

@@ -390,7 +390,6 @@ class TokenGroupLayers(LayerStorage):
     @uninterrupted
     def _extend_tiles(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """`extend` of tiles: queries see the new tokens unquantised; then these are appended."""
-        self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
         rows, axes = self._checked(operation, layer, view_all(arrays[1:], ROWS, operation), request.layout)
         attend = self._unkept(operation, layer, arrays, request)
         if rows[0].shape[axes[0]]:
@@ -400,8 +399,11 @@ class TokenGroupLayers(LayerStorage):
         return results
 
     def _unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Callable[[], Any]:
-        """Check `extend` with ``keep=False``; returns what computes its results."""
+        """Check `extend` with ``keep=False``, or of tiles; returns what computes its results."""
         scores, counts, ring = request.scores, self.counts[layer], self.newest.counts[layer]
+        new = tokens_of(view(arrays[1], "k", operation), request.layout)
+        more = new if request.keep else 0  # tokens whose mass is asked for too
+        since = min(counts.length, max(counts.valid_from, counts.length + more - counts.ring if counts.ring else 0))
 
         def check(q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
             self._ring_plan(operation, layer, q, scores, dict(terms), len(q.shape))
@@ -413,13 +415,13 @@ class TokenGroupLayers(LayerStorage):
             return to.out, to.lse
 
         def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
-            to = view(to_mass, "mass", operation)
-            self._weigh(operation, layer, q, lse, to, mass.kind, scores, counts.valid_from, new)
+            if ring.length:
+                to = view(to_mass, "mass", operation)
+                self._weigh(operation, layer, q, lse, to, mass.kind, scores, since, new)
 
         run = unkept_call(
-            operation, self.newest.appends, ring, arrays, request, counts.held_after(0), check, counts.ring
+            operation, self.newest.appends, ring, arrays, request, counts.held_after(more), check, counts.ring
         )
-        new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
         return functools.partial(run, over_held, weigh)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """`extend` with ``keep=False``: attention over what a cache holds and over new tokens, of which nothing is kept.
 
-One launch reads the cache and one the new rows, unchanged; a third merges both. Nothing is written to the cache.
+One launch reads the cache and one the new rows, unchanged; a third merges both. Nothing is written to the cache. With
+KVarN's tiles, `extend` attends in this way too, and then appends.
 """
 
 from __future__ import annotations
@@ -78,6 +79,14 @@ class UnkeptTokens(NamedTuple):
             if held is not None:
                 merge_into(self.operation, (*held, *new), False, to, to_lse)
 
+    def weigh(self, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str) -> None:
+        """Add the mass that the last queries give those new tokens that stay seen to the end of `to`, (B, H, n)."""
+        tokens = self.k.shape[2]
+        oldest = max(self.sinks, tokens - self.span if self.span else 0)
+        seen = self.sinks + tokens - oldest
+        arrays, of_new = {"q": q, "k": self.k, "v": self.v}, to.part(2, to.shape[2] - seen, to.shape[2])
+        self._plan(arrays).weigh(arrays, lse, of_new, AttendedTokens(tokens, oldest), kind)
+
     def _partial(self, q: ArrayView) -> Results:
         """New memory for a result that is merged before it is rounded."""
         out = new_array((*q.shape[:-1], self.v.shape[-1]), dtypes.float32, self.live)
@@ -97,10 +106,10 @@ def unkept_call(
     """Check `extend` with ``keep=False`` over a layer; returns run(over_held, weigh), which computes its results.
 
     Args:
-        operation, request: those of the call.
+        operation, request: those of the call; with `keep`, the mass is also that of the new tokens.
         appends, layer: where the new rows would be appended.
         arrays: q, k and v as the caller gave them.
-        held: how many tokens a head holds, at most.
+        held: how many tokens of a head, at most, the mass is of.
         check: raises if queries (batch, Hq, T, D) and terms do not fit what is held.
         span: tokens after the sinks that a query sees; 0 for all.
     """
@@ -133,9 +142,13 @@ def unkept_call(
             staged_q, k, v, to, to_lse = stage.arrays[len(terms) :]
             of_device = dict(zip(terms, stage.arrays, strict=False))
             to, to_lse = queries.as_read(to), queries.as_read(to_lse)
-            made._replace(k=k, v=v, terms=of_device).attend(staged_q, to, to_lse, over_held)
+            staged = made._replace(k=k, v=v, terms=of_device)
+            staged.attend(staged_q, to, to_lse, over_held)
             if mass:
-                weigh(*last_queries(staged_q, to_lse, mass.queries), mass, to_mass)
+                asking = last_queries(staged_q, to_lse, mass.queries)
+                weigh(*asking, mass, to_mass)
+                if request.keep:
+                    staged.weigh(*asking, view(to_mass, "mass", operation), mass.kind)
             stage.finish()
         return results_of(out, lse if request.return_lse else None, to_mass)
 

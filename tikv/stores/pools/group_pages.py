@@ -565,13 +565,15 @@ class TokenGroupPages(Pages[BlockPools]):
         self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Array,
         cu_seqlens: Array, request: AttendRequest,
     ) -> Any:  # fmt: skip
-        """`extend` with ``keep=False``, sequence by sequence."""
+        """`extend` with ``keep=False``, or of tiles without the append, sequence by sequence."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         states = [self.sequences.state(seq, operation) for seq in ids]
         bounds = cumulated(cu_seqlens, len(ids), rows[0].shape[0], operation, live)
         mass, to_mass = request.asked_mass(operation), None
         if mass:
-            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            ends = bounds[1:] if request.keep else bounds
+            held = [state.lengths[layer] + b - a for state, a, b in zip(states, bounds, ends, strict=False)]
+            shape = len(ids), config.num_kv_heads, max(held, default=0)
             others = {"q": asking, "k": rows[0], "v": rows[1]}
             to_mass = mass.array(operation, like, shape, live, others)
         lead = asking.shape[:2] if request.layout == "token_major" else asking.shape[1::-1]
@@ -590,10 +592,13 @@ class TokenGroupPages(Pages[BlockPools]):
                 terms = request.terms.views(operation)
                 new = UnkeptTokens(live, operation, k, v, request.scores, terms)
                 new.attend(q, out, lse, functools.partial(self._over_held, operation, layer, state, request))
-                if mass and state.lengths[layer]:
+                if mass:
                     weights = view(to_mass, "mass", operation).part(0, i, i + 1)
-                    last, their_lse = last_queries(q, lse, mass.queries)
-                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request, tokens)
+                    asked, length = last_queries(q, lse, mass.queries), state.lengths[layer]
+                    if length:
+                        self._weigh(operation, layer, *asked, weights, mass.kind, state, request, tokens)
+                    if request.keep:
+                        new.weigh(*asked, weights.part(2, 0, length + tokens), mass.kind)
         stage.finish()
         return results_of(result, sums if request.return_lse else None, to_mass)
 
@@ -684,8 +689,6 @@ class TokenGroupPages(Pages[BlockPools]):
         asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
         detail = f"k: {describe(kv[0])}"
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
-        if request.keep:
-            self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
         if not request.keep:
