@@ -28,6 +28,7 @@ class Tokens:
             num_layers=1, num_kv_heads=HEADS, head_dim=width, capacity=900, batch_size=batch, dtype=name, **options
         )
         self.k, self.v = (np.zeros((batch, HEADS, 0, width), dtype) for _ in "kv")
+        self.rounds = arch == "cuda"  # decoded tiles, to the dtype of many queries
 
     def new(self, count, heads=HEADS):
         """Rows as models give them, with channels and tokens of different size, on the device."""
@@ -72,11 +73,25 @@ class Tokens:
         q = self.new(1, QUERIES)
         self.compare(self.store.attend(0, q), oracle.to_numpy(q), k, v)
 
+    def seen_by_a_call(self, held):
+        """What queries see that came with all tokens from `held` on: tiles that are full before the call are codes."""
+        coded, both = (
+            slice(self.sinks, self.sinks + max(0, held - self.sinks) // self.format.group * self.format.group),
+            [],
+        )
+        for of, rows in (("keys", self.k), ("values", self.v)):
+            numbers, bits = rows.astype(np.float32), self.format.bits(of)
+            if coded.stop > coded.start:
+                tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
+                numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
+            both.append(numbers)
+        return both
+
     def as_read(self, numbers, q):
         """What queries read, for each query head: for many, CUDA rounds decoded tiles for its tensor cores."""
         group = q.shape[2] // HEADS
         many = q.shape[1] * group > coded_tiles.MOST_ROWS
-        read = numbers.astype(self.dtype) if self.arch == "cuda" and many else numbers
+        read = numbers.astype(self.dtype) if self.rounds and many else numbers
         return np.repeat(read.astype(np.float64), group, axis=1)
 
     def logits(self, q, k, cap=None):
@@ -84,7 +99,10 @@ class Tokens:
         logits = q.astype(np.float64).swapaxes(1, 2) @ self.as_read(k, q).swapaxes(-1, -2) / np.sqrt(self.width)
         logits = logits if cap is None else cap * np.tanh(logits / cap)
         queries, keys = logits.shape[2:]
-        visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
+        rows, number = np.arange(keys - queries, keys)[:, None], np.arange(keys)
+        visible = number <= rows
+        if self.window and keys > self.window:
+            visible &= (number < self.sinks) | (number > rows - self.window + self.sinks)
         return np.where(visible, logits, -np.inf)
 
     def weights(self, q, k, cap=None):
@@ -144,18 +162,44 @@ def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
         held = tokens.store.length
         out, lse = tokens.store.extend(0, q, k, v, return_lse=True)
         assert (tokens.store.length, lse.shape) == (held + count, (BATCH, count, QUERIES))
-        before = (held - 2) // 64 * 64  # of tokens that the call did not bring, whole tiles are codes
         tokens.note(k, v)
-        seen = []
-        for of, rows in (("keys", tokens.k), ("values", tokens.v)):
-            numbers, bits = rows.astype(np.float32), tokens.format.bits(of)
-            if before:
-                tiles = reference.quantize_tiles(rows[:, :, 2 : 2 + before], bits, 64, of)
-                numbers[:, :, 2 : 2 + before] = reference.dequantize_tiles(*tiles, bits, of)
-            seen.append(numbers)
-        tokens.compare(out, oracle.to_numpy(q), *seen)
-        assert tokens.store.quantised(0) >= before
+        tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
+        assert tokens.store.quantised(0) >= (held - 2) // 64 * 64
         tokens.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "options"),
+    [
+        ("kvarn_k4v2_g64", 1 << 27, {"sinks": 2}),
+        ("kvarn_k4v2_g64", 1 << 27, {"window": 150, "sinks": 3}),
+        pytest.param("kvarn_k4v4_g64", 1 << 18, {}, marks=pytest.mark.archs("cpu", "cuda")),
+    ],
+)
+@pytest.mark.archs("cpu", "vulkan", "cuda")
+def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, name, most, options):
+    """As on CUDA: tiles are decoded once and nothing is merged, but for prompts that lack the room for that."""
+    monkeypatch.setattr(coded_tiles, "joins_tokens", lambda live: True)
+    monkeypatch.setattr(coded_tiles, "JOINED_BYTES", most)
+    tokens = Tokens(rng, arch, name, **options)
+    counted = count_launches(monkeypatch)
+    for count in (20, 130, 9, 300):
+        q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
+        held = tokens.store.length
+        joins = BATCH * HEADS * 2 * 64 * 2 << (held + count - 1).bit_length() <= most
+        unkept, lse = map(oracle.to_numpy, tokens.store.extend(0, q, k, v, keep=False, return_lse=True))
+        logits = rng.standard_normal(QUERIES).astype(np.float32)
+        sunk = tokens.store.extend(0, q, k, v, keep=False, sink_logits=oracle.place(logits, arch))
+        expected = unkept / (1 + np.exp(logits - lse))[..., None]
+        assert abs(oracle.to_numpy(sunk) - expected).max() <= 2.0**-9 * abs(expected).max()
+        counted.clear()
+        out = tokens.store.extend(0, q, k, v)
+        merges = [name for name in counted if name.startswith("merge_states")]
+        assert bool(merges) == (held > 0 and not joins)
+        tokens.note(k, v)
+        tokens.rounds = joins or arch == "cuda"
+        tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
+        tokens.rounds = arch == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -324,10 +368,12 @@ def test_sequences_and_chosen_tokens(arch, rng):
         tokens.store.compact(0, np.broadcast_to(np.array([0, 1, 2, 3, 5]), (BATCH, HEADS, 5)))
 
 
-@pytest.mark.parametrize("size", [64, 192])
+@pytest.mark.parametrize(("size", "joins"), [(64, False), (192, True)])
 @pytest.mark.archs("cpu", "cuda")
-def test_pools(arch, rng, tmp_path, size):
+def test_pools(arch, rng, tmp_path, monkeypatch, size, joins):
     """Sequences of different lengths hold what stores of one sequence do, also after forks, swaps and from files."""
+    if joins:  # as on CUDA
+        monkeypatch.setattr(coded_tiles, "joins_tokens", lambda live: True)
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 64, "dtype": "kvarn_k4v2_g64"}
     pool = tikv.PagedKVCacheStore(num_blocks=40, block_size=size, **form)
     ids = [pool.add(), pool.add()]

@@ -1,7 +1,8 @@
 """Codes of KVarN's tiles; written, read, attended over.
 
 A few query rows of a KV head read the codes in place. For more, some tiles at a time are decoded, in memory of a
-limited size, and attended over; the results are merged by their log-sum-exps.
+limited size, and attended over; the results are merged by their log-sum-exps. If there is room, a prompt on CUDA
+decodes all tiles once, beside copies of the newest tokens and its own, and attends over them as over any cache.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tikv.stores.layers.memory import rows_of
 from tikv.stores.layers.token_group_form import TileForm
 
 DECODED_BYTES = 1 << 26  # of keys and values that are decoded at a time
+JOINED_BYTES = 1 << 27  # of keys and values that a prompt reads as one array
 SCORE_BYTES = 1 << 27  # of scores that are computed at a time
 MOST_ROWS = 16  # query rows of a KV head that read codes in place
 
@@ -98,6 +100,12 @@ class CodedTiles(NamedTuple):
     ) -> None:
         """Decode these tokens, in two launches."""
         self._run(live, operation, tokens, to, sequences, block)
+
+    def decode_blocks(
+        self, live: runtime.Runtime, operation: str, tokens: int, to: tuple[Rows, Rows], table: ArrayView
+    ) -> None:
+        """Decode the first tokens of sequences whose blocks a table (sequences, blocks) has, in two launches."""
+        self._run(live, operation, range(tokens), to, table.shape[0], table=table)
 
     def _run(
         self, live: runtime.Runtime, operation: str, tokens: range, rows: tuple[Rows, Rows], sequences: int,
@@ -279,6 +287,30 @@ class CodedTiles(NamedTuple):
             count = min(end - at, slots.room - slot, most)
             yield DecodedTokens(0, batch, range(slot, slot + count), at - oldest, end - at - count)
             at += count
+
+
+def joins_tokens(live: runtime.Runtime) -> bool:
+    """Whether prompts read all tokens as rows of their dtype: on CUDA, for whose tensor cores this pays off."""
+    return live.is_cuda
+
+
+def joined_memory(
+    form: TileForm, q: ArrayView, new: tuple[ArrayView, ArrayView], tokens: int, scratch: ScoreMemory
+) -> list[ArrayView] | None:
+    """Memory for `tokens` keys and values, decoded and unquantised, that a prompt attends over as one array.
+
+    None if it is not served: few queries read codes in place, rows have another dtype than queries, or room is lacking.
+    """
+    live, dtype, heads = scratch.runtime, q.dtype, form.heads
+    room = 1 << (tokens - 1).bit_length()  # a few sizes serve all prompts
+    if math.prod(q.shape[1:-1]) // heads <= MOST_ROWS or not joins_tokens(live):
+        return None
+    if {a.dtype for a in new} | {form.rows} != {dtype} or dtype not in (dtypes.float16, dtypes.bfloat16):
+        return None
+    if room * q.shape[0] * heads * sum(form.widths) * dtype.itemsize > JOINED_BYTES:
+        return None
+    shapes = [(q.shape[0], heads, room, width) for width in form.widths]
+    return [scratch.array(f"joined {of}", shape, dtype) for of, shape in zip(TILES_OF, shapes, strict=True)]
 
 
 def _clear(to: Results) -> None:

@@ -46,14 +46,15 @@ from tikv.stores.layers.attend import (
 )
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory, Weighing
+from tikv.stores.layers.coded_tiles import joined_memory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
-from tikv.stores.layers.token_group_form import TokenGroupForm, room_of, token_bytes
-from tikv.stores.layers.unkept import unkept_call
+from tikv.stores.layers.token_group_form import TileForm, TokenGroupForm, room_of, token_bytes
+from tikv.stores.layers.unkept import UnkeptTokens, unkept_call
 from tikv.stores.limits import require_memory
 
 REFUSED = ("seq_lens", "alibi_slopes", "out", "mask", "parents", "indices")
@@ -215,19 +216,28 @@ class TokenGroupLayers(LayerStorage):
         self, operation: str, layer: int, first: int, dtype: DType | None = None
     ) -> tuple[CacheArray, CacheArray]:
         """A copy of what a layer holds from a position on, in temporal order, in a dtype, or in that of `tokens`."""
-        counts, ring, codes, live = self.counts[layer], self.newest.counts[layer], self.codes[layer], self.runtime
+        live, lead, count = self.runtime, (self.batch_size, self.config.num_kv_heads), self._tokens_from(layer, first)
+        out = [new_array((*lead, count, row.width), dtype or row.read_dtype, live) for row in self.rows.both]
+        self._copy_tokens(operation, layer, first, out)
+        return CacheArray(out[0], live), CacheArray(out[1], live)
+
+    def _tokens_from(self, layer: int, first: int) -> int:
+        """How many tokens a layer holds from a position on."""
+        counts, sinks = self.counts[layer], self.newest.counts[layer].sinks
+        fixed = max(0, min(counts.length, sinks) - first)
+        return fixed + max(0, counts.length - max(counts.valid_from, sinks, first))
+
+    def _copy_tokens(self, operation: str, layer: int, first: int, out: list[ArrayView]) -> None:
+        """Copy what a layer holds from a position on to the start of (batch, heads, n, width) arrays, as numbers."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
         fixed = max(0, min(counts.length, ring.sinks) - first)
         start = max(counts.valid_from, ring.sinks, first)  # of what goes round
         plain = max(start, ring.sinks + codes.tokens)
-        count = fixed + max(0, counts.length - start)
-        lead = self.batch_size, self.config.num_kv_heads
-        out = [new_array((*lead, count, row.width), dtype or row.read_dtype, live) for row in self.rows.both]
-        behind = [a.part(2, fixed, count) for a in out]
+        behind = [a.part(2, fixed, a.shape[2]) for a in out]
         if plain > start:
             codes.decode(operation, behind[0], behind[1], start - ring.sinks)
         self.memory.gather(operation, ring, out, tokens=fixed, position=first, at=0)
         self.memory.gather(operation, ring, out, tokens=counts.length - plain, position=plain, at=fixed + plain - start)
-        return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`, both parts read in place.
@@ -419,10 +429,25 @@ class TokenGroupLayers(LayerStorage):
                 to = view(to_mass, "mass", operation)
                 self._weigh(operation, layer, q, lse, to, mass.kind, scores, since, new)
 
+        def join(q: ArrayView, made: UnkeptTokens) -> UnkeptTokens | None:
+            return self._joined(operation, layer, q, made) if self.form.closes_early else None
+
         run = unkept_call(
-            operation, self.newest.appends, ring, arrays, request, counts.held_after(more), check, counts.ring
+            operation, self.newest.appends, ring, arrays, request, counts.held_after(more), check, counts.ring, join
         )
         return functools.partial(run, over_held, weigh)
+
+    def _joined(self, operation: str, layer: int, q: ArrayView, new: UnkeptTokens) -> UnkeptTokens | None:
+        """All that queries of new tokens attend over, tiles decoded once, as one array; None if parts are merged."""
+        held, tokens, sinks = self._tokens_from(layer, 0), q.shape[2], self.newest.counts[layer].sinks
+        if not held:
+            return new
+        assert isinstance(self.form.codes, TileForm)
+        memory = joined_memory(self.form.codes, q, (new.k, new.v), held + tokens, self.scratch)
+        if memory is None:
+            return None
+        self._copy_tokens(operation, layer, 0, memory)
+        return new.behind(held, memory, min(sinks, held + tokens) if new.span else 0)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""
