@@ -4,11 +4,12 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from inside import storage_of
 from launch_counter import count_launches
 
 import tikv
 from tikv import formats, launch, reference
-from tikv.arrays import runtime_of
+from tikv.arrays import read_host, runtime_of
 from tikv.ops.attention.coded_tiles import tile_parts
 from tikv.stores.layers import coded_tiles
 
@@ -150,6 +151,33 @@ def test_the_bits_of_the_reference(arch, rng, tmp_path, name, width, sinks, dtyp
         oracle.assert_same_bits(a, b.copy_to_host())
     tokens.store.reset()
     assert (tokens.store.length, tokens.store.quantised(0)) == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["token_major", "head_major"])
+@pytest.mark.archs("cpu", "cuda")
+def test_tiles_of_one_call_are_encoded_together(arch, rng, monkeypatch, layout):
+    """A few launches for all of them, and the bits of calls that bring few tokens, in what is saved too."""
+    monkeypatch.setattr(coded_tiles, "TILES_TOGETHER", 3 * BATCH * HEADS)
+    tokens, others = (Tokens(rng, arch, "kvarn_k4v2_g64", sinks=3) for _ in "ab")
+    counted = count_launches(monkeypatch)
+    for count, launches in ((40, 0), (3 + 5 * 64, 4), (130, 4), (6 * 64, 8)):
+        k, v = tokens.new(count), tokens.new(count)
+        given = [oracle.place(np.ascontiguousarray(oracle.to_numpy(a).swapaxes(1, 2)), arch) for a in (k, v)]
+        counted.clear()
+        tokens.store.append(0, *((k, v) if layout == "token_major" else given), layout=layout)
+        assert len([name for name in counted if name.startswith("encode_tiles")]) == launches
+        tokens.note(k, v)
+        for first in range(0, count, 50):
+            others.store.append(0, *(a[:, first : first + 50] for a in (k, v)))
+        tokens.check()
+        assert tokens.store.quantised(0) <= others.store.quantised(0)
+    tokens.append(1)
+    others.store.append(0, *(oracle.place(a[:, :, -1:].swapaxes(1, 2).copy(), arch) for a in (tokens.k, tokens.v)))
+    held = [storage_of(each.store).filled(0) for each in (tokens, others)]
+    for (a, slots), (b, same) in zip(*held, strict=True):
+        assert slots == same
+        ours, theirs = (np.ascontiguousarray(read_host(each, runtime_of())[:, :, :slots]) for each in (a, b))
+        oracle.assert_same_bits(ours, theirs)
 
 
 @pytest.mark.archs("cpu", "cuda")

@@ -40,6 +40,7 @@ DECODED_BYTES = 1 << 26  # of keys and values that are decoded at a time
 JOINED_BYTES = 1 << 27  # of keys and values that a prompt reads as one array
 SCORE_BYTES = 1 << 27  # of scores that are computed at a time
 MOST_ROWS = 16  # query rows of a KV head that read codes in place
+TILES_TOGETHER = 256  # of all heads and sequences that a launch encodes
 
 
 class DecodedTokens(NamedTuple):
@@ -88,6 +89,15 @@ class CodedTiles(NamedTuple):
         at = [a._replace(first=a.first + placement.position * a.token) for a in rows]
         group = range(token, token + self.form.group)
         self._run(live, operation, group, (at[0], at[1]), sequences, block, writes_tiles=True)
+
+    def encode_rows(
+        self, live: runtime.Runtime, operation: str, rows: tuple[Rows, Rows], sequences: int, tokens: range
+    ) -> None:
+        """Quantise rows of K and V that follow each other, whole tiles, in two launches for some of them."""
+        most = max(1, TILES_TOGETHER // (sequences * self.form.heads)) * self.form.group
+        for first in range(0, len(tokens), most):
+            at = [a._replace(first=a.first + first * a.token) for a in rows]
+            self._run(live, operation, tokens[first : first + most], (at[0], at[1]), sequences, writes_tiles=True)
 
     def decode(
         self,

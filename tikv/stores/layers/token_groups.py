@@ -50,7 +50,8 @@ from tikv.stores.layers.coded_tiles import joined_memory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
-from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
+from tikv.stores.layers.memory import rows_of
+from tikv.stores.layers.queries import AXES, attend_queries, extend_queries, heads_first, with_tokens
 from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TileForm, TokenGroupForm, room_of, token_bytes
@@ -166,8 +167,40 @@ class TokenGroupLayers(LayerStorage):
         """Append new rows of one layer, after groups that earlier calls filled became codes."""
         if rows[0].shape[token_axis]:
             self._close(operation, layer)
+        if self._append_tiles(operation, layer, rows, token_axis, layout):
+            return
         for part in self._parts(operation, layer, rows, token_axis):
             self._append(operation, layer, part, layout)
+
+    @uninterrupted
+    def _append_tiles(
+        self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int, layout: str
+    ) -> bool:
+        """Append new rows that are whole tiles, which are encoded together, and others; whether it has done so.
+
+        Codes and ring have the bits that they have if tiles pass the ring one by one.
+        """
+        ring, codes, tokens = self.newest.counts[layer], self.codes[layer], rows[0].shape[token_axis]
+        of_codes, on_cpu = codes.tiles, self.runtime.is_cpu
+        as_kept = all(a.dtype is ring.k.dtype and (on_cpu or not a.is_staged) for a in rows)
+        if of_codes is None or codes.rings or not as_kept:
+            return False
+        fixed, open_rows = max(0, ring.sinks - ring.length), max(0, ring.length - ring.sinks - codes.tokens)
+        first = fixed + -open_rows % codes.group  # of the new tokens, the one that begins a tile
+        tiles = -(-(tokens - first - ring.ring) // codes.group)
+        if tiles < 1:
+            return False
+        start, rest = (
+            _Part(a, b, Views([of.part(token_axis, a, b) for of in rows])) for a, b in ((0, first), (first, tokens))
+        )
+        if first:
+            self._append(operation, layer, start, layout)
+        self._close(operation, layer)
+        k, v = (heads_first(a, AXES[layout]) for a in rest.rows)
+        codes.encode_rows(operation, of_codes, (rows_of(k), rows_of(v)), tiles)
+        self._append(operation, layer, rest, layout)
+        codes.tokens += tiles * codes.group
+        return True
 
     def _close(self, operation: str, layer: int) -> None:
         """Let the groups that earlier calls filled become codes, if the form says so."""
@@ -429,9 +462,7 @@ class TokenGroupLayers(LayerStorage):
                 to = view(to_mass, "mass", operation)
                 self._weigh(operation, layer, q, lse, to, mass.kind, scores, since, new)
 
-        def join(q: ArrayView, made: UnkeptTokens) -> UnkeptTokens | None:
-            return self._joined(operation, layer, q, made) if self.form.closes_early else None
-
+        join = functools.partial(self._joined, operation, layer)
         run = unkept_call(
             operation, self.newest.appends, ring, arrays, request, counts.held_after(more), check, counts.ring, join
         )
@@ -442,7 +473,8 @@ class TokenGroupLayers(LayerStorage):
         held, tokens, sinks = self._tokens_from(layer, 0), q.shape[2], self.newest.counts[layer].sinks
         if not held:
             return new
-        assert isinstance(self.form.codes, TileForm)
+        if not isinstance(self.form.codes, TileForm):
+            return None
         memory = joined_memory(self.form.codes, q, (new.k, new.v), held + tokens, self.scratch)
         if memory is None:
             return None
