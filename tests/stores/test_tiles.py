@@ -119,6 +119,21 @@ class Tokens:
         assert abs(oracle.to_numpy(out).astype(np.float64) - exact).max() <= limit
 
 
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets how much memory is used, and how many tiles are taken at a time; or that prompts read tiles as on CUDA."""
+
+    def change(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(coded_tiles, name, value)
+
+    return change
+
+
+def on_cuda(live):
+    return True
+
+
 @pytest.mark.parametrize(
     ("name", "width", "sinks", "dtype"),
     [
@@ -155,12 +170,12 @@ def test_the_bits_of_the_reference(arch, rng, tmp_path, name, width, sinks, dtyp
 
 @pytest.mark.parametrize("layout", ["token_major", "head_major"])
 @pytest.mark.archs("cpu", "cuda")
-def test_tiles_of_one_call_are_encoded_together(arch, rng, monkeypatch, layout):
+def test_tiles_of_one_call_are_encoded_together(arch, rng, monkeypatch, limits, layout):
     """A few launches for all of them, and the bits of calls that bring few tokens, in what is saved too."""
-    monkeypatch.setattr(coded_tiles, "TILES_TOGETHER", 3 * BATCH * HEADS)
+    limits(TILES_TOGETHER=2 * BATCH * HEADS)
     tokens, others = (Tokens(rng, arch, "kvarn_k4v2_g64", sinks=3) for _ in "ab")
     counted = count_launches(monkeypatch)
-    for count, launches in ((40, 0), (3 + 5 * 64, 4), (130, 4), (6 * 64, 8)):
+    for count, launches in ((3 + 128, 0), (5 * 64, 6), (130, 6), (4 * 64, 6)):
         k, v = tokens.new(count), tokens.new(count)
         given = [oracle.place(np.ascontiguousarray(oracle.to_numpy(a).swapaxes(1, 2)), arch) for a in (k, v)]
         counted.clear()
@@ -205,10 +220,9 @@ def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
     ],
 )
 @pytest.mark.archs("cpu", "vulkan", "cuda")
-def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, name, most, options):
+def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits, name, most, options):
     """As on CUDA: tiles are decoded once and nothing is merged, but for prompts that lack the room for that."""
-    monkeypatch.setattr(coded_tiles, "joins_tokens", lambda live: True)
-    monkeypatch.setattr(coded_tiles, "JOINED_BYTES", most)
+    limits(joins_tokens=on_cuda, JOINED_BYTES=most)
     tokens = Tokens(rng, arch, name, **options)
     counted = count_launches(monkeypatch)
     for count in (20, 130, 9, 300):
@@ -317,10 +331,9 @@ def test_a_window_drops_whole_tiles(arch, rng):
 
 
 @pytest.mark.archs("cpu", "cuda")
-def test_pieces_of_limited_memory(arch, rng, monkeypatch):
+def test_pieces_of_limited_memory(arch, rng, limits):
     """Memory for scores and for decoded tokens is limited: results over pieces are merged, and each gets its mass."""
-    monkeypatch.setattr(coded_tiles, "DECODED_BYTES", 1 << 19)
-    monkeypatch.setattr(coded_tiles, "SCORE_BYTES", 1 << 14)
+    limits(DECODED_BYTES=1 << 19, SCORE_BYTES=1 << 14)
     tokens = Tokens(rng, arch, "kvarn_k4v4_g64", width=128, batch=3, sinks=4)
     tokens.append(4 + 6 * 64)
     tokens.append(20)
@@ -398,10 +411,10 @@ def test_sequences_and_chosen_tokens(arch, rng):
 
 @pytest.mark.parametrize(("size", "joins"), [(64, False), (192, True)])
 @pytest.mark.archs("cpu", "cuda")
-def test_pools(arch, rng, tmp_path, monkeypatch, size, joins):
+def test_pools(arch, rng, tmp_path, limits, size, joins):
     """Sequences of different lengths hold what stores of one sequence do, also after forks, swaps and from files."""
     if joins:  # as on CUDA
-        monkeypatch.setattr(coded_tiles, "joins_tokens", lambda live: True)
+        limits(joins_tokens=on_cuda)
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 64, "dtype": "kvarn_k4v2_g64"}
     pool = tikv.PagedKVCacheStore(num_blocks=40, block_size=size, **form)
     ids = [pool.add(), pool.add()]

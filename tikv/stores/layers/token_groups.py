@@ -205,7 +205,16 @@ class TokenGroupLayers(LayerStorage):
     def _close(self, operation: str, layer: int) -> None:
         """Let the groups that earlier calls filled become codes, if the form says so."""
         ring, codes = self.newest.counts[layer], self.codes[layer]
-        while self.form.closes_early and ring.length - ring.sinks - codes.tokens >= codes.group:
+        if not self.form.closes_early:
+            return
+        full = (ring.length - ring.sinks - codes.tokens) // codes.group
+        if full > 1 and codes.tokens % ring.ring == 0 and not codes.rings and codes.tiles is not None:
+            first = ring.slot_of(ring.sinks + codes.tokens)  # the tiles follow each other in the ring
+            rows = rows_of(ring.k, first), rows_of(ring.v, first)
+            codes.encode_rows(operation, codes.tiles, rows, full)
+            codes.tokens += full * codes.group
+            return
+        for _ in range(full):
             codes.encode(operation, ring)
 
     def _parts(self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int) -> Iterator[_Part]:
