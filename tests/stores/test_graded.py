@@ -104,6 +104,26 @@ def test_keys_are_read_some_at_a_time(arch):
         near(a, b, "float32")
 
 
+@pytest.mark.parametrize(("which", "softcap"), [("q", None), ("k", None), ("k", 2.0), ("v", None)])
+def test_a_nan_reaches_only_gradients_that_depend_on_it(arch, which, softcap):
+    """Queries do not see the NaN of a later key or value, nor keys and values that of an earlier query."""
+    place, found = 4, []
+    for number in (0.5, math.nan):
+        store, new = store_of(), rows(7)
+        with torch.no_grad():
+            new["qkv".index(which)][:, place, :, 3] = number
+        out = store.extend(0, *new, grad=True, softcap=softcap)
+        ahead = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+        found.append([out.detach(), *torch.autograd.grad(out, new, ahead)])
+    of_queries = [n for n in range(7) if n < place or (which == "q" and n > place)]
+    of_keys = [5, 6] if which == "q" else []
+    for clean, other, tokens in zip(*found, (of_queries, of_queries, of_keys, of_keys), strict=True):
+        assert torch.equal(other[:, tokens], clean[:, tokens])
+    _, of_q, of_k, _ = found[1]
+    assert of_q[:, place].isnan().any()
+    assert of_k[:, 0].isnan().any()
+
+
 def test_memory_of_backward_is_bounded_by_the_gradients(arch):
     """No matrix of scores exists, nor what grows with the number of tokens that are held."""
     held, tokens, form = 4096, 256, {"head_dim": 64, "head_dim_v": 64}

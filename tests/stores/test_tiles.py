@@ -4,12 +4,14 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from inside import storage_of
 from launch_counter import count_launches
 
 import tikv
 from tikv import formats, launch, reference
-from tikv.arrays import runtime_of
+from tikv.arrays import read_host, runtime_of
 from tikv.ops.attention.coded_tiles import tile_parts
+from tikv.ops.attention.families.family import Family
 from tikv.stores.layers import coded_tiles
 
 pytestmark = pytest.mark.thorough
@@ -28,6 +30,7 @@ class Tokens:
             num_layers=1, num_kv_heads=HEADS, head_dim=width, capacity=900, batch_size=batch, dtype=name, **options
         )
         self.k, self.v = (np.zeros((batch, HEADS, 0, width), dtype) for _ in "kv")
+        self.rounds = arch == "cuda"  # decoded tiles, to the dtype of many queries
 
     def new(self, count, heads=HEADS):
         """Rows as models give them, with channels and tokens of different size, on the device."""
@@ -72,11 +75,25 @@ class Tokens:
         q = self.new(1, QUERIES)
         self.compare(self.store.attend(0, q), oracle.to_numpy(q), k, v)
 
+    def seen_by_a_call(self, held):
+        """What queries see that came with all tokens from `held` on: tiles that are full before the call are codes."""
+        coded, both = (
+            slice(self.sinks, self.sinks + max(0, held - self.sinks) // self.format.group * self.format.group),
+            [],
+        )
+        for of, rows in (("keys", self.k), ("values", self.v)):
+            numbers, bits = rows.astype(np.float32), self.format.bits(of)
+            if coded.stop > coded.start:
+                tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
+                numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
+            both.append(numbers)
+        return both
+
     def as_read(self, numbers, q):
         """What queries read, for each query head: for many, CUDA rounds decoded tiles for its tensor cores."""
         group = q.shape[2] // HEADS
         many = q.shape[1] * group > coded_tiles.MOST_ROWS
-        read = numbers.astype(self.dtype) if self.arch == "cuda" and many else numbers
+        read = numbers.astype(self.dtype) if self.rounds and many else numbers
         return np.repeat(read.astype(np.float64), group, axis=1)
 
     def logits(self, q, k, cap=None):
@@ -84,7 +101,10 @@ class Tokens:
         logits = q.astype(np.float64).swapaxes(1, 2) @ self.as_read(k, q).swapaxes(-1, -2) / np.sqrt(self.width)
         logits = logits if cap is None else cap * np.tanh(logits / cap)
         queries, keys = logits.shape[2:]
-        visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
+        rows, number = np.arange(keys - queries, keys)[:, None], np.arange(keys)
+        visible = number <= rows
+        if self.window and keys > self.window:
+            visible &= (number < self.sinks) | (number > rows - self.window + self.sinks)
         return np.where(visible, logits, -np.inf)
 
     def weights(self, q, k, cap=None):
@@ -98,6 +118,21 @@ class Tokens:
         exact = (self.weights(q, k, cap) @ self.as_read(v, q)).swapaxes(1, 2)
         limit = LIMITS[q.dtype.type] * abs(exact).max()
         assert abs(oracle.to_numpy(out).astype(np.float64) - exact).max() <= limit
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets how much memory is used, and how many tiles are taken at a time; or that prompts read tiles as on CUDA."""
+
+    def change(of=coded_tiles, **values):
+        for name, value in values.items():
+            monkeypatch.setattr(of, name, value)
+
+    return change
+
+
+def on_cuda(live):
+    return True
 
 
 @pytest.mark.parametrize(
@@ -134,6 +169,33 @@ def test_the_bits_of_the_reference(arch, rng, tmp_path, name, width, sinks, dtyp
     assert (tokens.store.length, tokens.store.quantised(0)) == (0, 0)
 
 
+@pytest.mark.parametrize("layout", ["token_major", "head_major"])
+@pytest.mark.archs("cpu", "cuda")
+def test_tiles_of_one_call_are_encoded_together(arch, rng, monkeypatch, limits, layout):
+    """A few launches for all of them, and the bits of calls that bring few tokens, in what is saved too."""
+    limits(TILES_TOGETHER=2 * BATCH * HEADS)
+    tokens, others = (Tokens(rng, arch, "kvarn_k4v2_g64", sinks=3) for _ in "ab")
+    counted = count_launches(monkeypatch)
+    for count, launches in ((3 + 128, 0), (5 * 64, 6), (130, 6), (4 * 64, 6)):
+        k, v = tokens.new(count), tokens.new(count)
+        given = [oracle.place(np.ascontiguousarray(oracle.to_numpy(a).swapaxes(1, 2)), arch) for a in (k, v)]
+        counted.clear()
+        tokens.store.append(0, *((k, v) if layout == "token_major" else given), layout=layout)
+        assert len([name for name in counted if name.startswith("encode_tiles")]) == launches
+        tokens.note(k, v)
+        for first in range(0, count, 50):
+            others.store.append(0, *(a[:, first : first + 50] for a in (k, v)))
+        tokens.check()
+        assert tokens.store.quantised(0) <= others.store.quantised(0)
+    tokens.append(1)
+    others.store.append(0, *(oracle.place(a[:, :, -1:].swapaxes(1, 2).copy(), arch) for a in (tokens.k, tokens.v)))
+    held = [storage_of(each.store).filled(0) for each in (tokens, others)]
+    for (a, slots), (b, same) in zip(*held, strict=True):
+        assert slots == same
+        ours, theirs = (np.ascontiguousarray(read_host(each, runtime_of())[:, :, :slots]) for each in (a, b))
+        oracle.assert_same_bits(ours, theirs)
+
+
 @pytest.mark.archs("cpu", "cuda")
 def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
     tokens = Tokens(rng, arch, "kvarn_k4v2_g64", sinks=2)
@@ -144,18 +206,99 @@ def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
         held = tokens.store.length
         out, lse = tokens.store.extend(0, q, k, v, return_lse=True)
         assert (tokens.store.length, lse.shape) == (held + count, (BATCH, count, QUERIES))
-        before = (held - 2) // 64 * 64  # of tokens that the call did not bring, whole tiles are codes
         tokens.note(k, v)
-        seen = []
-        for of, rows in (("keys", tokens.k), ("values", tokens.v)):
-            numbers, bits = rows.astype(np.float32), tokens.format.bits(of)
-            if before:
-                tiles = reference.quantize_tiles(rows[:, :, 2 : 2 + before], bits, 64, of)
-                numbers[:, :, 2 : 2 + before] = reference.dequantize_tiles(*tiles, bits, of)
-            seen.append(numbers)
-        tokens.compare(out, oracle.to_numpy(q), *seen)
-        assert tokens.store.quantised(0) >= before
+        tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
+        assert tokens.store.quantised(0) >= (held - 2) // 64 * 64
         tokens.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "options"),
+    [
+        ("kvarn_k4v2_g64", 1 << 27, {"sinks": 2}),
+        ("kvarn_k4v2_g64", 1 << 27, {"window": 150, "sinks": 3}),
+        pytest.param("kvarn_k4v4_g64", 1 << 18, {}, marks=pytest.mark.archs("cpu", "cuda")),
+    ],
+)
+@pytest.mark.archs("cpu", "vulkan", "cuda")
+def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits, name, most, options):
+    """As on CUDA: tiles are decoded once and nothing is merged, but for prompts that lack the room for that."""
+    limits(joins_tokens=on_cuda, JOINED_BYTES=most)
+    limits(Family, most_queries=1 << 14)
+    tokens = Tokens(rng, arch, name, **options)
+    counted = count_launches(monkeypatch)
+    for count in (20, 130, 9, 300):
+        q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
+        held = tokens.store.length
+        joins = BATCH * HEADS * 2 * 64 * 2 << (held + count - 1).bit_length() <= most
+        unkept, lse = map(oracle.to_numpy, tokens.store.extend(0, q, k, v, keep=False, return_lse=True))
+        logits = rng.standard_normal(QUERIES).astype(np.float32)
+        sunk = tokens.store.extend(0, q, k, v, keep=False, sink_logits=oracle.place(logits, arch))
+        expected = unkept / (1 + np.exp(logits - lse))[..., None]
+        assert abs(oracle.to_numpy(sunk) - expected).max() <= 2.0**-9 * abs(expected).max()
+        counted.clear()
+        out = tokens.store.extend(0, q, k, v)
+        merges = [name for name in counted if name.startswith("merge_states")]
+        assert len(merges) == (0 if joins or not held else 2)  # of old and newest tokens, and of the call's
+        tokens.note(k, v)
+        tokens.rounds = joins or arch == "cuda"
+        tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
+        tokens.rounds = arch == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries", "options"),
+    [
+        ("sum", None, {"sinks": 2}),
+        ("max", 5, {}),
+        ("last", None, {"sinks": 2}),
+        ("sum", None, {"window": 150, "sinks": 3}),
+    ],
+)
+@pytest.mark.archs("cpu", "cuda")
+def test_the_mass_of_what_a_call_attends_over(arch, rng, kind, queries, options):
+    """`extend` weighs held codes, and its own tokens as they came; so does `attend` after it, if they are few."""
+    tokens = Tokens(rng, arch, "kvarn_k4v2_g64", **options)
+    total, window = None, (tokens.window or 10_000) - tokens.sinks
+    for count in (1, 100, 7, 200):
+        q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
+        held = tokens.store.length
+        coded = max(0, held - tokens.sinks) // 64 * 64
+        tokens.note(k, v)
+        keys = tokens.k.astype(np.float32)
+        if coded:
+            tiles = reference.quantize_tiles(tokens.k[:, :, tokens.sinks : tokens.sinks + coded], 4, 64, "keys")
+            keys[:, :, tokens.sinks : tokens.sinks + coded] = reference.dequantize_tiles(*tiles, 4, "keys")
+        before = [oracle.to_numpy(a) for a in tokens.store.tokens(0)], tokens.store.quantised(0)
+        wrong = oracle.place(np.zeros((BATCH, HEADS, 999), np.float32), arch)
+        with pytest.raises(tikv.ShapeError, match="mass_into"):
+            tokens.store.extend(0, q, k, v, return_mass=kind, mass_into=wrong)
+        assert (tokens.store.length, tokens.store.quantised(0)) == (held, before[1])
+        for a, numbers in zip(tokens.store.tokens(0), before[0], strict=True):
+            oracle.assert_same_bits(a, numbers)
+
+        length, first = held + count, max(tokens.sinks, held + count - window)
+        seen = [*range(min(length, tokens.sinks)), *range(min(length, first), length)]
+        total = oracle.place(rng.random((BATCH, HEADS, len(seen)), np.float32), arch)
+        start = oracle.to_numpy(total).copy()
+        _, mass = tokens.store.extend(0, q, k, v, return_mass=kind, mass_queries=queries, mass_into=total)
+        assert mass is total
+        logits, rows = tokens.logits(oracle.to_numpy(q), keys), np.arange(held, length)[:, None]
+        number = np.arange(length)
+        logits = np.where((number < tokens.sinks) | (number > rows - window), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).reshape(BATCH, HEADS, -1, count, length)[..., seen]
+        weights = weights[..., -1 if kind == "last" else -(queries or count) :, :].reshape(BATCH, HEADS, -1, len(seen))
+        exact = {"sum": start + weights.sum(2), "max": np.maximum(start, weights.max(2)), "last": weights.sum(2)}
+        np.testing.assert_allclose(oracle.to_numpy(mass), exact[kind], atol=2e-4)
+        if count <= 7 and not options.get("window"):
+            again = tokens.store.attend(
+                0, q, return_mass=kind, mass_queries=queries, mass_into=oracle.place(start, arch)
+            )
+            np.testing.assert_allclose(oracle.to_numpy(mass), oracle.to_numpy(again[1]), atol=1e-5)
+        k_held, v_held = tokens.expected()
+        oracle.assert_same_bits(tokens.store.tokens(0)[0], k_held)
+        oracle.assert_same_bits(tokens.store.tokens(0)[1], v_held)
 
 
 @pytest.mark.archs("cpu", "cuda")
@@ -190,10 +333,9 @@ def test_a_window_drops_whole_tiles(arch, rng):
 
 
 @pytest.mark.archs("cpu", "cuda")
-def test_pieces_of_limited_memory(arch, rng, monkeypatch):
+def test_pieces_of_limited_memory(arch, rng, limits):
     """Memory for scores and for decoded tokens is limited: results over pieces are merged, and each gets its mass."""
-    monkeypatch.setattr(coded_tiles, "DECODED_BYTES", 1 << 19)
-    monkeypatch.setattr(coded_tiles, "SCORE_BYTES", 1 << 14)
+    limits(DECODED_BYTES=1 << 19, SCORE_BYTES=1 << 14)
     tokens = Tokens(rng, arch, "kvarn_k4v4_g64", width=128, batch=3, sinks=4)
     tokens.append(4 + 6 * 64)
     tokens.append(20)
@@ -269,10 +411,12 @@ def test_sequences_and_chosen_tokens(arch, rng):
         tokens.store.compact(0, np.broadcast_to(np.array([0, 1, 2, 3, 5]), (BATCH, HEADS, 5)))
 
 
-@pytest.mark.parametrize("size", [64, 192])
+@pytest.mark.parametrize(("size", "joins"), [(64, False), (192, True)])
 @pytest.mark.archs("cpu", "cuda")
-def test_pools(arch, rng, tmp_path, size):
+def test_pools(arch, rng, tmp_path, limits, size, joins):
     """Sequences of different lengths hold what stores of one sequence do, also after forks, swaps and from files."""
+    if joins:  # as on CUDA
+        limits(joins_tokens=on_cuda)
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 64, "dtype": "kvarn_k4v2_g64"}
     pool = tikv.PagedKVCacheStore(num_blocks=40, block_size=size, **form)
     ids = [pool.add(), pool.add()]
@@ -302,13 +446,19 @@ def test_pools(arch, rng, tmp_path, size):
             np.testing.assert_allclose(weights, oracle.to_numpy(of_store)[0], atol=1e-4)
     bounds = np.array([0, 90, 240], np.int32)
     q, k, v = rows(240, QUERIES), rows(240), rows(240)
-    with pytest.raises(tikv.OptionError, match="return_mass with kvarn_k4v2_g64"):
-        pool.extend(0, q, k, v, ids, bounds, return_mass=True)
-    out = oracle.to_numpy(pool.extend(0, q, k, v, ids, bounds))
+    wrong = oracle.place(np.zeros((2, HEADS, 9), np.float32), arch)
+    with pytest.raises(tikv.ShapeError, match="mass_into"):
+        pool.extend(0, q, k, v, ids, bounds, return_mass=True, mass_into=wrong)
+    for i, store in enumerate(stores):
+        check(pool, ids[i], store)
+    out, mass = pool.extend(0, q, k, v, ids, bounds, return_mass="max", mass_queries=100)
+    out, mass = oracle.to_numpy(out), oracle.to_numpy(mass)
     for i, store in enumerate(stores):
         part = slice(bounds[i], bounds[i + 1])
-        expected = oracle.to_numpy(store.extend(0, q[part], k[part], v[part]))
-        assert abs(out[part] - expected).max() <= 2.0**-9
+        expected, of_store = store.extend(0, q[part], k[part], v[part], return_mass="max", mass_queries=100)
+        assert abs(out[part] - oracle.to_numpy(expected)).max() <= 2.0**-9
+        np.testing.assert_allclose(mass[i, :, : store.length], oracle.to_numpy(of_store)[0], atol=1e-4)
+        assert not mass[i, :, store.length :].any()
         check(pool, ids[i], store)
     other = pool.fork(ids[1])
     check(pool, other, stores[1])
@@ -357,7 +507,6 @@ def _pool(**options):
         (lambda: _pool(block_size=96), tikv.OptionError, "not a multiple of the group of 64"),
         (lambda: _pool(layout="HND"), tikv.OptionError, "layout='HND'"),
         (lambda: _store(dtype="int8", sinks=2), tikv.OptionError, "sinks=2 needs a window"),
-        (lambda: _store().extend(0, ROW, ROW, ROW, return_mass=True), tikv.OptionError, "return_mass with kvarn_k4v2"),
         (lambda: _store().extend(0, ROW, ROW, ROW, parents=np.array([[-1]])), tikv.OptionError, "parents"),
         (lambda: _store().keys(0), tikv.OptionError, "a store of kvarn_k4v2_g64 .*Read tokens"),
         (lambda: _store().commit(0), tikv.OptionError, "a store of kvarn_k4v2_g64 does not support this"),

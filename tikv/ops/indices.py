@@ -23,8 +23,9 @@ def index_array(values: Any, name: str, operation: str) -> Any:
         try:
             array = np.asarray(values)
         except ValueError as error:
+            reason = str(error).rstrip(".")
             raise ShapeError(
-                f"{operation}: {name} is a list that cannot become an array: {error}. Pass rows of equal length."
+                f"{operation}: {name} is a list that cannot become an array: {reason}. Pass rows of equal length."
             ) from None
         return array.astype(np.int64) if array.size == 0 else array
     return values

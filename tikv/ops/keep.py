@@ -71,8 +71,9 @@ def _mask(keep: Any, operation: str) -> Host | None:
         try:
             keep = np.asarray(keep)
         except ValueError as error:
+            reason = str(error).rstrip(".")
             raise ShapeError(
-                f"{operation}: keep is a list that cannot become an array: {error}. Pass rows of equal length, or "
+                f"{operation}: keep is a list that cannot become an array: {reason}. Pass rows of equal length, or "
                 "a mask."
             ) from None
     if not str(getattr(keep, "dtype", "")).endswith("bool"):

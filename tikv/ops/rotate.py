@@ -61,7 +61,8 @@ class Rope:
         try:
             inv_freq = np.array(frequencies, np.float64)
         except (TypeError, ValueError) as error:
-            raise OptionError(f"Rope: inv_freq is not a list of numbers: {error}. Pass (D_r / 2,) of them.") from None
+            reason = str(error).rstrip(".")
+            raise OptionError(f"Rope: inv_freq is not a list of numbers: {reason}. Pass (D_r / 2,) of them.") from None
         if inv_freq.ndim != 1 or inv_freq.size == 0:
             raise ShapeError(
                 f"Rope: inv_freq has shape {inv_freq.shape} where (D_r / 2,) is needed, one number per pair."

@@ -26,6 +26,7 @@ from tikv.runtime.devices import lock_pages as lock_pages
 from tikv.runtime.devices import memory_bytes as memory_bytes
 from tikv.runtime.devices import shares_memory as shares_memory
 from tikv.runtime.devices import unlock_pages as unlock_pages
+from tikv.runtime.devices import usable_cores as usable_cores
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
 from tikv.runtime.devices import vulkan_drivers_known as vulkan_drivers_known
 from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups

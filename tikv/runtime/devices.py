@@ -225,6 +225,11 @@ def device_name(arch: str) -> str:
     return platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 @functools.cache
 def _cuda_library() -> Any:
     return _library("libcuda.so.1", "nvcuda.dll")

@@ -98,7 +98,7 @@ def memcpy_on_host(nbytes: int) -> Call:
     if nbytes < 1 << 20:
         # Handing work to threads costs more than so small a copy.
         return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = runtime.usable_cores()
     pool = concurrent.futures.ThreadPoolExecutor(threads)
     cuts = [nbytes * i // threads for i in range(threads + 1)]
     views = [(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)]

@@ -93,7 +93,7 @@ def log_sum_exp(call: Attended, keys: Array, sinks: Any = None) -> Any:
         part, to = call.of_heads(of_heads, of_group, heads), by_head[:, of_heads, of_group]
         so_far = torch.full(part.q.shape[:3], -math.inf, device=call.q.device)
         for start in range(0, held, step):
-            scores, _ = part.scores(keys[:, of_heads], start, min(held, start + step))
+            scores, *_ = part.scores(keys[:, of_heads], start, min(held, start + step))
             so_far = torch.logaddexp(so_far, torch.logsumexp(scores, -1))
         to.copy_(so_far.unflatten(2, to.shape[2:]))
     return lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
@@ -176,32 +176,39 @@ class _QueriesOfHeads(NamedTuple):
         """The factor of the scores."""
         return 1 / math.sqrt(self.q.shape[3]) if self.scale is None else self.scale
 
-    def scores(self, keys: Array, start: int, end: int) -> tuple[Any, Any]:
-        """The scores of the keys start..end, -inf of those that are not seen, and the slope of the soft cap or None."""
+    def scores(self, keys: Array, start: int, end: int) -> tuple[Any, Any, Any]:
+        """The scores of the keys start..end, -inf of those that are not seen; the soft cap's slope; which are not seen.
+
+        Without a soft cap, or if all keys are seen, None is returned instead.
+        """
         torch: Any = sys.modules["torch"]
-        q, held, slope = self.q, keys.shape[2], None
+        q, held, slope, unseen = self.q, keys.shape[2], None, None
         scores = (q @ keys[:, :, start:end].float().transpose(2, 3)).mul_(self.factor)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()
             slope = 1 - scores.square()
             scores.mul_(self.softcap)
         if self.mask is not None:
-            scores.masked_fill_(~self.mask[..., start:end].flatten(2, 3), -math.inf)
+            unseen = ~self.mask[..., start:end].flatten(2, 3)
         elif end > held - self.tokens + 1 or self.window is not None:
             position = torch.arange(held - self.tokens, held, device=q.device).repeat(q.shape[2] // self.tokens)[
                 :, None
             ]
             of_key = torch.arange(start, end, device=q.device)
-            scores.masked_fill_(of_key > position, -math.inf)
+            unseen = of_key > position
             if self.window is not None:
-                scores.masked_fill_(of_key <= position - self.window, -math.inf)
-        return scores, slope
+                unseen |= of_key <= position - self.window
+        if unseen is not None:
+            scores.masked_fill_(unseen, -math.inf)
+        return scores, slope, unseen
 
     def add(
         self, read: tuple[Any, Any], keys: tuple[int, int], of_result: tuple[Any, Any, Any],
         trained: tuple[list[tuple[slice, slice]], list[tuple[slice, slice]]], to: tuple[Any, Any, Any],
     ) -> None:  # fmt: skip
-        """Add what some keys contribute to gradients.
+        """Add what some keys contribute to gradients; nothing passes between a key and a query that does not see it.
+
+        A NaN would, since a product multiplies it by 0. A query that sees it has a NaN in its scores' gradient.
 
         Args:
             read: all keys and values.
@@ -212,8 +219,10 @@ class _QueriesOfHeads(NamedTuple):
             to: the gradients of queries, or None, and of the keys and values that are trained.
         """
         (of_out, lse, centre), (of_q, of_k, of_v), (start, end) = of_result, to, keys
-        weights, slope = self.scores(read[0], start, end)
+        weights, slope, unseen = self.scores(read[0], start, end)
         weights.sub_(lse).exp_()
+        if unseen is not None:
+            weights.masked_fill_(unseen, 0)
         for columns, rows in trained[1]:
             of_v[:, :, rows] += weights[..., columns].transpose(2, 3) @ of_out
         if of_q is None and not trained[0]:
@@ -222,7 +231,11 @@ class _QueriesOfHeads(NamedTuple):
         of_scores = (of_out @ v.transpose(2, 3)).sub_(centre).mul_(weights).mul_(self.factor)
         if slope is not None:
             of_scores.mul_(slope)
+        if unseen is not None:
+            of_scores.masked_fill_(unseen, 0)
         if of_q is not None:
-            of_q.flatten(0, 1).baddbmm_(of_scores.flatten(0, 1), read[0][:, :, start:end].float().flatten(0, 1))
+            k = read[0][:, :, start:end].float().nan_to_num(0, 0, 0)
+            of_q.flatten(0, 1).baddbmm_(of_scores.flatten(0, 1), k.flatten(0, 1))
+        q = self.q.nan_to_num(0, 0, 0) if trained[0] else self.q
         for columns, rows in trained[0]:
-            of_k[:, :, rows] += of_scores[..., columns].transpose(2, 3) @ self.q
+            of_k[:, :, rows] += of_scores[..., columns].transpose(2, 3) @ q

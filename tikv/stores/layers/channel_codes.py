@@ -17,8 +17,10 @@ from tikv.arrays import ArrayView, Host, Memory, memory_of_host, read_host, to_d
 from tikv.errors import CapacityError
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
+from tikv.ops.layouts import Rows
 from tikv.stores.layers.coded import Coded, coded
 from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
+from tikv.stores.layers.coded_tiles import CodedTiles
 from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, rows_of
@@ -84,6 +86,16 @@ class ChannelCodes:
             (self.tokens - self.dropped) % self.room, placement=layer.placement(layer.sinks + self.tokens),
         )  # fmt: skip
         self.tokens += self.group
+
+    @property
+    def tiles(self) -> CodedTiles | None:
+        """The codes, if they are tiles."""
+        return self._coded if isinstance(self._coded, CodedTiles) else None
+
+    def encode_rows(self, operation: str, tiles: CodedTiles, rows: tuple[Rows, Rows], groups: int) -> None:
+        """Quantise the next groups of tokens, whose rows follow each other; they do not count as codes yet."""
+        at = self.tokens - self.dropped
+        tiles.encode_rows(self.runtime, operation, rows, self.batch, range(at, at + groups * self.group))
 
     def decode(self, operation: str, k: ArrayView, v: ArrayView, first: int = 0) -> None:
         """Write the numbers of all tokens from `first` on to the start of (batch, H, n, D) float32 arrays."""

@@ -1,7 +1,8 @@
 """Codes of KVarN's tiles; written, read, attended over.
 
 A few query rows of a KV head read the codes in place. For more, some tiles at a time are decoded, in memory of a
-limited size, and attended over; the results are merged by their log-sum-exps.
+limited size, and attended over; the results are merged by their log-sum-exps. If there is room, a prompt on CUDA
+decodes all tiles once, beside copies of the newest tokens and its own, and attends over them as over any cache.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from tikv.stores.layers.memory import rows_of
 from tikv.stores.layers.token_group_form import TileForm
 
 DECODED_BYTES = 1 << 26  # of keys and values that are decoded at a time
+JOINED_BYTES = 1 << 27  # of keys and values that a prompt reads as one array
 SCORE_BYTES = 1 << 27  # of scores that are computed at a time
 MOST_ROWS = 16  # query rows of a KV head that read codes in place
+TILES_TOGETHER = 256  # of all heads and sequences that a launch encodes
 
 
 class DecodedTokens(NamedTuple):
@@ -87,6 +90,15 @@ class CodedTiles(NamedTuple):
         group = range(token, token + self.form.group)
         self._run(live, operation, group, (at[0], at[1]), sequences, block, writes_tiles=True)
 
+    def encode_rows(
+        self, live: runtime.Runtime, operation: str, rows: tuple[Rows, Rows], sequences: int, tokens: range
+    ) -> None:
+        """Quantise rows of K and V that follow each other, whole tiles, in two launches for some of them."""
+        most = max(1, TILES_TOGETHER // (sequences * self.form.heads)) * self.form.group
+        for first in range(0, len(tokens), most):
+            at = [a._replace(first=a.first + first * a.token) for a in rows]
+            self._run(live, operation, tokens[first : first + most], (at[0], at[1]), sequences, writes_tiles=True)
+
     def decode(
         self,
         live: runtime.Runtime,
@@ -98,6 +110,12 @@ class CodedTiles(NamedTuple):
     ) -> None:
         """Decode these tokens, in two launches."""
         self._run(live, operation, tokens, to, sequences, block)
+
+    def decode_blocks(
+        self, live: runtime.Runtime, operation: str, tokens: int, to: tuple[Rows, Rows], table: ArrayView
+    ) -> None:
+        """Decode the first tokens of sequences whose blocks a table (sequences, blocks) has, in two launches."""
+        self._run(live, operation, range(tokens), to, table.shape[0], table=table)
 
     def _run(
         self, live: runtime.Runtime, operation: str, tokens: range, rows: tuple[Rows, Rows], sequences: int,
@@ -135,18 +153,18 @@ class CodedTiles(NamedTuple):
         """The dtype of decoded tiles: that of the queries for CUDA's tensor cores, which pay off for many."""
         return q.dtype if live.is_cuda and not self._is_in_place(q) else dtypes.float32
 
-    def _codes(self, slots: CodeSlots, first: int, end: int) -> tuple[TileCodes, TileCodes]:
-        """The codes of keys and of values of some sequences, and where those of a sequence are."""
+    def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
+        """The codes of keys and of values, and where those of a sequence are."""
         table, lens = slots.paged.get("table"), slots.paged.get("lens")
         keys = TileCodes("keys", self.k, self.k_numbers, self.k_factors, table, lens)
         values = TileCodes("values", self.v, self.v_numbers, self.v_factors, table, lens)
-        return keys.sequences(first, end), values.sequences(first, end)
+        return keys, values
 
     def _attend_in_place(
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
         """Attention that reads the codes, of as many sequences at a time as there is room for scores of."""
-        codes = self._codes(slots, 0, q.shape[0])
+        codes = self._codes(slots)
         if not why_not_fused(scratch.runtime, q, codes):
             parts = fused_parts_of(scratch.runtime, q, codes, self.form.tiles, slots.groups)
             memory = TileScratch(
@@ -160,9 +178,11 @@ class CodedTiles(NamedTuple):
             return
         for first, end, memory, seen in self._in_place(q, slots, scratch):
             asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
-            codes = self._codes(slots, first, end)
-            form = self.form.tiles, seen, scores
-            attend_tiles(scratch.runtime, operation, asking, codes, *form, memory, (out, lse))
+            read, form = (
+                (codes[0].sequences(first, end), codes[1].sequences(first, end)),
+                (self.form.tiles, seen, scores),
+            )
+            attend_tiles(scratch.runtime, operation, asking, read, *form, memory, (out, lse))
 
     def _seen(self, slots: CodeSlots) -> SeenTiles:
         """Which tiles are read, and which of their tokens a query sees."""
@@ -231,8 +251,8 @@ class CodedTiles(NamedTuple):
         if self._is_in_place(q):
             for first, end, memory, seen in self._in_place(q, slots, scratch):
                 asking, lse, to = (a.part(0, first, end) for a in (q, weighing.lse, weighing.to))
-                codes, form = self._codes(slots, first, end)[0], (self.form.tiles, seen, scores)
-                weigh_tiles(scratch.runtime, operation, asking, codes, *form, memory, (lse, to, weighing.kind))
+                keys, form = self._codes(slots)[0].sequences(first, end), (self.form.tiles, seen, scores)
+                weigh_tiles(scratch.runtime, operation, asking, keys, *form, memory, (lse, to, weighing.kind))
             return
         dtype = self._decoded_dtype(q, scratch.runtime)
         for run in self._runs(slots, q.shape[0], dtype):
@@ -277,6 +297,30 @@ class CodedTiles(NamedTuple):
             count = min(end - at, slots.room - slot, most)
             yield DecodedTokens(0, batch, range(slot, slot + count), at - oldest, end - at - count)
             at += count
+
+
+def joins_tokens(live: runtime.Runtime) -> bool:
+    """Whether prompts read all tokens as rows of their dtype: on CUDA, for whose tensor cores this pays off."""
+    return live.is_cuda
+
+
+def joined_memory(
+    form: TileForm, q: ArrayView, new: tuple[ArrayView, ArrayView], tokens: int, scratch: ScoreMemory
+) -> list[ArrayView] | None:
+    """Memory for `tokens` keys and values, decoded and unquantised, that a prompt attends over as one array.
+
+    None if it is not served: few queries read codes in place, rows have another dtype than queries, or room is lacking.
+    """
+    live, dtype, heads = scratch.runtime, q.dtype, form.heads
+    room = 1 << (tokens - 1).bit_length()  # a few sizes serve all prompts
+    if math.prod(q.shape[1:-1]) // heads <= MOST_ROWS or not joins_tokens(live):
+        return None
+    if {a.dtype for a in new} | {form.rows} != {dtype} or dtype not in (dtypes.float16, dtypes.bfloat16):
+        return None
+    if room * q.shape[0] * heads * sum(form.widths) * dtype.itemsize > JOINED_BYTES:
+        return None
+    shapes = [(q.shape[0], heads, room, width) for width in form.widths]
+    return [scratch.array(f"joined {of}", shape, dtype) for of, shape in zip(TILES_OF, shapes, strict=True)]
 
 
 def _clear(to: Results) -> None:

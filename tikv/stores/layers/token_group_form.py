@@ -167,14 +167,6 @@ class TokenGroupForm(NamedTuple):
         slots, group = self.slots, self.quant.group
         return max(0, -(-(tokens - slots) // group)) * group
 
-    def refuse_mass(self, operation: str, is_asked: bool) -> None:
-        """Raise OptionError if `extend` is asked for the mass of tiles."""
-        if is_asked and self.closes_early:
-            raise OptionError(
-                f"{operation}: return_mass with {self.quant} is not supported, since some of the new tokens may be "
-                "codes when the call ends. Leave it out, or append the tokens and attend with return_mass."
-            )
-
     def sinks(self, operation: str, sinks: int, any_window: bool = False) -> int:
         """How many first tokens stay unquantised, in a store with this argument `sinks`.
 

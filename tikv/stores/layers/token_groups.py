@@ -46,14 +46,16 @@ from tikv.stores.layers.attend import (
 )
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory, Weighing
+from tikv.stores.layers.coded_tiles import joined_memory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer, cannot_align
 from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
-from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
+from tikv.stores.layers.memory import rows_of
+from tikv.stores.layers.queries import AXES, attend_queries, extend_queries, heads_first, with_tokens
 from tikv.stores.layers.rewriting import rewrite_layer, rewritten_from, tokens_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
-from tikv.stores.layers.token_group_form import TokenGroupForm, room_of, token_bytes
-from tikv.stores.layers.unkept import unkept_call
+from tikv.stores.layers.token_group_form import TileForm, TokenGroupForm, room_of, token_bytes
+from tikv.stores.layers.unkept import UnkeptTokens, unkept_call
 from tikv.stores.limits import require_memory
 
 REFUSED = ("seq_lens", "alibi_slopes", "out", "mask", "parents", "indices")
@@ -165,13 +167,54 @@ class TokenGroupLayers(LayerStorage):
         """Append new rows of one layer, after groups that earlier calls filled became codes."""
         if rows[0].shape[token_axis]:
             self._close(operation, layer)
+        if self._append_tiles(operation, layer, rows, token_axis, layout):
+            return
         for part in self._parts(operation, layer, rows, token_axis):
             self._append(operation, layer, part, layout)
+
+    @uninterrupted
+    def _append_tiles(
+        self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int, layout: str
+    ) -> bool:
+        """Append new rows that are whole tiles, which are encoded together, and others; whether it has done so.
+
+        Codes and ring have the bits that they have if tiles pass the ring one by one.
+        """
+        ring, codes, tokens = self.newest.counts[layer], self.codes[layer], rows[0].shape[token_axis]
+        of_codes, on_cpu = codes.tiles, self.runtime.is_cpu
+        as_kept = all(a.dtype is ring.k.dtype and (on_cpu or not a.is_staged) for a in rows)
+        if of_codes is None or codes.rings or not as_kept:
+            return False
+        fixed, open_rows = max(0, ring.sinks - ring.length), max(0, ring.length - ring.sinks - codes.tokens)
+        first = fixed + -open_rows % codes.group  # of the new tokens, the one that begins a tile
+        tiles = -(-(tokens - first - ring.ring) // codes.group)
+        if tiles < 1:
+            return False
+        start, rest = (
+            _Part(a, b, Views([of.part(token_axis, a, b) for of in rows])) for a, b in ((0, first), (first, tokens))
+        )
+        if first:
+            self._append(operation, layer, start, layout)
+        self._close(operation, layer)
+        k, v = (heads_first(a, AXES[layout]) for a in rest.rows)
+        codes.encode_rows(operation, of_codes, (rows_of(k), rows_of(v)), tiles)
+        self._append(operation, layer, rest, layout)
+        codes.tokens += tiles * codes.group
+        return True
 
     def _close(self, operation: str, layer: int) -> None:
         """Let the groups that earlier calls filled become codes, if the form says so."""
         ring, codes = self.newest.counts[layer], self.codes[layer]
-        while self.form.closes_early and ring.length - ring.sinks - codes.tokens >= codes.group:
+        if not self.form.closes_early:
+            return
+        full = (ring.length - ring.sinks - codes.tokens) // codes.group
+        if full > 1 and codes.tokens % ring.ring == 0 and not codes.rings and codes.tiles is not None:
+            first = ring.slot_of(ring.sinks + codes.tokens)  # the tiles follow each other in the ring
+            rows = rows_of(ring.k, first), rows_of(ring.v, first)
+            codes.encode_rows(operation, codes.tiles, rows, full)
+            codes.tokens += full * codes.group
+            return
+        for _ in range(full):
             codes.encode(operation, ring)
 
     def _parts(self, operation: str, layer: int, rows: Sequence[ArrayView], token_axis: int) -> Iterator[_Part]:
@@ -215,19 +258,28 @@ class TokenGroupLayers(LayerStorage):
         self, operation: str, layer: int, first: int, dtype: DType | None = None
     ) -> tuple[CacheArray, CacheArray]:
         """A copy of what a layer holds from a position on, in temporal order, in a dtype, or in that of `tokens`."""
-        counts, ring, codes, live = self.counts[layer], self.newest.counts[layer], self.codes[layer], self.runtime
+        live, lead, count = self.runtime, (self.batch_size, self.config.num_kv_heads), self._tokens_from(layer, first)
+        out = [new_array((*lead, count, row.width), dtype or row.read_dtype, live) for row in self.rows.both]
+        self._copy_tokens(operation, layer, first, out)
+        return CacheArray(out[0], live), CacheArray(out[1], live)
+
+    def _tokens_from(self, layer: int, first: int) -> int:
+        """How many tokens a layer holds from a position on."""
+        counts, sinks = self.counts[layer], self.newest.counts[layer].sinks
+        fixed = max(0, min(counts.length, sinks) - first)
+        return fixed + max(0, counts.length - max(counts.valid_from, sinks, first))
+
+    def _copy_tokens(self, operation: str, layer: int, first: int, out: list[ArrayView]) -> None:
+        """Copy what a layer holds from a position on to the start of (batch, heads, n, width) arrays, as numbers."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
         fixed = max(0, min(counts.length, ring.sinks) - first)
         start = max(counts.valid_from, ring.sinks, first)  # of what goes round
         plain = max(start, ring.sinks + codes.tokens)
-        count = fixed + max(0, counts.length - start)
-        lead = self.batch_size, self.config.num_kv_heads
-        out = [new_array((*lead, count, row.width), dtype or row.read_dtype, live) for row in self.rows.both]
-        behind = [a.part(2, fixed, count) for a in out]
+        behind = [a.part(2, fixed, a.shape[2]) for a in out]
         if plain > start:
             codes.decode(operation, behind[0], behind[1], start - ring.sinks)
         self.memory.gather(operation, ring, out, tokens=fixed, position=first, at=0)
         self.memory.gather(operation, ring, out, tokens=counts.length - plain, position=plain, at=fixed + plain - start)
-        return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Array, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`, both parts read in place.
@@ -390,7 +442,6 @@ class TokenGroupLayers(LayerStorage):
     @uninterrupted
     def _extend_tiles(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """`extend` of tiles: queries see the new tokens unquantised; then these are appended."""
-        self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
         rows, axes = self._checked(operation, layer, view_all(arrays[1:], ROWS, operation), request.layout)
         attend = self._unkept(operation, layer, arrays, request)
         if rows[0].shape[axes[0]]:
@@ -400,8 +451,11 @@ class TokenGroupLayers(LayerStorage):
         return results
 
     def _unkept(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Callable[[], Any]:
-        """Check `extend` with ``keep=False``; returns what computes its results."""
+        """Check `extend` with ``keep=False``, or of tiles; returns what computes its results."""
         scores, counts, ring = request.scores, self.counts[layer], self.newest.counts[layer]
+        new = tokens_of(view(arrays[1], "k", operation), request.layout)
+        more = new if request.keep else 0  # tokens whose mass is asked for too
+        since = min(counts.length, max(counts.valid_from, counts.length + more - counts.ring if counts.ring else 0))
 
         def check(q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
             self._ring_plan(operation, layer, q, scores, dict(terms), len(q.shape))
@@ -413,14 +467,28 @@ class TokenGroupLayers(LayerStorage):
             return to.out, to.lse
 
         def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
-            to = view(to_mass, "mass", operation)
-            self._weigh(operation, layer, q, lse, to, mass.kind, scores, counts.valid_from, new)
+            if ring.length:
+                to = view(to_mass, "mass", operation)
+                self._weigh(operation, layer, q, lse, to, mass.kind, scores, since, new)
 
+        join = functools.partial(self._joined, operation, layer)
         run = unkept_call(
-            operation, self.newest.appends, ring, arrays, request, counts.held_after(0), check, counts.ring
+            operation, self.newest.appends, ring, arrays, request, counts.held_after(more), check, counts.ring, join
         )
-        new = view(arrays[1], "k", operation).shape[-3 if request.layout == "token_major" else -2]
         return functools.partial(run, over_held, weigh)
+
+    def _joined(self, operation: str, layer: int, q: ArrayView, new: UnkeptTokens) -> UnkeptTokens | None:
+        """All that queries of new tokens attend over, tiles decoded once, as one array; None if parts are merged."""
+        held, tokens, sinks = self._tokens_from(layer, 0), q.shape[2], self.newest.counts[layer].sinks
+        if not held:
+            return new
+        if not isinstance(self.form.codes, TileForm):
+            return None
+        memory = joined_memory(self.form.codes, q, (new.k, new.v), held + tokens, self.scratch)
+        if memory is None:
+            return None
+        self._copy_tokens(operation, layer, 0, memory)
+        return new.behind(held, memory, min(sinks, held + tokens) if new.span else 0)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
         """As `LayerStorage.attempted`; tokens that have become codes stay codes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,9 @@ from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.coded import coded as coded_of
 from tikv.stores.layers.coded_arrays import CodeSlots, ScoreMemory, Weighing
+from tikv.stores.layers.coded_tiles import CodedTiles, joined_memory
 from tikv.stores.layers.group_compaction import Coded, kept_groups
-from tikv.stores.layers.memory import copy_rows
+from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
 from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
@@ -483,14 +484,19 @@ class TokenGroupPages(Pages[BlockPools]):
         for at, block in zip(range(0, coded, size), state.blocks, strict=False):
             k, v = to(sinks + at)
             self._codes[layer].decode(live, operation, range(min(size, coded - at)), (k, v), 1, block)
+        self._copy_new(operation, layer, state, to)
+        return CacheArray(out[0], live), CacheArray(out[1], live)
+
+    def _copy_new(self, operation: str, layer: int, state: SequenceState, to: Callable[[int], Sequence[Rows]]) -> None:
+        """Copy the tokens of a sequence that are not codes to where `to` says, by their place in the sequence."""
+        length, coded = state.lengths[layer], self.coded[state.number][layer]
         pages = self.tables.upload("pages read", np.array(self.new.in_order(state.number, coded), np.int32))
-        fixed = min(sinks, length)
+        fixed, heads = min(self.sinks, length), self.config.num_kv_heads
         for at, count, first in ((0, fixed, 0), (fixed + coded, length - fixed - coded, fixed)):
             if count:
                 rows, limit = self.new.rows_of(layer), self.new.pools.config.num_blocks
                 place = Placement("table", self.new.page, pages, position=first, step=1, limit=limit)
-                copy_rows(live, operation, rows, to(at), self.config.rows.widths, (1, heads, count), place)
-        return CacheArray(out[0], live), CacheArray(out[1], live)
+                copy_rows(self.runtime, operation, rows, to(at), self.config.rows.widths, (1, heads, count), place)
 
     def rewrite(
         self, operation: str, layer: int, state: SequenceState, start: int, rows: Sequence[ArrayView], layout: str
@@ -565,13 +571,15 @@ class TokenGroupPages(Pages[BlockPools]):
         self, operation: str, layer: int, like: Any, asking: ArrayView, rows: Sequence[ArrayView], seqs: Array,
         cu_seqlens: Array, request: AttendRequest,
     ) -> Any:  # fmt: skip
-        """`extend` with ``keep=False``, sequence by sequence."""
+        """`extend` with ``keep=False``, or of tiles without the append, sequence by sequence."""
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         states = [self.sequences.state(seq, operation) for seq in ids]
         bounds = cumulated(cu_seqlens, len(ids), rows[0].shape[0], operation, live)
         mass, to_mass = request.asked_mass(operation), None
         if mass:
-            shape = len(ids), config.num_kv_heads, max([state.lengths[layer] for state in states], default=0)
+            ends = bounds[1:] if request.keep else bounds
+            held = [state.lengths[layer] + b - a for state, a, b in zip(states, bounds, ends, strict=False)]
+            shape = len(ids), config.num_kv_heads, max(held, default=0)
             others = {"q": asking, "k": rows[0], "v": rows[1]}
             to_mass = mass.array(operation, like, shape, live, others)
         lead = asking.shape[:2] if request.layout == "token_major" else asking.shape[1::-1]
@@ -589,13 +597,39 @@ class TokenGroupPages(Pages[BlockPools]):
                 q, k, v, out, lse = (_of_one(a.part(0, *bounds[i : i + 2])) for a in stage.arrays)
                 terms = request.terms.views(operation)
                 new = UnkeptTokens(live, operation, k, v, request.scores, terms)
-                new.attend(q, out, lse, functools.partial(self._over_held, operation, layer, state, request))
-                if mass and state.lengths[layer]:
+                whole = self._joined(operation, layer, state, q, new)
+                if whole is None:
+                    new.attend(q, out, lse, functools.partial(self._over_held, operation, layer, state, request))
+                else:
+                    whole.attend(q, out, lse)
+                if mass:
                     weights = view(to_mass, "mass", operation).part(0, i, i + 1)
-                    last, their_lse = last_queries(q, lse, mass.queries)
-                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request, tokens)
+                    asked, length = last_queries(q, lse, mass.queries), state.lengths[layer]
+                    if length:
+                        self._weigh(operation, layer, *asked, weights, mass.kind, state, request, tokens)
+                    if request.keep:
+                        new.weigh(*asked, weights.part(2, 0, length + tokens), mass.kind)
         stage.finish()
         return results_of(result, sums if request.return_lse else None, to_mass)
+
+    def _joined(
+        self, operation: str, layer: int, state: SequenceState, q: ArrayView, new: UnkeptTokens
+    ) -> UnkeptTokens | None:
+        """All that queries of new tokens attend over, tiles decoded once, as one array; None if parts are merged."""
+        held, coded, codes = state.lengths[layer], self.coded[state.number][layer], self._codes[layer]
+        if not held:
+            return new
+        if not isinstance(codes, CodedTiles):
+            return None
+        memory = joined_memory(codes.form, q, (new.k, new.v), held + q.shape[2], self.scratch)
+        if memory is None:
+            return None
+        if coded:
+            table = np.array([state.blocks[: -(-coded // self.config.block_size)]], np.int32)
+            to = rows_of(memory[0], self.sinks), rows_of(memory[1], self.sinks)
+            codes.decode_blocks(self.runtime, operation, coded, to, self.tables.upload(f"joined blocks {layer}", table))
+        self._copy_new(operation, layer, state, lambda at: [rows_of(a, at) for a in memory])
+        return new.behind(held, memory, 0)
 
     def _over_held(
         self, operation: str, layer: int, state: SequenceState, request: AttendRequest, q: ArrayView, ahead: int,
@@ -684,8 +718,6 @@ class TokenGroupPages(Pages[BlockPools]):
         asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
         detail = f"k: {describe(kv[0])}"
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
-        if request.keep:
-            self.form.refuse_mass(operation, bool(request.asked_mass(operation)))
         terms = request.terms.views(operation)
         check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
         if not request.keep:

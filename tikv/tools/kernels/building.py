@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from tikv import runtime
 from tikv.errors import ArchError, OptionError
 from tikv.launch.cuda import made
 from tikv.stores.files import replacing
@@ -84,7 +85,8 @@ def build(
                 step(f"{title}, {now}", begin + part)
 
             collected = collect(pathlib.Path(work) / "kernels.pickle", forms, environment, show)
-            results.append(write_file(target, capability, forms, collected, processes or _cores(), environment, show))
+            count = processes or runtime.usable_cores()
+            results.append(write_file(target, capability, forms, collected, count, environment, show))
     return results
 
 
@@ -168,7 +170,3 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
         child.wait()
         if child.stdout is not None:
             child.stdout.close()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

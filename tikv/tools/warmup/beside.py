@@ -45,7 +45,7 @@ def processes_for(live: runtime.Runtime, asked: int | None, wait: bool = True) -
         usable = not live.has_compiled and live.program.config().offline_cache
     if not usable or not sys.executable:
         return int(wait)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = runtime.usable_cores()
     if not wait:
         return asked or max(1, cores - 1)
     return asked or (cores if cores >= LEAST_CORES else 1)
