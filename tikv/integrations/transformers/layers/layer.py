@@ -338,7 +338,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return self._traced_update(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
-        store: Any = self.store
+        store: Any = self._store if counted is None else self.store
         if store is None:
             key_states, value_states = _alike(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
