@@ -68,7 +68,7 @@ MOST_VAGUE = {
     "compat": 4,  # left and right are the sides of a window, as flash-attn names them
     "distributed": 0,
     "graphs": 0,
-    "integrations": 22,
+    "integrations": 0,
     "kernels": 0,
     "launch": 0,
     "ops": 0,

@@ -33,7 +33,7 @@ class Engine:
     program_of: attrgetter[Any]  # the program of `settings`, or None
     has_graphs: bool  # whether it has graphs of kernels that are compiled as one
     has_modules: bool  # whether it has modules of kernels that are compiled ahead of time
-    has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
+    has_known_ptx: bool  # whether the native CUDA launcher knows its PTX; else it launches kernels made beforehand
     has_bitcode: bool  # whether its CUDA kernels may call functions of LLVM bitcode
     mps_arch: str | None = None  # the arch on which PyTorch can see its memory, as tensors on MPS
     word: str = "u32"  # the element type of memory that tikv allocates
@@ -185,6 +185,16 @@ class _ProgramOf:
     prog = property(attrgetter("settings._prog"))
 
 
+class _Unlinked:
+    """The functions of a bitcode file for an engine that cannot link it: kernels can name them, but not be compiled.
+
+    A kernel that was made beforehand is launched by the types of its arguments, which its source has.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
 class _Quadrants(Engine):
     """Quadrants 1.4, a fork of Taichi: where its names, its start and its arrays differ from Taichi's."""
 
@@ -245,6 +255,9 @@ class _Quadrants(Engine):
         offset = ctypes.c_int32.from_address(id(function) + object.__basicsize__).value
         address: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
         return address or 0
+
+    def bitcode(self, path: str) -> Any:
+        return _Unlinked()
 
     def over_subgroup(self, reduction: str) -> Any:
         # Here the function that has Taichi's name gives the result to the first thread only.

@@ -48,7 +48,7 @@ def test_slopes_with_other_operations(ranks, request, interleave, changes, terms
     request.getfixturevalue(ranks).run(on_ranks.random_operations, *operations)
 
 
-@pytest.mark.parametrize("ranks", ["two", "three"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("three", marks=pytest.mark.full)])
 def test_tiles_of_kvarn_sharded_by_heads(ranks, request):
     assert {*request.getfixturevalue(ranks).run(on_ranks.tiles_by_heads)} == {128}
 

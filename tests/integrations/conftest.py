@@ -1,6 +1,15 @@
 """What tests of models have in common."""
 
+import pathlib
+
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """A case of a model takes seconds: one whose parameters all have values of earlier cases runs with --full."""
+    for item in items:
+        if pathlib.Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.full(each_value=True))
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ def families_of_plans(monkeypatch, look):
     """What `look` says of the family of each plan that is made from now on, in a list that grows."""
     found, original = [], families.family_for
 
-    def family_for(form, native=True):
-        family = original(form, native)
-        if native:  # not when a plan leaves the native launcher, which is no new plan
+    def family_for(form, refused=()):
+        family = original(form, refused)
+        if not refused:  # else a plan leaves the native launcher, which is no new plan
             found.append(look(family))
         return family
 

@@ -256,6 +256,7 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     query = QueryShape(32, 32, 1, 128, (0, 0, 0))
     options = AttentionOptions(None, True, None, None, None, False)
     monkeypatch.setattr("tikv.launch.multiprocessors", lambda live: 132)
+    monkeypatch.setenv("TIKV_LAUNCHER", "direct")
     engine = SimpleNamespace(has_bitcode=False, title="an engine without tensor cores")
     gpu = SimpleNamespace(is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False, engine=engine)
     arrays = {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}

@@ -18,8 +18,9 @@ import tikv
 from tikv import arrays
 from tikv.errors import TikvError
 from tikv.ops.attention import families
-from tikv.ops.attention.families import Form, explain
+from tikv.ops.attention.families import Form, explain, that_need_native
 from tikv.ops.attention.families.cpu import Cpu, CpuInOrder
+from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "support.md"
 STYLES = {"CPU": "cpu", "Vulkan, Metal": "spirv", "CUDA": "cuda"}
@@ -80,7 +81,9 @@ def test_a_kernel_that_the_native_launcher_refuses_is_a_reason(arch):
     form = next(form for form, family in forms_of("cuda 9") if family.title == "warpgroups over prompts")
     with on(form.live, Recorder(), [0]):
         assert explain(form).startswith("by warpgroups over prompts; not by warpgroups over latents: the values are")
-        assert "not by warpgroups over prompts: the native launcher does not launch" in explain(form, native=False)
+        reason = "not by warpgroups over prompts: the native launcher does not launch their kernel"
+        assert reason in explain(form, {WarpgroupPrompts})
+        assert that_need_native(form) == {WarpgroupLatents, WarpgroupPrompts}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ prints all choices, to be compared with those of another version.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import gzip
@@ -20,14 +21,14 @@ import pathlib
 import random
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from tikv import dtypes, engines
+from tikv import dtypes, engines, launch
 from tikv.arrays import ArrayView
 from tikv.errors import TikvError
 from tikv.formats import GroupFormat, parse_format
@@ -457,6 +458,67 @@ def test_without_the_native_launcher_a_plan_takes_other_kernels(arch):
                 expected = choice({**form, "machine": "cuda 9 without the native launcher"}).split("\n")[:-1]
                 assert recorder.launches == expected, form
     assert changed > 100
+
+
+class Made(Recorder):
+    """A `Recorder` for an engine that cannot compile some kernels: of these, files have those with some names."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def kernel(self, live: Any, factory: Callable[..., Any], *choices: Any) -> Any:
+        uses_bitcode = getattr(factory, "uses_bitcode", False)
+        assert uses_bitcode == (".sm80." in factory.__module__ or ".sm90." in factory.__module__), factory
+        if uses_bitcode and factory.__name__.removeprefix("make_") not in self.names:
+
+            def refuse(*_: Any) -> None:
+                self.launches.clear()
+                raise launch.NeedsNativeLauncher("no file has it")
+
+            return types.SimpleNamespace(bind=refuse)
+        return super().kernel(live, factory, *choices)
+
+
+def on_quadrants(form: dict[str, Any], launcher: str, names: Collection[str]) -> list[str]:
+    """What is launched for a form where Quadrants compiles, and files have tensor cores' kernels with these names."""
+    machine, recorder = Machine("cuda 9", False), Made(names)
+    machine.engine, machine.launcher = engines.QUADRANTS, launcher
+    with on(machine, recorder, [0]):
+        call, q = call_of(machine, form)
+        attended(machine, form, call, q)
+    return recorder.launches
+
+
+@pytest.mark.archs("cpu")
+def test_what_no_file_has_is_attended_by_what_quadrants_compiles(arch):
+    """Or by another family that a file has: a file for 8.0 on an H200 has no warpgroups."""
+    everything, no_warpgroups = ("attend_hopper", "attend_latents", "attend_tensor"), ("attend_tensor",)
+    seen = collections.Counter()
+    for row in [row for row in table() if row.startswith("cuda 9\t")][::4]:
+        form = form_of(row)
+        if form["kind"] == "channels" or form["invariant"] or "Error" in choice(form):
+            continue
+        taichi, compiled = choice(form).split("\n")[:-1], on_quadrants(form, "direct", ())
+        assert on_quadrants(form, "native", everything) == taichi, form
+        assert on_quadrants(form, "native", ()) == compiled, form
+        between = on_quadrants(form, "native", no_warpgroups)
+        names = {line.partition("(")[0] for line in (*between, *compiled)}
+        assert not names & {"attend_hopper", "attend_latents"}
+        seen["warpgroups"] += between != taichi
+        seen["tensor cores"] += between != compiled
+    assert min(seen["warpgroups"], seen["tensor cores"]) > 20, seen
+
+
+@pytest.mark.archs("cpu")
+def test_keys_by_channel_are_read_by_what_quadrants_compiles(arch):
+    """No other family reads them, so a plan could not leave that of tensor cores."""
+    form = next(form for row in table() if (form := form_of(row))["kind"] == "channels" and "attend_channels" in row)
+    machine, recorder = Machine("cuda 9", False), Made(())
+    machine.engine = engines.QUADRANTS
+    with on(machine, recorder, [0]):
+        over_channels(machine, form)
+    assert [line.partition("(")[0] for line in recorder.launches] == ["attend_block", "merge"]
 
 
 def main() -> None:

@@ -483,8 +483,11 @@ def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options,
 def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch, ampere, monkeypatch):
     assert launch.why_no_tensor_cores(CUDA) == ""
     assert "is cpu" in tikv.info()["tensor_cores"]
-    quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
+    quadrants = types.SimpleNamespace(**vars(CUDA) | {"engine": engines.QUADRANTS})
+    ampere.launcher = "direct"
     assert "Quadrants cannot link bitcode" in launch.why_no_tensor_cores(quadrants)
+    ampere.launcher = "native"  # for kernels made beforehand
+    assert launch.why_no_tensor_cores(quadrants) == ""
     ampere.generation = 7
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert not family_for(form_of(given())).on_tensor_cores

@@ -112,6 +112,129 @@ def test_without_the_file_it_would_have_been_compiled(run, tmp_path):
 
 
 @on_linux
+def test_a_build_runs_taichi_whatever_the_environment_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKV_ENGINE", "quadrants")
+    assert stand_in.environment_of(tmp_path, (9, 0))["TIKV_ENGINE"] == "taichi"
+
+
+on_both = pytest.mark.skipif(
+    engines.QUADRANTS.version() is None, reason="Quadrants is not installed: pip install 'taichi-kv[quadrants]'"
+)
+
+LAUNCHES = """
+import hashlib, json, os, sys
+if os.environ["TIKV_ENGINE"] == "quadrants":
+    sys.modules["taichi"] = None  # as on Python 3.14, which has no Taichi
+import tikv
+from tikv.launch import launcher
+from tikv.launch.cuda import compiler, driver, native
+compiler._compile = None  # an error, if it is called
+loaded, launched, places = [], [], {}
+load, launch = driver.Device.load, native.NativeBound.launch
+
+def loading(self, ptx, entry, shared_bytes=0):
+    loaded.append((hashlib.sha256(ptx.encode()).hexdigest(), entry, shared_bytes))
+    return load(self, ptx, entry, shared_bytes)
+
+def launching(self):
+    # Addresses, which differ from process to process, by the order in which they are first seen.
+    at = [offset // 8 + 1 for offset, word in zip(self._at, self.kernel.words) if word]
+    addresses = [places.setdefault(self._pointers[i], len(places)) for i in at]
+    numbers = [n for i, n in enumerate(self._entries) if i // 2 not in at]
+    config = self._config
+    grid = config.gridDimX, config.blockDimX, config.sharedMemBytes, config.numAttrs, int(config.hStream)
+    launched.append((self.kernel.name, grid, addresses, numbers))
+    return launch(self)
+
+driver.Device.load, native.NativeBound.launch = loading, launching
+live = tikv.init("cuda")
+
+def zeros(*shape):
+    return tikv.CacheArray(tikv.arrays.new_array(shape, tikv.dtypes.float16, live, zeroed=True), live)
+
+def decode(width, batch=1, prompt=0):
+    form = dict(num_layers=1, num_kv_heads=8, head_dim=width, dtype="float16")
+    store = tikv.KVCacheStore(**form, capacity=16384 // batch, batch_size=batch)
+    for tokens in [prompt, 1, 1, 1] if prompt else [1, 1, 1]:
+        rows = zeros(batch, tokens, 8, width)
+        store.extend(0, rows, rows, rows)
+    return store
+"""
+
+SAME = """
+for batch, prompt in ((1, 512), (4, 0)):
+    decode(64, batch, prompt)
+assert launcher.fallbacks == {}, launcher.fallbacks
+assert [kernel.name for kernel in live.kernels.values() if kernel.compiled is not None] == []
+print(json.dumps([live.engine.name, tikv.info()["launcher"]["launcher"], loaded, launched]))
+"""
+
+
+@on_both
+@on_linux
+@pytest.mark.thorough
+def test_both_engines_make_the_same_launches_of_what_was_made_beforehand(run, tmp_path):
+    """Of the same PTX, with the same grids and arguments; with Quadrants where there is no Taichi."""
+    environment, folder = stand_in.environment_of(tmp_path, (9, 0)), tmp_path / "made"
+    folder.mkdir()
+    chosen = forms.chosen([FORM, FORM.replace("token", "prompt")])
+    collected = building.collect(tmp_path / "kernels.pickle", chosen, environment)
+    assert building.write_file(folder, (9, 0), chosen, collected, 2, environment).left_out == {}
+    said = {}
+    for engine in ("taichi", "quadrants"):
+        child = run(LAUNCHES + SAME, folder, TIKV_ENGINE=engine)
+        assert child.returncode == 0, child.stderr
+        used, launcher, *said[engine] = json.loads(child.stdout)
+        assert (used, launcher) == (engine, "native")
+    assert said["quadrants"] == said["taichi"]
+    loaded, launched = said["quadrants"]
+    assert len(loaded) > 5
+    assert {name.partition("(")[0] for name, *_ in launched} == {"copy", "attend_tensor", "attend_hopper", "merge"}
+
+
+OTHERS = """
+store = decode(64)
+names = lambda which: sorted(k.name.partition("(")[0] for k in live.kernels.values() if which(k))
+assert names(lambda kernel: kernel.native) == ["copy"]
+assert names(lambda kernel: kernel.compiled) == ["attend_lanes"]
+assert len(launched) == 3, "copies; the engine launches attention"
+assert [name.partition("(")[0] for name in launcher.fallbacks] == ["attend_lanes"]
+why = "no file of kernels made beforehand has it, and the native launcher cannot load what Quadrants compiles"
+assert set(launcher.fallbacks.values()) == {why}
+assert tikv.info()["tensor_cores"] == "in use, if a kernel was made beforehand"
+assert tikv.info()["launcher"]["launcher"] == "native"
+
+graph = tikv.GraphBuilder()
+graph.decode_attention("q", "k", "v", "length", out="out")
+step = graph.compile()
+step.run({"q": zeros(1, 8, 64), "k": store.keys(0), "v": store.values(0), "length": 3})
+assert names(lambda kernel: kernel.native) == ["copy"]
+assert len(launched) == 3
+tikv.warmup(tikv.KVCacheStore(num_layers=1, num_kv_heads=8, head_dim=64, capacity=64, dtype="float16"),
+            query_heads=8, formats="float16", processes=2, quiet=True)
+
+tikv.runtime.ti.reset()
+tikv.init("cuda", invariant=True)
+live = tikv.runtime.current()
+report = tikv.info()["launcher"]
+assert report["launcher"] == "direct" and "may give other bits" in report["why"], report
+launched.clear()
+decode(64)
+assert launched == []
+print("others")
+"""
+
+
+@on_both
+@on_linux
+def test_what_no_file_has_is_compiled_and_launched_by_quadrants(built, run):
+    """In graphs too, whose launches are recorded before any is bound; and all of it under `invariant`."""
+    child = run(LAUNCHES + OTHERS, built[0], TIKV_ENGINE="quadrants", TIKV_LAUNCHER="")
+    assert (child.returncode, child.stdout) == (0, "others\n"), child.stderr
+    assert "keeps Quadrants's own launcher" not in child.stderr
+
+
+@on_linux
 def test_the_list_says_what_is_there_and_whether_it_is_used(built, capsys, monkeypatch, tmp_path):
     folder, _ = built
     assert main(["kernels", "list", str(folder), "--json"]) == 0

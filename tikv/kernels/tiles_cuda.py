@@ -442,3 +442,4 @@ def make_encode_tiles_cuda(c):
 
 
 make_encode_tiles_cuda.resident = lambda c: 1
+make_encode_tiles_cuda.uses_bitcode = True

@@ -34,6 +34,7 @@ from tikv.launch.launcher import choose_launcher as choose_launcher
 from tikv.launch.launcher import launcher_report as launcher_report
 from tikv.launch.launcher import multiprocessors as multiprocessors
 from tikv.launch.launcher import require_native as require_native
+from tikv.launch.launcher import why_no_bitcode as why_no_bitcode
 from tikv.launch.launcher import why_no_hopper as why_no_hopper
 from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.launcher import why_no_warpgroups as why_no_warpgroups

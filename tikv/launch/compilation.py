@@ -32,6 +32,8 @@ class CompiledKernel:
         self.shared_bytes = int(shared_bytes(*choices)) if shared_bytes else 0
         needs_native = getattr(factory, "needs_native", None)  # for instructions that Taichi's text has as comments
         self.needs_native = self.shared_bytes > 0 or (needs_native is not None and needs_native(*choices))
+        if getattr(factory, "uses_bitcode", False) and not live.engine.has_bitcode:
+            self.needs_native = True  # only another engine can compile it
         self.seconds_read = 0.0  # of the engine, to turn the kernel's source into its program
         self.seconds_compiled = 0.0  # of its compiler, or to read what it made earlier from the disk
         with live.lock, live.compiling(self.fast_math):

@@ -6,6 +6,8 @@ uses forms of arrays, bound launches and graphs hold them anyway, and a dropped 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +17,7 @@ from tikv.errors import ArchError
 from tikv.launch import launcher
 from tikv.launch.bound import Bound, FreshBound, KeptBound, PublicBound
 from tikv.launch.compilation import CompiledKernel, Factory
-from tikv.launch.cuda import driver, native
+from tikv.launch.cuda import driver, keys, made, native
 from tikv.launch.cuda.legacy_stream import DirectOnCuda, PublicOnCuda
 from tikv.launch.cuda.native import Native, NativeBound
 from tikv.launch.notices import notice
@@ -43,6 +45,8 @@ class Kernel(CompiledKernel):
         On CPU a tuple may also be given for an array of i32: the launch then holds these numbers in its own memory. A
         NamedTuple, or several in `vectors.joined`, names its entries for `Bound.set` and `Bound.setter`.
         """
+        if self.needs_native and not self.runtime.engine.has_known_ptx and not self.is_made:
+            raise self._needs_native("no file of kernels made beforehand has it")
         bound = bind_recorded(self, iterations, arguments)
         if bound is not None:
             return bound
@@ -53,12 +57,7 @@ class Kernel(CompiledKernel):
                 return bound
             launcher_name = "direct"
         if self.needs_native:
-            what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
-            raise NeedsNativeLauncher(
-                f"{self.name}: this kernel needs {what} that only the native launcher provides, and that launcher "
-                f"is not used here ({launcher.fallbacks.get(self.name, f'the launcher is {launcher_name!r}')}). Unset "
-                "TIKV_LAUNCHER."
-            )
+            raise self._needs_native(launcher.fallbacks.get(self.name, f"the launcher is {launcher_name!r}"))
         if self.runtime.index:
             raise ArchError(
                 f"{self.name}: {self.runtime.device} needs the native launcher, which cannot launch this kernel "
@@ -71,6 +70,21 @@ class Kernel(CompiledKernel):
             return PublicBound(self, iterations, arguments)
         return (KeptBound if self.runtime.is_cpu else FreshBound)(self, iterations, arguments)
 
+    @functools.cached_property
+    def is_made(self) -> bool:
+        """Whether a file of kernels made beforehand has it, for the runtime's GPU."""
+        target = driver.device(self.runtime.index).target
+        return made.has(keys.made_key_of(self.factory, self.choices), target)
+
+    def _needs_native(self, why: str) -> NeedsNativeLauncher:
+        """That the native launcher cannot take this kernel, and no other can."""
+        what = "shared memory" if self.shared_bytes else "arithmetic or instructions"
+        way_out = "Unset TIKV_LAUNCHER" if self.runtime.engine.has_known_ptx else "Use engine='taichi'"
+        return NeedsNativeLauncher(
+            f"{self.name}: this kernel needs {what} that only the native launcher provides, and that launcher "
+            f"is not used here ({why}). {way_out}."
+        )
+
     def _bind_native(self, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
         """A native launch; None if only the engine's launcher can do it: arrays on the host, or PTX of unknown form."""
         if any(self.words[i] and array.device == "cpu" for i, array in enumerate(arguments)):
@@ -82,11 +96,14 @@ class Kernel(CompiledKernel):
                 with notice.compiling(self.title, self.runtime.arch):
                     self.native = native.load_native(self)
             except ArchError as error:
-                if driver.capturing(self.runtime.index) or launcher.launcher_setting() == "native":
+                was_expected = isinstance(error, made.NotMade)
+                captured = driver.capturing(self.runtime.index) and not was_expected
+                if captured or launcher.launcher_setting() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
-                runtime.log.warning(
-                    "kernel %s keeps %s's own launcher: %s", self.name, self.runtime.engine.title, error
+                level = logging.INFO if was_expected else logging.WARNING
+                runtime.log.log(
+                    level, "kernel %s keeps %s's own launcher: %s", self.name, self.runtime.engine.title, error
                 )
                 return None
         return NativeBound(self, iterations, arguments, self.native)

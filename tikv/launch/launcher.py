@@ -7,11 +7,12 @@ from typing import Any
 
 from tikv import extras, runtime
 from tikv.errors import ArchError
-from tikv.launch.cuda import driver
+from tikv.launch.cuda import driver, made
 
 LAUNCHERS = ("native", "direct", "public")
 _selected: str | None = None
-_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; checked once per process
+# Why the driver cannot be used for a GPU, by the engine and the GPU; checked once per process.
+_unavailable: dict[tuple[str, int], ArchError | None] = {}
 
 # Kernels that the native launcher refused, and why, for as long as the process lives: the reason does not go away, and
 # a second attempt would start the compiling process again.
@@ -55,27 +56,39 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
         return "direct", f"the cheapest on {live.arch}"
     if setting == "direct":
         return setting, "asked for"
-    if not live.engine.has_known_ptx:
-        why = f"the native launcher reads only Taichi's PTX, and this process uses {live.engine.title}"
-        if setting:
-            raise ArchError(
-                f"launch: the native launcher was asked for but is not available: {why}. Use engine='taichi', or "
-                "unset TIKV_LAUNCHER."
-            )
-        return "direct", why
-    if live.index not in _unavailable:
-        refusal = None
-        try:
-            driver.device(live.index)
-        except ArchError as error:
-            refusal = error
-        _unavailable[live.index] = refusal
-    unavailable = _unavailable[live.index]
+    key, title = (live.engine.name, live.index), live.engine.title
+    if key not in _unavailable:
+        _unavailable[key] = _refusal(live)
+    unavailable = _unavailable[key]
+    if unavailable is None and live.invariant and not live.engine.has_known_ptx:
+        unavailable = ArchError(
+            f"tikv.init(invariant=True) is set, and kernels that {title} compiles may give other bits than those made "
+            "beforehand. Use engine='taichi', or unset TIKV_LAUNCHER."
+        )
     if unavailable is None:
-        return "native", "asked for" if setting else "cuda-bindings is installed and the driver answers"
+        why = "cuda-bindings is installed and the driver answers"
+        if not live.engine.has_known_ptx:
+            why = f"for kernels made beforehand; {title} launches the others"
+        return "native", "asked for" if setting else why
     if setting:
         raise ArchError(f"launch: the native launcher was asked for but is not available: {unavailable}") from None
     return "direct", str(unavailable)
+
+
+def _refusal(live: runtime.Runtime) -> ArchError | None:
+    """Why the driver cannot launch kernels on a runtime's GPU; None if it can."""
+    needs_files, title = not live.engine.has_known_ptx, live.engine.title
+    none = ArchError(
+        f"the native launcher cannot load what {title} compiles, and no file of kernels made beforehand serves this "
+        "GPU. Make one with `tikv kernels build` where Taichi is installed, or use engine='taichi'."
+    )
+    if needs_files and not any(map(made.paths_in, made.folders())):
+        return none
+    try:
+        device = driver.device(live.index)
+    except ArchError as error:
+        return error
+    return none if needs_files and not any(made.files_for(device.target)) else None
 
 
 def require_native(live: runtime.Runtime, operation: str) -> None:
@@ -122,11 +135,14 @@ def multiprocessors(live: runtime.Runtime) -> int:
 
 
 def why_no_tensor_cores(live: runtime.Runtime) -> str:
-    """Why a runtime's kernels cannot use tensor cores; empty if they can."""
+    """Why a runtime's kernels cannot use tensor cores; empty if they can.
+
+    With an engine that cannot link bitcode they can if they were made beforehand, so binding one may be refused.
+    """
     if not live.is_cuda:
         return f"they exist on NVIDIA GPUs alone, and this is {live.arch}"
-    if not live.engine.has_bitcode:
-        return f"{live.engine.title} cannot link bitcode"
+    if not live.engine.has_bitcode and (reason := why_not_native(live)):
+        return f"{live.engine.title} cannot link bitcode, and {reason}"
     try:
         generation = driver.generation(live.index)
     except ArchError as error:
@@ -136,6 +152,11 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
     from tikv.kernels.attention.sm80.instructions import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"
+
+
+def why_no_bitcode(live: runtime.Runtime) -> str:
+    """Why a runtime's engine cannot compile kernels that call functions of LLVM bitcode; empty if it can."""
+    return "" if live.engine.has_bitcode else f"{live.engine.title} cannot link bitcode"
 
 
 def why_no_hopper(live: runtime.Runtime) -> str:
@@ -154,7 +175,9 @@ def why_not_native(live: runtime.Runtime) -> str:
         name, why = launcher_of(live)
     except ArchError as error:
         return str(error)
-    return "" if name == "native" else f"kernels are launched by {name!r} ({why}), and they need the native launcher"
+    if name == "native":
+        return ""
+    return f"kernels are launched by {name!r} ({why.rstrip('.')}), and they need the native launcher"
 
 
 def why_no_warpgroups(live: runtime.Runtime) -> str:

@@ -87,8 +87,8 @@ def info() -> dict[str, Any]:
         if live is not None
         else {"launcher": "none yet", "why": f"{engine['title']} has not started"},
         "made_kernels": made_kernels(),
-        "tensor_cores": (launch.why_no_tensor_cores(live) or "in use") if live is not None else "not started",
-        "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
+        "tensor_cores": _in_use(live, launch.why_no_tensor_cores),
+        "warpgroups": _in_use(live, launch.why_no_warpgroups),
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
         "place_host": _place_host(live) if live is not None else "not started",
         "attention_auto": torch_sdpa.report(live) if live is not None else "not started",
@@ -99,6 +99,13 @@ def info() -> dict[str, Any]:
 def made_kernels() -> str:
     """Which files of kernels made beforehand for CUDA this process uses; or why not."""
     return made.report()
+
+
+def _in_use(live: runtime.Runtime | None, why_not: Callable[[runtime.Runtime], str]) -> str:
+    if live is None:
+        return "not started"
+    known = not launch.why_no_bitcode(live)
+    return why_not(live) or ("in use" if known else "in use, if a kernel was made beforehand")
 
 
 def _place_host(live: runtime.Runtime) -> str:

@@ -35,10 +35,17 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     """The PTX of the kernel that a factory makes of its choices, for a GPU of this compute capability.
 
     Raises:
+        NotMade: it was not made beforehand, and the engine does not compile for the native launcher.
         ArchError: it cannot be compiled in a child process; the message says why.
     """
     key = keys.key_of(factory, choices, target)
     text = disk_cache.read(key) or made.read(keys.made_key_of(factory, choices), target)
+    engine = runtime.engine_in_use()
+    if text is None and not engine.has_known_ptx:
+        raise made.NotMade(
+            "no file of kernels made beforehand has it, and the native launcher cannot load what "
+            f"{engine.title} compiles"
+        )
     if text is None and pending.wait_for(key):
         text = disk_cache.read(key)
     if text is None:

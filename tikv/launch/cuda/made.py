@@ -3,6 +3,8 @@
 `tikv kernels build` writes the files, `sm_90.zip` for compute capability 9.0. They are in the package's folder `made`,
 which a wheel contains if they were built before it, or in the folders that ``TIKV_KERNELS_DIR`` names. No file is
 opened before a kernel is looked up.
+
+Quadrants launches these kernels natively too; to know whether a file serves the GPU, it is opened before the first one.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tikv import runtime
+from tikv.errors import ArchError
 from tikv.launch.cuda import keys
 
 VARIABLE = "TIKV_KERNELS_DIR"
@@ -26,6 +29,10 @@ FORM = 1  # of a file; another number is not read
 _NAME = re.compile(r"sm_(\d+)(\d)\.zip")
 _MANIFEST = "manifest.json"
 _SUFFIX = ".ptx"
+
+
+class NotMade(ArchError):
+    """No file has a kernel, and the engine cannot compile it for the native launcher."""
 
 
 class MadeFile(NamedTuple):
@@ -59,8 +66,8 @@ def paths_in(folder: pathlib.Path) -> dict[tuple[int, int], pathlib.Path]:
     return dict(sorted(((_capability(path), path) for path in names), reverse=True))
 
 
-def read(key: str, target: str) -> str | None:
-    """The PTX of a kernel for a GPU such as "sm_89", by its `keys.made_key_of`; None if it was not made beforehand.
+def files_for(target: str) -> Iterator[MadeFile]:
+    """The files that serve a GPU such as "sm_89", in the order in which kernels are looked up.
 
     Files for an older GPU serve a newer one, since PTX does. A file that is damaged or of another version is not used,
     and a warning says so once.
@@ -73,11 +80,23 @@ def read(key: str, target: str) -> str | None:
             file = contents(path)
             if file.refusal:
                 _warn_once(path, file.refusal)
-            elif file.archive is not None and key in file.kernels:
-                try:
-                    return file.archive.read(key + _SUFFIX).decode()
-                except Exception as error:  # of zipfile, or of any of its decompressors
-                    _warn_once(path, f"it is damaged ({error})")
+            else:
+                yield file
+
+
+def has(key: str, target: str) -> bool:
+    """Whether a file that serves a GPU has a kernel, by its `keys.made_key_of`."""
+    return any(key in file.kernels for file in files_for(target))
+
+
+def read(key: str, target: str) -> str | None:
+    """The PTX of a kernel for a GPU, by its `keys.made_key_of`; None if it was not made beforehand."""
+    for file in files_for(target):
+        if file.archive is not None and key in file.kernels:
+            try:
+                return file.archive.read(key + _SUFFIX).decode()
+            except Exception as error:  # of zipfile, or of any of its decompressors
+                _warn_once(file.path, f"it is damaged ({error})")
     return None
 
 

@@ -109,7 +109,7 @@ def parts_of(live: runtime.Runtime, batch: int, heads: int, rows: int, width: in
 
 def why_not_fused(live: runtime.Runtime, q: ArrayView, codes: tuple[TileCodes, TileCodes]) -> str:
     """Why tensor cores do not attend over these codes, in one launch for keys and values; empty if they do."""
-    if reason := launch.why_no_hopper(live):
+    if reason := launch.why_no_bitcode(live) or launch.why_no_hopper(live):
         return reason
     from tikv.kernels.attention.sm80 import coded, coded_tiles
 

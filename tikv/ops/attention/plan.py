@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.families import Form, family_for, log_choice
+from tikv.ops.attention.families import Form, family_for, log_choice, that_need_native
 from tikv.ops.attention.invariance import refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, length_entries
 from tikv.ops.attention.mass import NO_MASS, Mass
@@ -32,6 +32,9 @@ from tikv.ops.attention.torch_sdpa import TorchAttention
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
+
+if TYPE_CHECKING:
+    from tikv.ops.attention.families.family import Family
 
 FOLLOWED = {  # by parameter: the arrays that may change in a graph
     "seq_lens": "lens",
@@ -111,6 +114,7 @@ class AttentionPlan(Plan):
         log_choice(operation, form)
         self.family = family_for(form)
         self.needs_native = self.family.needs_native(form)
+        self.refused: set[type[Family]] = set()  # families whose kernels the native launcher does not launch
         self.cache = self.family.cache
         self.shape = (*q.shape[:-1], cache.width_v)
         self.mass_shape: tuple[int, ...] = (batch, cache.heads, cache.capacity)
@@ -229,8 +233,8 @@ class AttentionPlan(Plan):
 
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths) -> AttentionLaunches:
         """The launches over arrays of this form and these lengths."""
-        if self.needs_native and launch.why_no_hopper(self.live):  # another launcher has been chosen since
-            self._leave_native(arrays)
+        if self.needs_native and launch.why_not_native(self.live):  # another launcher has been chosen since
+            self._leave(arrays)
         shares = self._shares(lengths)
         key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
         launches = self.by_split.get(key)
@@ -240,16 +244,19 @@ class AttentionPlan(Plan):
                 try:
                     launches.prepare(list(arrays.values()))
                 except launch.NeedsNativeLauncher:  # it refused the kernel: `launcher_report` says why
-                    self._leave_native(arrays)
+                    self._leave(arrays, type(self.family))
                     return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
         return launches
 
-    def _leave_native(self, arrays: dict[str, ArrayView]) -> None:
-        """From now on, use the kernels that every launcher supports."""
+    def _leave(self, arrays: dict[str, ArrayView], family: type[Family] | None = None) -> None:
+        """From now on, use kernels of other families than this one, or than all that need the native launcher."""
         form = Form(self.live, arrays, self.query, self.cache, self.options)
-        log_choice(self.operation, form, native=False)
-        self.family, self.needs_native = family_for(form, native=False), False
+        self.refused |= that_need_native(form) if family is None else {family}
+        log_choice(self.operation, form, self.refused)
+        self.family = family_for(form, self.refused)
+        self.needs_native = self.family.needs_native(form)
+        self.by_torch = TorchAttention(self.live, arrays, self.cache, self.options, self.family.on_tensor_cores)
         self.last_shares = Lengths(-1), Shares(0, 0)
         self.by_split.clear()
 

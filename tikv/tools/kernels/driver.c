@@ -8,7 +8,7 @@
  * The functions are those that Taichi 1.7 looks up when it starts, and those that tikv calls through cuda-bindings,
  * which finds them by cuGetProcAddress_v2, and through ctypes. Taichi refuses to start if one is missing, so those for
  * other libraries' memory exist too, and fail. For a new version of Taichi: its list is in
- * taichi/rhi/cuda/cuda_driver_functions.inc.h.
+ * taichi/rhi/cuda/cuda_driver_functions.inc.h. Quadrants 1.4 looks up some more, so that tests can run it over this.
  *
  *     cc -O1 -shared -fPIC -o libcuda.so.1 driver.c -ldl
  */
@@ -118,6 +118,11 @@ int cuMemAlloc_v2(address *pointer, size_t bytes) { return allocate(pointer, byt
 int cuMemAllocAsync(address *pointer, size_t bytes, void *stream) { return allocate(pointer, bytes); }
 int cuMemAllocManaged(address *pointer, size_t bytes, unsigned flags) { return allocate(pointer, bytes); }
 
+int cuMemAllocHost_v2(void **pointer, size_t bytes) {
+    *pointer = malloc(bytes);
+    return *pointer ? SUCCESS : OUT_OF_MEMORY;
+}
+
 /* The sizes of allocations are not kept, so memory goes back when the process ends, which is soon. */
 int cuMemFree_v2(address pointer) { return SUCCESS; }
 int cuMemFreeAsync(address pointer, void *stream) { return SUCCESS; }
@@ -160,6 +165,10 @@ int cuMemsetD32_v2(address to, unsigned value, size_t count) {
     return SUCCESS;
 }
 
+int cuMemsetD8Async(address to, unsigned char value, size_t count, void *stream) {
+    return cuMemsetD8_v2(to, value, count);
+}
+
 int cuMemAdvise(address pointer, size_t bytes, int advice, int device) { return SUCCESS; }
 int cuPointerGetAttribute(void *value, int attribute, address pointer) { return INVALID_VALUE; }
 
@@ -169,6 +178,7 @@ int cuDeviceGetDefaultMemPool(void **pool, int device) {
 }
 
 int cuMemPoolSetAttribute(void *pool, int attribute, void *value) { return SUCCESS; }
+int cuMemPoolTrimTo(void *pool, size_t bytes) { return SUCCESS; }
 
 /* Contexts, streams and events: there is one of each, and nothing to wait for */
 
@@ -184,6 +194,7 @@ int cuCtxSetCurrent(void *context) { return SUCCESS; }
 int cuCtxSetLimit(int limit, size_t value) { return SUCCESS; }
 int cuCtxSynchronize(void) { return SUCCESS; }
 int cuStreamCreate(void **stream, unsigned flags) { return give(stream); }
+int cuStreamDestroy_v2(void *stream) { return SUCCESS; }
 int cuStreamSynchronize(void *stream) { return SUCCESS; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return SUCCESS; }
 
@@ -230,7 +241,7 @@ int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned gr
 
 int cuLaunchKernelEx(const void *configuration, void *function, void **arguments, void **extra) { return SUCCESS; }
 
-/* Other libraries' memory, which Taichi looks up and does not use here */
+/* Other libraries' memory, graphs and linked modules, which an engine looks up and does not use here */
 
 #define UNUSED(name) \
     int name(void) { return NOT_SUPPORTED; }
@@ -242,6 +253,20 @@ UNUSED(cuMipmappedArrayGetLevel)
 UNUSED(cuSignalExternalSemaphoresAsync)
 UNUSED(cuSurfObjectCreate)
 UNUSED(cuWaitExternalSemaphoresAsync)
+UNUSED(cuGraphAddEmptyNode)
+UNUSED(cuGraphAddKernelNode)
+UNUSED(cuGraphAddNode)
+UNUSED(cuGraphConditionalHandleCreate)
+UNUSED(cuGraphCreate)
+UNUSED(cuGraphDestroy)
+UNUSED(cuGraphExecDestroy)
+UNUSED(cuGraphInstantiate)
+UNUSED(cuGraphLaunch)
+UNUSED(cuLinkAddData_v2)
+UNUSED(cuLinkAddFile_v2)
+UNUSED(cuLinkComplete)
+UNUSED(cuLinkCreate_v2)
+UNUSED(cuLinkDestroy)
 
 /* How cuda-bindings finds all of these: by the name without its version */
 int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {

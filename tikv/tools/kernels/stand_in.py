@@ -95,7 +95,7 @@ def environment_of(folder: pathlib.Path, capability: tuple[int, int]) -> dict[st
         "TIKV_CACHE_DIR": str(folder / "cache"),
         "TMPDIR": str(folder),
         made.VARIABLE: "",
-        "TIKVENGINE": ENGINE.name,
+        "TIKV_ENGINE": ENGINE.name,
         "TIKV_QUIET": "1",
         **ENGINE.quiet,
     }

@@ -40,7 +40,7 @@ class KernelShare(NamedTuple):
 def processes_for(live: runtime.Runtime, asked: int | None, wait: bool = True) -> int:
     """How many processes may compile for this runtime, or, without `wait`, besides this one; else 1, or 0."""
     if live.is_cuda:
-        usable = not launch.why_not_native(live)
+        usable = live.engine.has_known_ptx and not launch.why_not_native(live)
     else:
         usable = not live.has_compiled and live.program.config().offline_cache
     if not usable or not sys.executable:

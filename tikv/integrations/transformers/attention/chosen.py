@@ -96,8 +96,8 @@ def _keys_seen(seen: Any, query: torch.Tensor, key: Any) -> Any:
     if 2 * most > key.shape[2] or not _few(query, key, most):
         return None
     numbers = torch.full((*seen.shape[:2], max(most, 1)), -1, dtype=torch.int32, device=seen.device)
-    batch, token, found = seen.nonzero(as_tuple=True)
-    numbers[batch, token, seen.cumsum(-1)[batch, token, found] - 1] = found.int()
+    batch, token, number = seen.nonzero(as_tuple=True)
+    numbers[batch, token, seen.cumsum(-1)[batch, token, number] - 1] = number.int()
     return numbers
 
 
@@ -110,12 +110,12 @@ def _keys_of_blocks(indexer: Any, blocks: Any) -> Any:
     return torch.where(blocks[..., None] < 0, -1, keys).flatten(-2)
 
 
-def _few(query: torch.Tensor, key: Any, chosen: int) -> bool:
+def _few(query: torch.Tensor, key: Any, rows: int) -> bool:
     """Whether reading this many rows for each query is faster than attention to all keys with a mask."""
     if query.shape[2] <= FEW:
         return True
     longer = LONGER_ON_CPU if query.is_cpu and not made_of_latents(key) else LONGER
-    return chosen * longer <= int(key.shape[2])
+    return rows * longer <= int(key.shape[2])
 
 
 def attend_chosen(

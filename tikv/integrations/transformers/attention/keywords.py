@@ -54,10 +54,10 @@ HEARD = frozenset(name for name, by in KEYWORDS.items() if by in (ATTEND, NOTHIN
 
 def said(keywords: Mapping[str, Any]) -> list[str]:
     """The given keywords that change scores or are unknown."""
-    found = [name for name, given in keywords.items() if given is not None and name not in HEARD]
-    if "output_attentions" in found and not keywords["output_attentions"]:
-        found.remove("output_attentions")
-    return found
+    names = [name for name, value in keywords.items() if value is not None and name not in HEARD]
+    if "output_attentions" in names and not keywords["output_attentions"]:
+        names.remove("output_attentions")
+    return names
 
 
 _declared: set[Any] = set()  # classes of attention modules and of configurations
@@ -88,31 +88,31 @@ def check_configured(config: Any) -> None:
 
 
 def _check_models_of(module_name: str) -> None:
-    found: list[Any] = [
+    models: list[Any] = [
         model
         for model in vars(sys.modules.get(module_name, object)).values()
         if isinstance(model, type) and issubclass(model, PreTrainedModel) and model.__module__ == module_name
     ]
-    if not found or any(model._supports_sdpa or model._supports_attention_backend for model in found):
+    if not models or any(model._supports_sdpa or model._supports_attention_backend for model in models):
         return
     raise OptionError(
-        f"{ATTENTION_CALL}: {found[0].__name__} supports only its own attention (_supports_sdpa and "
+        f"{ATTENTION_CALL}: {models[0].__name__} supports only its own attention (_supports_sdpa and "
         f'_supports_attention_backend are False). Call model.set_attn_implementation("eager").'
     )
 
 
-_own: dict[Any, Callable[..., Any] | None] = {}
+_eager: dict[Any, Callable[..., Any] | None] = {}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _find_own_function(kind: Any) -> None:
-    """Put into `_own` the function that modules of this class would call under the name "eager", or None."""
-    if kind in _own:
+    """Put into `_eager` the function that modules of this class would call under the name "eager", or None."""
+    if kind in _eager:
         return
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     names = [name for name in getattr(code, "co_names", ()) if name.endswith("eager_attention_forward")]
-    _own[kind] = getattr(forward, "__globals__", {}).get(names[0]) if names else None
+    _eager[kind] = getattr(forward, "__globals__", {}).get(names[0]) if names else None
 
 
 def by_own_function(
@@ -131,7 +131,7 @@ def by_own_function(
     """
     kind: Any = type(module)
     _find_own_function(kind)
-    function = _own[kind]
+    function = _eager[kind]
     if function is None:
         raise OptionError(
             f"{ATTENTION_CALL}: {kind.__name__} passes {', '.join(names)}, which only an attention function of its own "
@@ -187,11 +187,11 @@ def joined(
         blocks = keywords["block_indices"]
         mask = indexer.build_block_mask(blocks, mask, held, query.dtype, query.device, positions)
     if "indices" in said:
-        chosen = _chosen(keywords["indices"], key.shape[2])
+        selected = _mask_of(keywords["indices"], key.shape[2])
         if mask is None:
-            mask = chosen
+            mask = selected
         else:
-            mask = mask & chosen if mask.dtype is torch.bool else mask.masked_fill(~chosen, float("-inf"))
+            mask = mask & selected if mask.dtype is torch.bool else mask.masked_fill(~selected, float("-inf"))
     if "position_bias" in said:
         bias = keywords["position_bias"].to(query.dtype)
         if mask is not None and mask.dtype is torch.bool:
@@ -201,9 +201,9 @@ def joined(
     return mask
 
 
-def _chosen(indices: torch.Tensor, held: int) -> Any:
+def _mask_of(indices: torch.Tensor, held: int) -> Any:
     """(batch, 1, T, held) bool: True for keys whose numbers are in `indices`, (batch, T, k); -1 stands for no key."""
     numbers = indices.long()
     numbers = torch.where((numbers >= 0) & (numbers < held), numbers, held)
-    chosen = torch.zeros((*indices.shape[:2], held + 1), dtype=torch.bool, device=indices.device)
-    return chosen.scatter(-1, numbers, True)[:, None, :, :held]
+    selected = torch.zeros((*indices.shape[:2], held + 1), dtype=torch.bool, device=indices.device)
+    return selected.scatter(-1, numbers, True)[:, None, :, :held]

@@ -32,13 +32,13 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     if may_skip and tokens not in (1, kwargs["kv_length"]):
         kwargs["allow_is_causal_skip"] = False
     if tokens > 1 and not args and not _is_traced():
-        found = prompt_mask(lambda: made(**kwargs | {"allow_is_causal_skip": False}), **kwargs)
-        if found is not None:
-            all_seen = found.window is None or found.window >= kwargs["kv_length"]
+        prompt = prompt_mask(lambda: made(**kwargs | {"allow_is_causal_skip": False}), **kwargs)
+        if prompt is not None:
+            all_seen = prompt.window is None or prompt.window >= kwargs["kv_length"]
             if all_seen and may_skip and tokens == kwargs["kv_length"]:
                 return None
             if not kwargs.get("use_vmap", MASKS_BY_VMAP):
-                return found
+                return prompt
             if all_seen and is_invariant():
                 return None  # `attend` knows what each of several newest queries sees
     mask = made(*args, **kwargs)
@@ -95,8 +95,8 @@ def _mask_of_slots(
 
     def sees(batch: Any, head: Any, query: torch.Tensor, key: Any) -> Any:
         position = where[key] if where.ndim == 1 else where[batch, key]
-        found = mask_function(batch, head, query, position) & (position <= newest)
-        return found if padding is None else found & padding[batch, position.clamp(min=0, max=padding.shape[1] - 1)]
+        seen = mask_function(batch, head, query, position) & (position <= newest)
+        return seen if padding is None else seen & padding[batch, position.clamp(min=0, max=padding.shape[1] - 1)]
 
     mask = made(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs

@@ -75,9 +75,9 @@ def prompt_mask(
             return None
         window, sinks = kv_offset.window, kv_offset.map.sinks
     shape = batch_size, 1, tokens, kv_length
-    found: PromptMask = torch.Tensor._make_wrapper_subclass(PromptMask, shape, dtype=torch.bool, device=device)
-    found.pair, found.which, found.window, found.sinks = _Mask(make), 0, window or None, sinks
-    return found
+    mask: PromptMask = torch.Tensor._make_wrapper_subclass(PromptMask, shape, dtype=torch.bool, device=device)
+    mask.pair, mask.which, mask.window, mask.sinks = _Mask(make), 0, window or None, sinks
+    return mask
 
 
 def window_of(function: Any) -> int | None:

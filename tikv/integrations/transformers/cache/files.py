@@ -43,8 +43,8 @@ COUNTS = ("length", "origin", "whole_from", "settled", "oldest")
 
 def fields_of(text: Any) -> dict[str, Any]:
     """The fields of a decoder's configuration that decide what is cached, in JSON's types."""
-    found = {name: field(text, name) for name in FIELDS}
-    return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in found.items()}
+    fields = {name: field(text, name) for name in FIELDS}
+    return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in fields.items()}
 
 
 def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, list[Any]], operation: str) -> None:
@@ -170,8 +170,8 @@ class Loaded:
             raise ValueError(f"it has the parts {sorted(metadata['parts'])}, not {sorted(parts)}")
         expected, nbytes = set(), 0
         for part, layers in parts.items():
-            told = files.listed(metadata["parts"][part], "layers", len(layers))
-            for i, (layer, said) in enumerate(zip(layers, told, strict=True)):
+            entries_of_layers = files.listed(metadata["parts"][part], "layers", len(layers))
+            for i, (layer, said) in enumerate(zip(layers, entries_of_layers, strict=True)):
                 kind = None if said is None else said["kind"]
                 if kind != _kind_of(layer):
                     raise ValueError(f"layer {i} is {kind!r}, and this configuration makes it {type(layer).__name__}")
@@ -228,9 +228,9 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
         names.add(f"{name}.{part}")
         nbytes += batch * heads * capacity * (width[0] if width else 1) * dtype.itemsize
     for mine, key in ((layer.storage.k, "dtype"), (layer.storage.v, "v_dtype")):
-        wanted = said["dtype"] if mine is None else str(mine)
-        if form.get(key, form["dtype"]) != wanted:
-            raise ValueError(f"{name} is stored as {files.words(form.get(key, form['dtype']))}, not {wanted}")
+        dtype_name = said["dtype"] if mine is None else str(mine)
+        if form.get(key, form["dtype"]) != dtype_name:
+            raise ValueError(f"{name} is stored as {files.words(form.get(key, form['dtype']))}, not {dtype_name}")
     return names, nbytes
 
 
@@ -245,10 +245,10 @@ def _check_groups(
     most = form.slots + layer.first_tokens
     if coded % form.quant.group or not 0 <= length - coded <= most:
         raise ValueError(f"{name} has {length} tokens, {coded} of them codes")
-    found = form.filled((batch, heads), length - coded, coded)
-    for part, (shape, dtype) in found.items():
+    arrays = form.filled((batch, heads), length - coded, coded)
+    for part, (shape, dtype) in arrays.items():
         files.require_entry(entries, f"{name}.{part}", shape, dtype.numpy)
-    return {f"{name}.{part}" for part in found}, int(
+    return {f"{name}.{part}" for part in arrays}, int(
         batch * heads * (max(said["capacity"], length) + most) * form.slot_bytes
     )
 

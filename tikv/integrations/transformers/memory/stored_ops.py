@@ -40,8 +40,8 @@ def _formats(*names: str) -> Any:
 
 def _format_of(named: str) -> Any:
     name, _, scale = named.partition("/")
-    found = formats.parse_format(name) if name else None
-    return found.scaled(float(scale)) if found is not None and scale else found
+    parsed = formats.parse_format(name) if name else None
+    return parsed.scaled(float(scale)) if parsed is not None and scale else parsed
 
 
 def _refuse_capture_by_hand(cache: Tensor) -> None:
@@ -138,11 +138,11 @@ def attend(
 
     With `ring`, the tokens, `lens` in all, went round so many slots, and the query sees the newest `window` of them.
     """
-    found, both = _formats(k_format, v_format), starts is not None
+    rows, both = _formats(k_format, v_format), starts is not None
     if starts is not None:
         lens = torch.stack((lens, starts), 1).flatten()
     caches = Caches(
-        ContiguousLayout(ring or False, starts=both), k_cache, v_cache, lens, None, k_scale, v_scale, formats=found
+        ContiguousLayout(ring or False, starts=both), k_cache, v_cache, lens, None, k_scale, v_scale, formats=rows
     )
     request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits, window=window or None)
     out: Tensor = attention_call("decode_attention", q, caches, request).attend(q, impl="taichi")
@@ -159,10 +159,10 @@ attend_stored = torch.library.custom_op("tikv::attend_stored", attend, mutates_a
 def decode_stored(cache: Tensor, scale: Optional[Tensor], width: int, format: str) -> Tensor:  # noqa: UP045
     """The numbers of all slots, (B, H, slots, width) float32."""
     live = runtime_of(cache)
-    given = {"cache": cache} if scale is None else {"cache": cache, "scale": scale}
-    stored, *scales = view_all(tuple(given.values()), tuple(given), OPERATION)
-    found: Tensor = new_like(cache, (*stored.shape[:3], width), dtypes.float32, live)
-    (to,) = view_all((found,), ("out",), OPERATION)
+    tensors = {"cache": cache} if scale is None else {"cache": cache, "scale": scale}
+    stored, *scales = view_all(tuple(tensors.values()), tuple(tensors), OPERATION)
+    out: Tensor = new_like(cache, (*stored.shape[:3], width), dtypes.float32, live)
+    (to,) = view_all((out,), ("out",), OPERATION)
     (row,) = _formats(format)
     arrays = {"k": stored, "v": stored} | dict(zip(("k_scale",), scales, strict=False))
     batch, heads, slots, _ = stored.shape
@@ -171,7 +171,7 @@ def decode_stored(cache: Tensor, scale: Optional[Tensor], width: int, format: st
         dst=[Rows(to, sequence=to.strides[0], head=to.strides[1], token=to.strides[2])], widths=[width], heads=heads,
         tokens=slots, groups=batch,
     ).bound.launch()  # fmt: skip
-    return found
+    return out
 
 
 def note_use(state: Tensor, uses: Tensor) -> None:

@@ -68,15 +68,15 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     # If the configuration names no types, transformers assumes that all layers have attention, even those with states.
     foreign = None if getattr(config, "layer_types", None) is not None else _foreign_state(config)
     kinds = []
-    for layer_type, given in zip(types, options, strict=True):
-        state = {name: value for name, value in given.items() if name != "sliding_window"}
+    for layer_type, keywords in zip(types, options, strict=True):
+        state = {name: value for name, value in keywords.items() if name != "sliding_window"}
         if layer_type in _STATE_ALONE:
             kinds.append(LayerKind("state", state=state))
         elif layer_type in _ATTENTION_BESIDE_STATE:
-            beside = _kind(_ATTENTION_BESIDE_STATE[layer_type], given.get("sliding_window"), None)
+            beside = _kind(_ATTENTION_BESIDE_STATE[layer_type], keywords.get("sliding_window"), None)
             kinds.append(beside._replace(state=state))
         else:
-            kinds.append(_kind(layer_type, given.get("sliding_window"), foreign))
+            kinds.append(_kind(layer_type, keywords.get("sliding_window"), foreign))
     return kinds
 
 

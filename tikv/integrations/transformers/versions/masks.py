@@ -31,15 +31,15 @@ def said_of_tokens(queries: torch.Tensor) -> tuple[Any, Any]:
     Either is None if the caller has none of this form. transformers passes neither to a cache, and from 5.4 on not even
     the positions that `queries` were before. So they are read from the frames of the mask functions, which call it.
     """
-    frame, found = sys._getframe(1), {}
+    frame, names = sys._getframe(1), {}
     for _ in range(6):
         if frame.f_globals.get("__name__") == masking_utils.__name__:
-            found = frame.f_locals
+            names = frame.f_locals
             break
         if frame.f_back is None:
             break
         frame = frame.f_back
-    padding, positions = found.get("attention_mask"), found.get("position_ids")
+    padding, positions = names.get("attention_mask"), names.get("position_ids")
     if not isinstance(queries, int):
         positions = queries[None]
     return tuple(a if isinstance(a, torch.Tensor) and a.ndim == 2 else None for a in (padding, positions))  # type: ignore[return-value]

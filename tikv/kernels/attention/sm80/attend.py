@@ -178,6 +178,7 @@ def make_attend_tensor(tile, parts, c):
 
 
 make_attend_tensor.fast_math = True
+make_attend_tensor.uses_bitcode = True
 make_attend_tensor.resident = lambda tile, parts, c: tile.resident
 make_attend_tensor.shared_bytes = lambda tile, parts, c: (
     copies.shared_bytes(tile.stages, c.cache, c.width, c.width_v) if tile.stages else 0
@@ -195,6 +196,7 @@ def make_attend_tensor_in_order(tile, parts, c):
 
 
 make_attend_tensor_in_order.needs_native = lambda tile, parts, c: True
+make_attend_tensor_in_order.uses_bitcode = True
 make_attend_tensor_in_order.resident = make_attend_tensor.resident
 make_attend_tensor_in_order.shared_bytes = make_attend_tensor.shared_bytes
 make_attend_tensor_in_order.pairs = True

@@ -84,6 +84,7 @@ def make_attend_channels(tile, parts, c):
 
 
 make_attend_channels.fast_math = True
+make_attend_channels.uses_bitcode = True
 make_attend_channels.resident = lambda tile, parts, c: tile.resident
 make_attend_channels.pairs = True
 

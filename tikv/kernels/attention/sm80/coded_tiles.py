@@ -295,6 +295,7 @@ def make_attend_tiles(c):
 
 
 make_attend_tiles.fast_math = True
+make_attend_tiles.uses_bitcode = True
 make_attend_tiles.resident = resident
 make_attend_tiles.shared_bytes = shared_bytes
 

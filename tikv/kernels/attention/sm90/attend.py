@@ -48,6 +48,7 @@ def make_attend_hopper(tile, parts, c):
 
 
 make_attend_hopper.fast_math = True
+make_attend_hopper.uses_bitcode = True
 make_attend_hopper.resident = lambda tile, parts, c: tile.resident
 make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(c).nbytes
 

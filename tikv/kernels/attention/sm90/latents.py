@@ -122,6 +122,7 @@ def make_attend_latents(tile, parts, c):
 
 
 make_attend_latents.fast_math = True
+make_attend_latents.uses_bitcode = True
 make_attend_latents.resident = lambda tile, parts, c: tile.resident
 make_attend_latents.shared_bytes = lambda tile, parts, c: memory_of(tile.rows).nbytes
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from tikv import runtime
@@ -34,19 +34,24 @@ def families_of(style: str) -> tuple[type[Family], ...]:
     return WarpgroupLatents, WarpgroupPrompts, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
 
 
-def why_not_families(form: Form, native: bool = True) -> Iterator[tuple[type[Family], str]]:
+def that_need_native(form: Form) -> set[type[Family]]:
+    """The families whose kernels for a form need the native launcher."""
+    return {family for family in families_of(form.live.kernel_style) if family.needs_native(form)}
+
+
+def why_not_families(form: Form, refused: Collection[type[Family]] = ()) -> Iterator[tuple[type[Family], str]]:
     """The families in their order, each with the reason why it does not serve a form; "" if it does.
 
-    Without `native`, no family serves whose kernels for this form need the native launcher.
+    The native launcher does not launch the kernels of those that are `refused`.
     """
     for family in families_of(form.live.kernel_style):
-        refused = not native and family.needs_native(form)
-        yield family, family.why_not(form) or ("the native launcher does not launch their kernel" if refused else "")
+        unlaunched = "the native launcher does not launch their kernel" if family in refused else ""
+        yield family, family.why_not(form) or unlaunched
 
 
-def family_for(form: Form, native: bool = True) -> Family:
+def family_for(form: Form, refused: Collection[type[Family]] = ()) -> Family:
     """The family that attends to a form: the first that serves it."""
-    return next(family(form) for family, why in why_not_families(form, native) if not why)
+    return next(family(form) for family, why in why_not_families(form, refused) if not why)
 
 
 def is_served(form: Form) -> bool:
@@ -54,10 +59,10 @@ def is_served(form: Form) -> bool:
     return any(not why for _, why in why_not_families(form))
 
 
-def explain(form: Form, native: bool = True) -> str:
+def explain(form: Form, refused: Collection[type[Family]] = ()) -> str:
     """Which family attends to a form, and why those before it in the order do not."""
     reasons, title = [], "scores that are computed first"  # see `by_channel`
-    for family, why in why_not_families(form, native):
+    for family, why in why_not_families(form, refused):
         if not why:
             title = family.title
             break
@@ -65,7 +70,7 @@ def explain(form: Form, native: bool = True) -> str:
     return "; ".join([f"by {title}", *reasons])
 
 
-def log_choice(operation: str, form: Form, native: bool = True) -> None:
+def log_choice(operation: str, form: Form, refused: Collection[type[Family]] = ()) -> None:
     """Log `explain`, if the logger "tikv" has the level DEBUG."""
     if runtime.log.isEnabledFor(logging.DEBUG):
-        runtime.log.debug("%s: attention %s", operation, explain(form, native))
+        runtime.log.debug("%s: attention %s", operation, explain(form, refused))

@@ -33,6 +33,10 @@ class Tiles(Cuda):
         super().__init__(form)
         self.rows = rows_of_tile(self.tile, self.group, self.query.queries, self.selects)
 
+    @classmethod
+    def needs_native(cls, form: Form) -> bool:
+        return bool(launch.why_no_bitcode(form.live))
+
     def tile_of(self, form: Form) -> Any:
         """How the warps of a block share the work."""
         raise NotImplementedError
@@ -140,6 +144,8 @@ class TensorCodes(Tiles):
 
     @classmethod
     def needs_native(cls, form: Form) -> bool:
+        if super().needs_native(form):
+            return True
         return not form.live.invariant and form.cache.k.storage in floats.NEEDS_NATIVE
 
     def words_of(self, form: Form) -> Any:
@@ -172,8 +178,8 @@ class TensorChannels(Tiles):
             return "keys are stored by token"
         if form.live.invariant:
             return SUM_ORDER
-        if reason := launch.why_no_tensor_cores(form.live):
-            return reason
+        if reason := launch.why_no_bitcode(form.live) or launch.why_no_tensor_cores(form.live):
+            return reason  # no other family reads keys by channel, if this kernel was not made beforehand
         storage, group = cache.v.storage, channels.GROUP
         codes, of_values = coded.codes_of(cache.k.storage, group), coded.codes_of(storage, cache.width_v)
         if codes is None or (codes.group, codes.numbers) != (group, 2):
