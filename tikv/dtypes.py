@@ -25,7 +25,7 @@ class DType:
     numpy: np.dtype[Any]
     dlpack: tuple[int, int]  # DLPack type code and bits
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes per element."""
         return self.numpy.itemsize

@@ -312,6 +312,7 @@ def test_a_view_keeps_its_array_alive_and_nothing_else_does(arch, library):
     for _ in range(2):
         array = make((3, 2, 8))
         watched, seen = weakref.ref(array), arrays.view(array, "array", "test")
+        assert seen.part(0, 0, 3) is seen
         part = seen.part(0, 1, 2)
         del array, seen
         gc.collect()

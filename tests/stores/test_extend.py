@@ -200,6 +200,26 @@ def test_what_is_refused_leaves_every_bit(what, window, arch):
     assert (raw(store), store.length) == (before, length)
 
 
+@pytest.mark.archs("cpu")
+def test_a_form_that_was_taken_once_is_checked_again(arch):
+    """For another number of tokens, and for rows that share memory with the layer."""
+    store, rng = store_of(Case("again")), np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, heads, 2, WIDTH)).astype(np.float32) for heads in (4, HEADS, HEADS))
+    store.extend(0, q, k, v, layout="head_major")
+    before = raw(store)
+    inside = [np.from_dlpack(a)[:, :, 6:8] for a in (store.keys(0), store.values(0))]
+    for new, says in (
+        ((k[:, :, :1], v[:, :, :1]), "number of tokens of q"),
+        ((inside[0], v), r"k \(.* and the store's keys .* overlap"),
+        ((inside[1], v), r"k \(.* and the store's values .* overlap"),
+        ((k, inside[0]), r"v \(.* and the store's keys .* overlap"),
+        ((k, inside[1]), r"v \(.* and the store's values .* overlap"),
+    ):
+        with pytest.raises(tikv.ShapeError, match=rf"^KVCacheStore\.extend: .*{says}"):
+            store.extend(0, q, *new, layout="head_major")
+        assert (raw(store), store.length) == (before, 2)
+
+
 def test_attend_refuses_queries_whose_tokens_newer_ones_overwrote(arch):
     rng = np.random.default_rng(6)
     case = Case("ring", window=8, sinks=2)

@@ -238,7 +238,8 @@ def append_all(store):
     store.append_all(*(np.stack([new(np.random.default_rng(1), 3)] * 2) for _ in "kv"))
 
 
-LEAVING = "extend", "call", "__exit__"  # what is left line by line when all is done
+# What runs when all is done.
+LEAVING = "extend", "call", "__exit__", "results_of", "handed_over", "is_followed", "refuse_backward"
 RING = {"capacity": 8, "window": 8, "sinks": 2}
 LOST = "KVCacheStore.extend was interrupted. Layer 1 holds "
 

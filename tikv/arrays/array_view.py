@@ -163,6 +163,8 @@ class ArrayView:
 
     def part(self, axis: int, first: int, end: int) -> ArrayView:
         """The elements from `first` to `end` of one axis."""
+        if first == 0 and end == self.shape[axis]:
+            return self
         shape = (*self.shape[:axis], end - first, *self.shape[axis + 1 :])
         return self.restrided(shape, self.strides, first * self.strides[axis])
 
@@ -183,7 +185,10 @@ def span_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> i
     """Bytes from the first element to the end of the last in a strided array (strides in elements, not negative)."""
     if 0 in shape:
         return 0
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
+    last = 0
+    for n, stride in zip(shape, strides, strict=True):
+        last += (n - 1) * stride
+    return (1 + last) * itemsize
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def alignment(end: Rows, width: int) -> int:
     array, itemsize = end.array, end.array.dtype.itemsize
     chunk, chunk_stride = end.inner
     offsets = [end.sequence, end.token, end.head, end.first, end.block, chunk_stride, chunk or width]
-    common = math.gcd(8, array.ptr or 0, array.offset, *(n * itemsize for n in offsets))
+    common = math.gcd(8, array.ptr or 0, array.offset, *[n * itemsize for n in offsets])
     return common & -common if common else 8
 
 
@@ -192,7 +192,7 @@ class RowCopy:
         self, live: runtime.Runtime, operation: str, src: Sequence[Rows], dst: Sequence[Rows], widths: Sequence[int],
         shape: tuple[int, int, int], src_place: Placement, dst_place: Placement,
     ) -> None:  # fmt: skip
-        from tikv.kernels import lanes
+        from tikv.kernels.lanes import BLOCK
 
         self.live, self.operation, self.src, self.dst, self.widths = live, operation, src, dst, widths
         self.shape, self.src_place, self.dst_place = shape, src_place, dst_place
@@ -208,7 +208,7 @@ class RowCopy:
         groups, tokens, heads = shape
         self.items = groups * tokens * (len(self.streams) if live.is_cpu else heads * self.lanes)
         if cooperative:
-            self.items = -(-self.items // lanes.BLOCK) * lanes.BLOCK
+            self.items = -(-self.items // BLOCK) * BLOCK
         checks.countable(self.items, operation)
 
     def _moved(self) -> tuple[list[Any], tuple[int, ...]]:
@@ -246,11 +246,10 @@ class RowCopy:
 
     def _kernel(self) -> Any:
         """The kernel for this form of copy."""
-        from tikv.kernels import copy
+        from tikv.kernels.copy import make_copy
         from tikv.kernels.page_summaries import WrittenForm
 
         (groups, tokens, heads), cpu, index, summaries = self.shape, self.live.is_cpu, self.index, self.summaries
-        moved = sum(w * a.array.dtype.itemsize for a, w in zip(self.src, self.widths, strict=True))
         bits: Any = 0 if index is None else index.dtype.itemsize * 8
         if self.pages:
             bits = tuple(a.dtype.itemsize * 8 for a in self.pages)
@@ -258,11 +257,14 @@ class RowCopy:
         if summaries is not None:
             names = self.src[0].array.dtype.short, self.dst[0].array.dtype.short
             written = (WrittenForm(*names, self.widths[0], summaries.unfinished),)
-        serial = cpu and groups * tokens * heads * moved < SERIAL_BYTES
-        streams = tuple(s._replace(units=0) if cpu else s for s in self.streams)  # known at run time on CPU
+        serial, streams = False, tuple(self.streams)
+        if cpu:
+            moved = sum(w * a.array.dtype.itemsize for a, w in zip(self.src, self.widths, strict=True))
+            serial = groups * tokens * heads * moved < SERIAL_BYTES
+            streams = tuple(s._replace(units=0) for s in streams)  # known at run time
         ends = self._end(self.src_place, self.src, "src_bits"), self._end(self.dst_place, self.dst, "dst_bits")
         return launch.kernel(
-            self.live, copy.make_copy, self.live.kernel_style, serial, heads, groups > 1, streams, *ends, self.lanes,
+            self.live, make_copy, self.live.kernel_style, serial, heads, groups > 1, streams, *ends, self.lanes,
             bits, self.scale_code, self.joint, *written,
         )  # fmt: skip
 
@@ -270,8 +272,8 @@ class RowCopy:
         """The compile-time description of one end of the copy; `bits` is the codec's name for those of its words."""
         from tikv.kernels.copy import EndLayout
 
-        ends = zip((rows[0], rows[-1]), (self.streams[0].codec, self.streams[-1].codec), strict=True)
-        return EndLayout(place.kind, place.page, *(inner_words(end, getattr(codec, bits)) for end, codec in ends))
+        of_k, of_v = getattr(self.streams[0].codec, bits), getattr(self.streams[-1].codec, bits)
+        return EndLayout(place.kind, place.page, inner_words(rows[0], of_k), inner_words(rows[-1], of_v))
 
     def _arrays(self) -> list[ArrayView]:
         """The arrays that the kernel gets, with placeholders for those that it takes but does not read."""
@@ -288,14 +290,14 @@ class RowCopy:
 
     def _vectors(self) -> tuple[int, list[Any]]:
         """The number of all iterations, and the vectors of numbers that the kernel gets."""
-        from tikv.kernels import address
+        from tikv.kernels.address import CopyParams, PageNumbers
 
         (groups, tokens, heads), cpu, items, summaries = self.shape, self.live.is_cpu, self.items, self.summaries
         entries = place_entries(self.src_place, self.dst_place)
         if not self.plain and not self.pages:
             entries |= scale_entries(self.scales) | tensor_entries(self.src, self.dst)
         of_k, of_v = self.streams[0].units, self.streams[-1].units
-        numbers = address.CopyParams(items, k_units=of_k, v_units=of_v, groups=groups, tokens=tokens, **entries)
+        numbers = CopyParams(items, k_units=of_k, v_units=of_v, groups=groups, tokens=tokens, **entries)
         written = []
         if summaries is not None:
             items += groups * tokens * (1 if cpu else heads * self.widths[0])
@@ -305,7 +307,7 @@ class RowCopy:
         if self.pages:
             places = [n for a in self.pages for n in (a.offset // a.dtype.itemsize, a.strides[0])]
             requests, pages = self.pages[3].shape[0] - 1, self.pages[2].shape[0]
-            vectors.append(address.PageNumbers(*places, requests=requests, pages=pages))
+            vectors.append(PageNumbers(*places, requests=requests, pages=pages))
         return items, vectors
 
     def _written_numbers(self, summaries: WrittenPages, all_items: int) -> Any:
@@ -362,9 +364,9 @@ def strides_in_words(end: Rows, word_bytes: int) -> tuple[int, ...]:
     """The strides of rows in words, in the order of `kernels.address.RowStrides`."""
     itemsize = end.array.dtype.itemsize
     offset = end.array.offset // word_bytes
-    group, block, step, head, first = (
+    group, block, step, head, first = [
         n * itemsize // word_bytes for n in (end.sequence, end.block, end.token, end.head, end.first)
-    )
+    ]
     return group, block, step, head, first + offset
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,7 +108,7 @@ class Runtime(NotCopied):
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self.has_compiled = False  # whether the engine has read the list of its cache on disk, at the first kernel
         self._plans: BoundedCache[Any, Any] = BoundedCache()
-        self._scratch: dict[int, list[Any]] = {}
+        self._scratch: defaultdict[int, list[Any]] = defaultdict(list)
         self.in_graphs: dict[Any, Any] = {}  # small arrays that captured CUDA graphs read, filled by `ops`
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
         self.copy_streams: set[int] = set()  # CUDA streams of copies that launches wait for
@@ -140,13 +141,13 @@ class Runtime(NotCopied):
         return self._plans if plans is None else plans
 
     @property
-    def scratch(self) -> dict[int, list[Any]]:
+    def scratch(self) -> defaultdict[int, list[Any]]:
         """Scratch memory between launches by CUDA stream, filled by `ops`, the newest last.
 
         A thread that records has its own.
         """
         plans = thread_plans.plans
-        return self._scratch if plans is None else plans.setdefault("scratch", {})
+        return self._scratch if plans is None else plans.setdefault("scratch", defaultdict(list))
 
     @property
     def alive(self) -> bool:

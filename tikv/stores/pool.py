@@ -500,10 +500,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
             neighbours that share one.
         """
         operation = "PagedKVCacheStore.attend"
-        request = AttendRequest(
-            layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
-            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mass_into=mass_into, mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix, block=block,
+        request = AttendRequest(  # some by position, since Python puts more than 15 keywords into a dict
+            layout, scale, softcap, return_lse, impl, window=window, out=out, sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mass_into=mass_into,
+            mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix, block=block,
         ).checked(operation)  # fmt: skip
         result = self._pages.attend(operation, self._layer(layer, operation), q, seqs, request)
         return refuse_backward(result, q, followed=self._followed)

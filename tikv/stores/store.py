@@ -537,11 +537,10 @@ class KVCacheStore(runtime.DeepCopied):
             [[[2.0, 3.0], [2.0, 3.0]]]
         """
         operation = "KVCacheStore.attend"
-        request = AttendRequest(
-            layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
-            missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries, mass_into=mass_into, mask=mask, parents=parents, indices=indices,
-            block=block,
+        request = AttendRequest(  # some by position, since Python puts more than 15 keywords into a dict
+            layout, scale, softcap, return_lse, impl, out=out, seq_lens=seq_lens, missing=missing,
+            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
+            mass_into=mass_into, mask=mask, parents=parents, indices=indices, block=block,
         ).checked(operation)  # fmt: skip
         number, counts = self._index(layer, operation), self._storage.counts
         if seq_lens is None and not request.return_lse and counts[number].length == 0:

@@ -17,7 +17,7 @@ from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_ROWS, CacheLayout, QueryShape, lens_by_head, query_shape, table_by_head
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_MERGE, Shares
 from tikv.ops.attention.terms import indices_by_head, term_numbers, tree_launch, tree_words
-from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+from tikv.ops.plan import NO_ENTRIES, Launch, Plan
 from tikv.ops.rotate_queries import rotation_launch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LEAST_SCRATCH = 1 << 16  # bytes
 MOST_DOUBLED = 1 << 26  # up to here scratch memory doubles, so that old blocks never exceed the newest
 
 
-def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> Entries:
+def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> dict[str, int]:
     """The entries of a length and a first position, reduced to 32 bits with the same tokens in the same slots.
 
     They include how far the queries are ahead of the keys.
@@ -46,7 +46,7 @@ def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
     captured CUDA graph keeps using the memory of its capture, so old memory is kept if there may be such a graph: a
     captured launch is on a stream of its own.
     """
-    scratch = live.scratch.setdefault(launch.stream_of(live), [])
+    scratch = live.scratch[launch.stream_of(live)]
     if not scratch or scratch[-1].nbytes < nbytes:
         if scratch and not live.side_streams:
             live.synchronize()
@@ -119,8 +119,8 @@ class AttentionLaunches(Plan):
         nbytes = work + shares.workers * self.head_pass.work_floats * 4
         self.scratch = Scratch(partial_bytes, lse, tree, rotated, work, nbytes)
         self.memory: Memory | None = None  # the scratch memory that the launches are bound to
-        self.first_valid = 0  # the entry that the launches have
-        self.moved = False  # whether their queries are ahead of the keys
+        self.on_host = "lens" not in arrays  # whether the host knows the lengths
+        self.shifted = False  # whether the launches have a first position, or queries ahead of the keys
 
     @property
     def _seed(self) -> int | None:
@@ -135,18 +135,16 @@ class AttentionLaunches(Plan):
         length, oldest, ahead, first_query = tokens
         with self.lock:
             self._find_scratch()
+            entries, shifted = NO_ENTRIES, oldest > 0 or ahead > 0
             # A CUDA graph would bake in a length on the host: it is set again each time, so that a capture refuses it.
-            entries, moved = NO_ENTRIES, ahead > 0
-            if "lens" not in arrays or oldest or moved or self.first_valid or self.moved:
-                ahead += self.options.newer
-                entries = length_entries(self.cache, self.query.queries, length, oldest, ahead)
-                if self.options.sharded[0]:
-                    entries = {**entries, "first_query": first_query}
-                oldest = entries["first_valid"]
-            self.first_valid = max(oldest, self.first_valid)  # so that it is not taken for 0 if the run is interrupted
-            self.moved = moved or self.moved
+            if self.on_host or shifted or self.shifted:
+                options = self.options
+                entries = length_entries(self.cache, self.query.queries, length, oldest, ahead + options.newer)
+                if options.sharded[0]:
+                    entries["first_query"] = first_query
+                self.shifted = True  # even if the run is interrupted
             self.run(list(arrays.values()), entries)
-            self.first_valid, self.moved = oldest, moved
+            self.shifted = shifted
 
     def attend_again(self, pointers: tuple[int, ...], length: int) -> bool:
         """`attend` over arrays of the bound forms, at these addresses, with the least work.
@@ -176,7 +174,7 @@ class AttentionLaunches(Plan):
         """Find the scratch memory; if it has grown, the launches are bound again."""
         memory = scratch_of(self.live, self.scratch.nbytes)
         if memory is not self.memory:
-            self.memory, self.launches, self.first_valid, self.moved = memory, None, 0, False
+            self.memory, self.launches, self.shifted = memory, None, False
 
     def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays; lengths that the host knows are set in each run."""

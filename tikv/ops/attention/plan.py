@@ -117,7 +117,6 @@ class AttentionPlan(Plan):
         self.refused: set[type[Family]] = set()  # families whose kernels the native launcher does not launch
         self.cache = self.family.cache
         self.shape = (*q.shape[:-1], cache.width_v)
-        self.lse_shape = q.shape[:-1]
         self.mass_shape: tuple[int, ...] = (batch, cache.heads, cache.capacity)
         if form.selects:
             self.mass_shape = (batch, cache.heads, self.query.queries, arrays["indices"].shape[-1])
@@ -150,12 +149,13 @@ class AttentionPlan(Plan):
         """
         lengths, tokens = self._checked_tokens(arrays, tokens)
         outputs = self._add_results(like, arrays, results)
-        seen = lengths.longest, tokens.first_valid
-        if impl != "taichi" and self.by_torch.serves(self.operation, arrays, *seen, results.return_lse, impl):
-            if not self.by_torch.attend(self.operation, arrays, *seen):
-                self._launches(arrays, lengths).attend(arrays, tokens)
-            return _handed_over(outputs, results.lse)
-        if results.mass:
+        if impl != "taichi":
+            longest, oldest = lengths.longest, tokens.first_valid
+            if self.by_torch.serves(self.operation, arrays, longest, oldest, results.return_lse, impl):
+                if not self.by_torch.attend(self.operation, arrays, longest, oldest):
+                    self._launches(arrays, lengths).attend(arrays, tokens)
+                return _handed_over(outputs, results.lse)
+        if self.options.mass:
             results.mass.start(outputs[-1])
         if not self.empty:
             self._launches(arrays, lengths).attend(arrays, tokens)
@@ -179,14 +179,15 @@ class AttentionPlan(Plan):
             check_parents(self.operation, arrays["parents"], self.live)
         if tokens.first_valid:  # reduced to 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.kind != "ring" else checks.MAX_POSITION
-            tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
+            oldest = self._first_valid(tokens.first_valid, high)
+            if oldest is not tokens.first_valid:
+                tokens = tokens._replace(first_valid=oldest)
         return self._lengths(arrays, tokens.length, tokens.ahead), tokens
 
     def _add_results(self, like: Any, arrays: dict[str, ArrayView], results: Results) -> tuple[Any, ...]:
         """The arrays that a caller gets, its own or new ones; adds views, which keep no array alive, to `arrays`."""
         live, operation, out, as_read = self.live, self.operation, results.out, results.as_read
-        return_lse, lse, lead = results.return_lse, results.lse, results.lead
-        shape, lse_shape = (self.shape, self.lse_shape) if as_read is None else ((*lead, self.shape[-1]), lead)
+        shape = self.shape if as_read is None else (*results.lead, self.shape[-1])
         if out is None:
             output = new_like(like, shape, arrays["q"].dtype, live)
             to = view_of_new(output, "out", operation)
@@ -195,17 +196,17 @@ class AttentionPlan(Plan):
             if not results.is_new:
                 self._check_out(arrays, to, shape, results.is_partial)
         arrays["out"] = to if as_read is None else as_read(to)
-        if not return_lse and not self.options.mass:
+        if not results.return_lse and not self.options.mass:
             return (output,)
         outputs = [output]
-        if return_lse:
-            if lse is None:
-                outputs.append(new_like(like, lse_shape, dtypes.float32, live))
+        if results.return_lse:
+            if results.lse is None:
+                outputs.append(new_like(like, shape[:-1], dtypes.float32, live))
                 to = view_of_new(outputs[-1], "lse", operation)
                 arrays["lse"] = to if as_read is None else as_read(to)
             else:
-                outputs.append(lse)
-                arrays["lse"] = view_without_owner(lse, "lse", operation)
+                outputs.append(results.lse)
+                arrays["lse"] = view_without_owner(results.lse, "lse", operation)
         if self.options.mass:
             outputs.append(results.mass.array(operation, like, self.mass_shape, live, arrays))
             arrays["mass"] = view_without_owner(outputs[-1], "mass", operation)

@@ -34,9 +34,9 @@ class AttendRequest(NamedTuple):
     layout: str = "token_major"
     scale: Any = None
     softcap: Any = None
-    window: Any = None
     return_lse: Any = False
     impl: str = "auto"
+    window: Any = None
     missing: str = "raise"
     return_mass: Any = False
     mass_queries: Any = None
@@ -132,11 +132,11 @@ class AttendRequest(NamedTuple):
             OptionError: `mass_queries` or `mass_into` are given but no mass is asked for; or one is asked for with
                 lengths on the device, slopes or a tree; or of some of the queries, or in an array, with indices.
         """
-        kind = mass_kind(self.return_mass, operation)
         queries: int | None = self.mass_queries
+        if self.return_mass is False and queries is None and self.mass_into is None:
+            return NO_MASS
+        kind = mass_kind(self.return_mass, operation)
         if not kind:
-            if queries is None and self.mass_into is None:
-                return NO_MASS
             name, shown = ("mass_into", "mass_into") if queries is None else ("mass_queries", f"mass_queries={queries}")
             raise OptionError(f"{operation}: {shown} needs return_mass=True. Pass it too, or leave {name} out.")
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]

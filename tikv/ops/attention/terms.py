@@ -28,7 +28,7 @@ class Terms(NamedTuple):
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask with 8 keys per byte."""
         views: dict[str, ArrayView] = {}
-        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
+        if self is NO_TERMS:
             return views
         for name, array in zip(self._fields, self, strict=True):
             if array is None or name in ("mask", "parents"):

@@ -28,6 +28,7 @@ from tikv.stores.row_format import check_appended
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
+TOKENS_AND_HEADS = {"token_major": (1, 2), "head_major": (2, 1)}  # axes of (batch, ., ., width) rows of one layer
 
 
 class AppendPlan(Plan):
@@ -318,10 +319,10 @@ class UnevenAppendPlan(AppendPlan):
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
     """Raise ShapeError if new K or V shares an element with the layers that it is appended to."""
+    named = [(name, a, False) for name, a in zip(ROWS, rows, strict=False)]
     for layer in layers:
-        for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
-            for name, a in zip(ROWS, rows, strict=False):
-                checks.disjoint([(name, a, False), output], operation)
+        stored = ("the store's keys", layer.k, True), ("the store's values", layer.v, True)
+        checks.disjoint([*named, *stored], operation)
 
 
 class Appends:
@@ -342,9 +343,10 @@ class Appends:
 
         `stacked` says that the arrays have a leading axis of layers.
         """
-        rows, axes, tokens = self.checked_for_room(operation, layers, views, layout, stacked)
+        tokens = self.checked_for_room(operation, layers, views, layout, stacked)
         if tokens == 0:
             return
+        rows, axes = [self._rows(a, stacked) for a in views], TOKENS_AND_HEADS[layout]
         launch.refuse_during_capture(self.memory.runtime, operation)
         even = self._lie_evenly(rows)
         together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
@@ -433,29 +435,32 @@ class Appends:
         batch = self.memory.batch_size
         return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
 
-    def checked_for_room(
-        self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool
-    ) -> tuple[list[ArrayView], tuple[int, int], int]:
-        """Make all checks of an append: `checked`, and that there is room. Returns also the number of tokens.
+    def checked_for_room(self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool) -> int:
+        """Make all checks of an append: `check`, and that there is room. Returns the number of tokens.
 
         Raises:
-            CapacityError, PositionError: a layer is full. Others as `checked`.
+            CapacityError, PositionError: a layer is full. Others as `check`.
         """
-        rows, axes = self.checked(operation, layers, views, layout, stacked)
-        tokens = rows[0].shape[1 + axes[0]]
+        self.check(operation, layers, views, layout, stacked)
+        tokens = views[0].shape[-3 if layout == "token_major" else -2]
         for layer in layers:
             layer.require_room(operation, tokens)
-        return rows, axes, tokens
+        return tokens
 
     def checked(
         self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int]]:
-        """Check that new K and V fit the layers and share no memory with them.
+        """`check` new K and V.
 
         Returns:
             Both as (layers, batch, ., ., width), and which of the axes after the first are tokens and heads.
         """
-        axes = (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
+        self.check(operation, layers, views, layout, stacked)
+        return [self._rows(a, stacked) for a in views], TOKENS_AND_HEADS[layout]
+
+    def check(self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool) -> None:
+        """Check that new K and V fit the layers and share no memory with them."""
+        checks.option(layout, "layout", operation, checks.LAYOUTS)
         memory = self.memory
         form = (memory.rows, memory.num_kv_heads, memory.batch_size, len(layers), layout, stacked)
         key, plans = ("appended", *form, views.key), memory.runtime.plans
@@ -463,12 +468,11 @@ class Appends:
             self._check(operation, layers, views, layout, stacked)
             plans.keep(key, True)
         refuse_shared(operation, layers, views)
-        return [self._rows(a, stacked) for a in views], axes
 
     def _check(self, operation: str, layers: list[Layer], views: Views, layout: str, stacked: bool) -> None:
         """Raise unless new K and V have the axes, dtypes and extents that the layers take."""
         memory, (k, v) = self.memory, views
-        token_axis, head_axis = (1, 2) if layout == "token_major" else (2, 1)
+        token_axis, head_axis = TOKENS_AND_HEADS[layout]
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)

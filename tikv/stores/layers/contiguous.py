@@ -136,12 +136,14 @@ class ContiguousLayers(LayerStorage):
             refuse_wrapped(operation, state, 0)
         elif request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, state, queries.tokens, seq_lens is not None)
-        asked, to = queries.as_read(q_view), queries.results(request.out, request.return_lse or bool(mass))
+        asked = queries.as_read(q_view)
         arrays = layer_arrays(state, asked, beside)
-        if not mass:
+        if not mass.kind:
+            to = queries.results(request.out, request.return_lse)
             return plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         mass, indices = mass._replace(into=request.mass_into), arrays.get("indices")
         to_mass = mass.array(operation, q, mass_shape(memory, state.most_held, indices), live, arrays)
+        to = queries.results(request.out, True)
         result, lse = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         to_lse = queries.as_read(view(lse, "lse", operation))
         asking = last_queries(asked, to_lse, mass.queries)

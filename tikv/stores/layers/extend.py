@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tikv.arrays import Array, ArrayView, Views, view, view_all
+from tikv.arrays import Array, ArrayView, Views, view, view_all, view_of_new, view_without_owner
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.mass import Mass
 from tikv.ops.attention.merge import merge_into
@@ -43,14 +43,14 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     live, scores, return_lse = memory.runtime, request.scores, request.return_lse
     mass = request.asked_mass(operation)
     k_rows = view_all(arrays[1:], ROWS, operation)
-    rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
+    tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
     sizes = memory.batch_size, memory.num_kv_heads, memory.rows.k.width, tokens
-    q_view = view(like, "q", operation)
+    q_view = view_without_owner(like, "q", operation)
     queries = extend_queries(operation, q_view, layout, *sizes, live)
     q = queries.as_read(q_view)
     # The new rows as caches (batch, H, T, D), in any order in memory.
-    new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
+    new = [heads_first(a, AXES[layout][4 - a.ndim :]) for a in k_rows]
     added = request.terms.views(operation)
     plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # raises if something does not fit
     block = request.in_block(operation, tokens)
@@ -59,14 +59,14 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     check_new_tokens(operation, added, tokens, live)
 
     out = queries.new_out(like, memory.rows.v.width, live)
-    lse = queries.new_lse(like, live) if return_lse or mass else None
+    lse = queries.new_lse(like, live) if return_lse or mass.kind else None
     to_mass = None
-    if mass:
+    if mass.kind:
         others = {**layer_arrays(layer, q), "new k": new[0], "new v": new[1]}
         to_mass = mass.array(operation, like, mass_shape(memory, layer.held_after(tokens)), live, others)
-    results = [view(out, "out", operation)]
+    results = [view_of_new(out, "out", operation)]
     if lse is not None:
-        results.append(view(lse, "lse", operation))
+        results.append(view_of_new(lse, "lse", operation))
     with attempt(operation, [layer]):
         if tokens:
             # An append takes K and V wherever the caller has them; attention needs all arrays on the device.
@@ -87,11 +87,11 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             else:
                 appends.append(operation, layer, k_rows, layout)
                 call.attend_over_layer(staged_q, to, to_lse, block)
-            if mass and to_lse is not None:
+            if mass.kind and to_lse is not None:
                 mass.start(to_mass)
                 call.weigh(*last_queries(staged_q, to_lse, mass.queries), mass, to_mass, block)
             stage.finish()
-        elif mass:
+        elif mass.kind:
             mass.start(to_mass)
         return results_of(out, lse if return_lse else None, to_mass)
 
@@ -114,14 +114,11 @@ class _Extension(NamedTuple):
 
         The last `block` queries see all of them.
         """
-        behind, causal, tokens = self.layer.length - q.shape[2], q.shape[2] - block, q.shape[2]
-        for first, last in ((0, causal), (causal, tokens)) if block else ((0, tokens),):
-            read, to_out = (a.part(2, first, last) for a in (q, out))
-            to_lse = None if lse is None else lse.part(2, first, last)
-            for _, end, piece, to in self._pieces(read, to_out, to_lse, self.most_queries):
-                of_block = first == causal and block > 0
-                length = behind + (tokens if of_block else end)
-                self._over_layer(piece, self.terms, length, 0, to, causal=not of_block)
+        tokens = q.shape[2]
+        behind, causal = self.layer.length - tokens, tokens - block
+        for first, end, piece, to in self._pieces(q, out, lse, self.most_queries, block):
+            of_block = first >= causal
+            self._over_layer(piece, self.terms, behind + (tokens if of_block else end), 0, to, not of_block)
 
     def weigh(self, q: ArrayView, lse: ArrayView, mass: Mass, to: Any, block: int) -> None:
         """The mass of the keys, from queries of which the last `block` see all new tokens."""
@@ -164,13 +161,19 @@ class _Extension(NamedTuple):
                 self._over_new(piece, self.terms, stored, end, to)
 
     def _pieces(
-        self, q: ArrayView, out: ArrayView, lse: ArrayView | None, most: int
+        self, q: ArrayView, out: ArrayView, lse: ArrayView | None, most: int, block: int = 0
     ) -> Iterator[tuple[int, int, ArrayView, Results]]:
-        """Pieces of the queries: the first and the end of each, its queries, and the places of their results."""
-        for first in range(0, q.shape[2], most):
-            end = min(q.shape[2], first + most)
+        """Pieces of the queries: the first and the end of each, its queries, and the places of their results.
+
+        None has queries of the last `block` and others.
+        """
+        tokens = q.shape[2]
+        causal = tokens - block
+        for first in (*range(0, causal, most), *range(causal, tokens, most)):
+            end = min(causal if first < causal else tokens, first + most)
             to_lse = None if lse is None else lse.part(2, first, end)
-            yield first, end, q.part(2, first, end), Results(out.part(2, first, end), lse is not None, to_lse)
+            to = Results(out.part(2, first, end), lse is not None, to_lse, is_new=True)
+            yield first, end, q.part(2, first, end), to
 
     def _over_layer(
         self, q: Array, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results, causal: bool = True

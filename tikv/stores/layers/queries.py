@@ -6,6 +6,7 @@ Callers have tokens before heads ("token_major", as K and V of an append) or hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,8 +175,7 @@ def attend_queries(
     if queries is None:
         checks.option(layout, "layout", operation, checks.LAYOUTS)
         axes = _axes_of(operation, q, layout, batch, num_kv_heads)
-        shapes = f"{named(AXES[layout])} or {named('BH')}"
-        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, shapes)
+        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, (AXES[layout], "BH"))
         queries = live.plans.keep(key, Queries.of(q, axes, layout))
     return queries
 
@@ -212,13 +212,14 @@ def extend_queries(
 
     The axis of the batch may be left out if it is 1. Other shapes are refused.
     """
-    axes = AXES[layout]
-    if q.ndim == 3 and batch == 1:
-        axes = axes[1:]
-    _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, named(AXES[layout]))
-    queries = Queries.of(q, axes, layout)
+    key = ("new queries", q.key, layout, batch, num_kv_heads, width)
+    queries: Queries | None = live.plans.get(key)
+    if queries is None:
+        axes = AXES[layout][1:] if q.ndim == 3 and batch == 1 else AXES[layout]
+        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, (AXES[layout],))
+        queries = live.plans.keep(key, Queries.of(q, axes, layout))
     if queries.tokens != tokens:
-        detail = f"q: {describe(q)}, {named(axes)}"
+        detail = f"q: {describe(q)}, {named(queries.axes)}"
         checks.extent(queries.tokens, tokens, "the number of tokens of q", operation, detail)
     return queries
 
@@ -228,19 +229,20 @@ def rows_of_queries(
 ) -> ArrayView:
     """Queries (T, Hq, D) of several sequences, or head-major (Hq, T, D), as (T, Hq, D); others are refused."""
     axes = AXES[checks.option(layout, "layout", operation, checks.LAYOUTS)][1:]
-    _check(operation, q, axes, layout, (0, num_kv_heads, width), live, named(axes))
+    _check(operation, q, axes, layout, (0, num_kv_heads, width), live, (axes,))
     return rows_first(q, layout)
 
 
 def _check(
-    operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, shapes: str
-) -> None:
-    """Raise unless queries with these axes fit this many sequences and KV heads of this width."""
+    operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime,
+    taken: Sequence[str],
+) -> None:  # fmt: skip
+    """Raise unless queries with these axes, some of those that are taken, fit these sequences, KV heads and width."""
     key, (batch, num_kv_heads, width) = ("these queries fit", q.key, axes, form), form
     if live.plans.get(key) is not None:
         return
     checks.on_device([("q", q)], live, operation)
-    shapes += ", or without the batch" * (batch == 1)
+    shapes = " or ".join(map(named, taken)) + ", or without the batch" * (batch == 1)
     checks.rank(q, (len(axes) + 1,), "q", shapes, operation)
     checks.readable(q, "q", operation)
     if q.dtype not in QUERIES:

@@ -63,7 +63,6 @@ class RaggedAttention:
         self.return_lse = request.return_lse
         self.mass, self._to_mass = request.asked_mass(operation), None
         self._two_sided = request.in_block(operation, self.q.shape[0])  # last queries of a sequence that see all
-        self._of_block = request._replace(causal=False)
         self._caches, self._request, self._tables = pages.pools.caches[layer], request, pages.tables
         self._block = pages.block
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
@@ -99,11 +98,12 @@ class RaggedAttention:
         self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView], causal: bool = True
     ) -> AttentionCall:
         caches = self._caches._replace(table=table, lens=lens)
-        return attention_call(self.operation, q, caches, self._request if causal else self._of_block, terms=terms)
+        request = self._request if causal else self._request._replace(causal=False)
+        return attention_call(self.operation, q, caches, request, terms=terms)
 
     def take_mass(self, sequences: int, longest: int, rows: Sequence[ArrayView]) -> None:
         """Take the array that gets the mass, for heads that hold up to `longest` tokens; raises if it does not fit."""
-        if self.mass:
+        if self.mass.kind:
             shape = sequences, self._config.num_kv_heads, longest
             read = {"q": self.q, **dict(zip("kv", rows, strict=True))}
             self._to_mass = self.mass.array(self.operation, self.caller_q, shape, self.live, read)
@@ -124,7 +124,7 @@ class RaggedAttention:
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
         tokens = rows // max(1, len(ends))
         if (
-            not self.mass
+            not self.mass.kind
             and not self._two_sided
             and 0 < tokens <= MOST_QUERIES
             and cu_seqlens == tuple(range(0, rows + 1, tokens))
@@ -267,7 +267,9 @@ class _Run(NamedTuple):
         if less:
             return to_device((self.ends - less).astype(np.int32), live)
         if isinstance(self.lens.owner, KnownOnHost):  # of all sequences: what the host knows of these is `ends`
-            self.lens.owner = KnownOnHost(self.lens.owner.owner, self.ends)
+            lens = self.lens.restrided(self.lens.shape, self.lens.strides)
+            lens.owner = KnownOnHost(self.lens.owner.owner, self.ends)
+            return lens
         return self.lens
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import Array, ArrayView, CacheArray, describe, new_array, to_device, view
+from tikv.arrays import Array, ArrayView, CacheArray, describe, new_array, to_device, view, view_without_owner
 from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.attention.call import AttentionCall, attention_call
@@ -123,7 +123,7 @@ class RowPages(Pages[LayerPools]):
         if not request.return_lse and 0 in [state.lengths[layer] for state in states]:
             refuse_missed(operation, layer, states)
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
-        q_view = view(q, "q", operation)
+        q_view = view_without_owner(q, "q", operation)
         queries = attend_queries(operation, q_view, request.layout, *sizes, live)
         read = queries.as_read(q_view)
         if queries.tokens > 1 or sequences.compacted:
@@ -132,7 +132,7 @@ class RowPages(Pages[LayerPools]):
                 state.check_queries(operation, layer, queries.tokens, request, remedy)
         tables, lens, held = self.tables.block_tables(layer, sequences, ids, states)
         mass = request.asked_mass(operation)
-        if request.as_block(operation, queries.tokens):
+        if request.block is not None and request.as_block(operation, queries.tokens):
             request = request._replace(causal=False)
         caches = self.pools.caches[layer]._replace(table=tables, lens=lens)
         attending = attention_call(operation, read, caches, request)
@@ -140,7 +140,7 @@ class RowPages(Pages[LayerPools]):
             shared = self._attend_shared(layer, q, queries, request, attending)
             if shared is not None:
                 return shared
-        if not mass:
+        if not mass.kind:
             return attending.attend(q, queries.results(request.out, request.return_lse))
         shape: tuple[int, ...] = (len(ids), config.num_kv_heads, int(np.max(held, initial=0)))
         if request.indices is not None:
@@ -159,9 +159,12 @@ class RowPages(Pages[LayerPools]):
     ) -> Any:
         """`attend` that reads each shared block once; None if each sequence is to be read `alone`."""
         config, live, operation = self.config, self.runtime, alone.plan.operation
-        asking = with_tokens(alone.arrays["q"], 4)
-        runs, own_lens = self.tables.neighbours(0, asking.shape[0], queries.tokens, self.block)
-        if own_lens is None or as_one(asking) is None:
+        read = alone.arrays["q"]
+        runs, own_lens = self.tables.neighbours(0, read.shape[0], queries.tokens, self.block)
+        if own_lens is None:
+            return None
+        asking = with_tokens(read, 4)
+        if as_one(asking) is None:
             return None
         result, to = queries.result(operation, q, request.out, config.rows.v.width, live)
         if request.out is not None:
@@ -205,7 +208,7 @@ class RowPages(Pages[LayerPools]):
             return call.attend_unkept(bounds, new, tables, lens, held)
 
         def take_mass(step: AppendStep) -> None:
-            if call.mass:
+            if call.mass.kind:
                 new = np.diff(step.cu_seqlens)
                 held = [np.max(sequences.held(layer, state)) for state in step.states]
                 call.take_mass(len(ids), int(np.max(held + new, initial=0)), rows)

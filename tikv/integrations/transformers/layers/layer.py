@@ -333,11 +333,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         Arguments, results and errors are those of `TikvCache.update`. Of one token, if the storage dtype is not the
         model's, attention "tikv" gets tensors that become copies as soon as something else uses them.
         """
-        if self.on_device:
+        counted = self._counted
+        if _is_traced() or (counted is not None and counted.on_device):  # as `on_device`, inlined: each step waits
             return self._traced_update(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
-        store: Any = self.store
+        store: Any = self._store if counted is None else self.store
         if store is None:
             key_states, value_states = _alike(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
@@ -350,7 +351,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 self._count_on_device(key_states.shape[2])
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
-            batch, heads, memory = self.batch_size, self.num_heads, self._memory  # as `read`, inlined: each step waits
+            batch, heads, memory = self.batch_size, self.num_heads, self._memory  # as `read`, inlined
             keys = part(memory.k, (batch, heads, end, self.head_dim), memory.k_strides)
             keys.tikv_slots = memory.slots
             return keys, part(memory.v, (batch, heads, end, self._v_width), memory.v_strides)
