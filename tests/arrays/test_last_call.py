@@ -35,3 +35,18 @@ def test_threads_get_the_views_of_their_own_arrays(eager_switches):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_addresses_do_not_add_up():
+    """Tensors lie anywhere, in any form: only a few of those that were checked are remembered."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from tikv.arrays import last_call
+
+    memory = torch.zeros(1 << 16)
+    for width in range(8, 8 + 2 * last_call.MOST_ADDRESSES):
+        for first in range(2):
+            view_all((memory[first * 16 : first * 16 + width],), ["a"], "a call with many forms")
+    for first in range(3 * last_call.MOST_ADDRESSES):
+        view_all((memory[first * 16 : first * 16 + 8],), ["a"], "a call at many addresses")
+    assert len(last_call._unnested_at) <= last_call.MOST_ADDRESSES
+    assert max(map(len, last_call._unnested_at.values())) <= last_call.MOST_ADDRESSES

@@ -15,7 +15,7 @@ from inside import layers_of
 
 import tikv
 from tikv import dtypes, runtime
-from tikv.arrays import Memory, new_like, read_host, to_device, write_host
+from tikv.arrays import Memory, as_numpy, host_bytes, new_like, read_host, to_device, view, write_host
 from tikv.arrays.memory import RoomFor
 from tikv.dtypes import DType
 from tikv.runtime import engine
@@ -131,6 +131,25 @@ def test_memory_goes_with_the_last_reference(arch, make):
         assert all(memory() is not None for memory in held)
         del made
         assert [memory() for memory in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.archs("cpu")
+def test_host_memory_of_any_length_leaves_nothing_to_the_collector(arch):
+    memory = np.arange(64, dtype=np.int8)
+
+    def read(lengths):
+        for n in lengths:
+            found = as_numpy(view(memory[:n], "array", "test")), host_bytes(memory.ctypes.data, n)
+            assert [a.tolist() for a in found] == [memory[:n].tolist()] * 2
+
+    read([0, 1])
+    gc.collect()
+    gc.disable()
+    try:
+        read(range(2, 50))
+        assert gc.collect() == 0
     finally:
         gc.enable()
 

@@ -1,7 +1,9 @@
 """`captured`: the texts of eager `generate`, and caches that go on as after it, wherever a text ends."""
 
+import gc
 import inspect
 import warnings
+import weakref
 
 import pytest
 
@@ -256,6 +258,32 @@ def test_a_compiled_forward_gives_the_same_text(arch):
     options = {"compile_config": config, "loop": captured.with_options(compile=True)}
     both(model, ids, padded=True, **options)
     both(model, ids, padded=True, **options)
+
+
+@pytest.mark.archs("cpu")
+def test_a_compiled_model_is_compiled_once_and_goes_with_its_last_reference(arch):
+    """It is not the garbage collector that gives its memory back, and no later text compiles it again."""
+    torch.compiler.reset()
+    model, ids, compiled = build(arch), inputs(arch, 11), []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    options = {"compile_config": transformers.CompileConfig(backend=backend, mode=None)}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            held = TikvCache(model.config, **ROOM)
+            generate(model, held, ids, 8, custom_generate=captured.with_options(compile=True), **options)
+        assert len(compiled) == 1
+        watched = weakref.ref(model), weakref.ref(held.layers[0].store)
+        del model, held
+        compiled.clear()
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_other_caches_and_other_ways_go_on_and_say_so_once(arch):

@@ -15,6 +15,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 import tikv  # noqa: E402
 from tikv import opaque  # noqa: E402
+from tikv.arrays import runtime_of  # noqa: E402
 from tikv.compat import flash_attn, flashinfer, vllm  # noqa: E402
 from tikv.integrations import torch_ops  # noqa: E402
 from tikv.stores.layers import growing  # noqa: E402
@@ -433,6 +434,28 @@ want, _ = step(rows, torch.zeros(2, 6, 8))
 print(torch.equal(out, want), length, bool((cache[:, 1:4] == rows.transpose(0, 1) * 2).all()), float(cache.sum()))
 print({{each.co_filename for each in get_compilation_metrics()}})
 """
+
+
+@pytest.mark.archs("cpu")
+def test_a_cache_with_other_room_needs_no_other_kernel(arch):
+    """Tokens that compiled code reads at once are written by one kernel, however long the text is."""
+    from model_cache import build, given
+
+    from tikv.integrations.transformers import TikvCache
+
+    model, live, kernels, rooms = build(arch), runtime_of(), [], set()
+    call = torch.compile(model.forward, backend="eager", dynamic=True)
+    with torch.no_grad():
+        for tokens in (150, 260, 333):
+            cache = TikvCache(model.config)
+            model(torch.ones((1, tokens), dtype=torch.long), **given(cache))
+            for _ in range(2):
+                call(torch.ones((1, 2), dtype=torch.long), **given(cache))
+            assert cache.get_seq_length() == tokens + 4
+            rooms.add(cache.layers[0].store.capacity)
+            kernels.append(len(live.kernels))
+    assert len(rooms) == 3
+    assert len({*kernels}) == 1
 
 
 @pytest.mark.archs("cpu")

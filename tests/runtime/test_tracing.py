@@ -1,5 +1,7 @@
 """How the source of kernels is read: the same lines as `inspect` gives, without its searches."""
 
+import ast
+import gc
 import importlib
 import inspect
 import linecache
@@ -8,8 +10,10 @@ import pkgutil
 import textwrap
 import types
 
+import numpy as np
 import pytest
 
+import tikv
 import tikv.kernels
 from tikv import runtime
 from tikv.runtime import tracing
@@ -75,3 +79,23 @@ def test_decorators_elsewhere_still_see_a_class():
             pass
 
     assert Example.__dict__["method"]._is_classkernel
+
+
+@pytest.mark.archs("cpu")
+def test_a_compiled_kernel_keeps_no_syntax_trees(arch, rng):
+    """Of attention's real functions an engine would keep them all, which is most of what a kernel takes in Python."""
+
+    def trees():
+        gc.collect()
+        return sum(issubclass(type(each), ast.AST) for each in gc.get_objects())
+
+    def attend(width):
+        q, k = rng.standard_normal((1, 4, width), np.float32), rng.standard_normal((1, 2, 8, width), np.float32)
+        tikv.decode_attention(q, k, k, 8)
+
+    attend(40)
+    live, before = runtime.current(), trees()
+    kernels = len(live.kernels)
+    attend(44)
+    assert len(live.kernels) > kernels
+    assert trees() <= before

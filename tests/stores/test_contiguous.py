@@ -911,3 +911,39 @@ def test_a_launch_for_one_layer_serves_others_of_its_form(arch, rng, dtype, toke
         alone.append_all(np.stack([v, k]), np.stack([k, v]))
         for found, wanted in zip(store.tokens(0), alone.tokens(0), strict=True):
             np.testing.assert_array_equal(found.copy_to_host(), wanted.copy_to_host())
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_stores_alike_add_no_launches(arch, rng):
+    """Wherever their keys and values lie: `v_dtype` puts these into two pieces of memory, as CUDA does for all."""
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 32, "capacity": 16, "dtype": "float32"}
+    form["v_dtype"] = "float16"
+    rows, live = oracle.place(rng.standard_normal((1, HEADS, 32), np.float32), arch), arrays.runtime_of()
+    kept, entries, distances = [], [], set()
+    for i in range(20):
+        kept.append((tikv.KVCacheStore(**form), arrays.new_array((64 * i + 64,), dtypes.float32, live)))
+        kept[-1][0].append(0, rows, rows)
+        layer = storage_of(kept[-1][0]).memory.layers[0]
+        distances.add(layer.v.ptr - layer.k.ptr)
+        entries.append(len(live.plans))
+    assert len(distances) > 2
+    assert entries[1:] == [entries[1]] * 19
+
+
+@pytest.mark.archs("cpu")
+def test_lengths_of_prompts_do_not_add_up(arch):
+    """A store that is reset for each prompt keeps the launches of few lengths; so does a pool."""
+    form = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": 4, "dtype": "float32"}
+    store, pool = tikv.KVCacheStore(**form, capacity=256), tikv.PagedKVCacheStore(**form, num_blocks=64, block_size=4)
+    plans, writes = storage_of(store).memory.plans, pool._pages.pools.writes
+    for tokens in range(1, 100):
+        rows, seq = np.full((tokens, HEADS, 4), tokens, np.float32), pool.add()
+        store.reset()
+        for layer in range(2):
+            store.append(layer, rows, rows)
+            pool.append(layer, rows, rows, [seq], [0, tokens])
+        for owner, which in ((store, (1,)), (pool, (1, seq))):
+            np.testing.assert_array_equal(oracle.to_numpy(owner.tokens(*which)[1]).reshape(-1), tokens)
+        pool.free(seq)
+    assert len(plans) <= plans.limit == limits.FORMS_OF_LAYER * 2
+    assert len(writes) <= writes.limit == limits.FORMS_OF_LAYER * 2

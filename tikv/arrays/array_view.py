@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -216,10 +217,22 @@ def numpy_address(array: Host) -> int:
     return int(array.ctypes.data)
 
 
+@functools.cache
+def _bytes_of_bits(bits: int) -> Any:
+    return ctypes.c_uint8 * (1 << bits)
+
+
+def host_buffer(ptr: int, nbytes: int) -> Any:
+    """A buffer of at least so many bytes from a host address on; more is not to be used.
+
+    Each length would be a class of its own, which is slow to make, and which only the garbage collector frees.
+    """
+    return _bytes_of_bits(nbytes.bit_length()).from_address(ptr)
+
+
 def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
     """The bytes from a host address on as a NumPy array, not a copy; the caller keeps the memory alive."""
-    buffer: Any = (ctypes.c_uint8 * nbytes).from_address(ptr)
-    return np.frombuffer(buffer, np.uint8)
+    return np.frombuffer(host_buffer(ptr, nbytes), np.uint8, nbytes)
 
 
 class Views(list[ArrayView]):

@@ -13,6 +13,8 @@ from tikv.arrays.gradients import is_followed
 from tikv.arrays.readers import check_torch_memory, known_numpy_view, view_without_owner
 from tikv.runtime.cache import BoundedCache
 
+MOST_ADDRESSES = 256  # that are remembered for one form, and for how many forms
+
 
 class _LastCall:
     """The last arrays of an operation; for torch tensors also a test whether others have the same forms."""
@@ -23,13 +25,13 @@ class _LastCall:
         self.views = views
         self.count = len(views)
         self.fits: Callable[..., bool] | None = None
-        self.unnested = _unnested_at.get(views.key) or _unnested_at.keep(views.key, BoundedCache())
+        self.unnested = _unnested_at.get(views.key) or _unnested_at.keep(views.key, BoundedCache(MOST_ADDRESSES))
         self.guards = 0  # how many were made for these forms; inference mode and autocast need their own
 
 
 # By `Views.key`, the addresses at which torch tensors of these forms were found to have all of their memory. Asking the
 # storage of a new tensor takes a microsecond, and tensors are allocated and freed at a few addresses.
-_unnested_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache()
+_unnested_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache(MOST_ADDRESSES)
 
 MAX_GUARDS = 8
 _last_calls: dict[str, _LastCall] = {}  # one for each operation
@@ -118,7 +120,7 @@ def last_call_test(
         return None
     fits, views = last.fits, list(last.views)
     # For each array the addresses that were checked: new rows reuse a few addresses, in many combinations.
-    whole: list[BoundedCache[int, bool]] = [BoundedCache() for _ in views]
+    whole: list[BoundedCache[int, bool]] = [BoundedCache(MOST_ADDRESSES) for _ in views]
 
     def fits_at(pointers: tuple[int, ...], *arrays: Any) -> bool:
         if _any_nested(arrays) or not fits(*arrays):

@@ -15,7 +15,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays.annotations import Array
-from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides, numpy_address
+from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides, host_buffer, numpy_address
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError
 
@@ -214,7 +214,7 @@ def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
     """A NumPy array over a view's host memory, not a copy; it keeps the view's owner, if there is one, alive."""
     if not array.span:
         return np.empty(array.shape, array.dtype.numpy)
-    buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
+    buffer = host_buffer(array.ptr, array.span)
     buffer.owner = array.owner
     itemsize = array.dtype.itemsize
     elements: np.ndarray[Any, Any] = np.ndarray(

@@ -1,4 +1,4 @@
-"""Speeds up how an engine reads the Python source of a kernel, by removing repeated work.
+"""Speeds up how an engine reads the Python source of a kernel, by removing repeated work, and what it then keeps.
 
 An engine walks through the source of a function once for every call of it in a kernel. If the machine code is found on
 disk, this takes most of the time. While this library's kernels are compiled, this module replaces parts of the engine:
@@ -46,6 +46,8 @@ def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
         yield parser, "ast", types.SimpleNamespace(parse=trees.parse)
         yield parser, "transform_tree", trees.transform
         yield walker.Builder, "__call__", _visit
+        functions = engine.part(engine.decorators).Func
+        yield functions, "do_compile", _forgetting(functions.do_compile)
         yield engine.settings, "src_info_stack", [""]  # the current line of expressions, which no message shows
 
 
@@ -99,6 +101,16 @@ def _file_of(read: Callable[[Any], Any], function: Any) -> str:
 def _line_of(context: Any, node: Any) -> str:
     """The position of an expression; the engine would also format its source line."""
     return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
+
+
+def _forgetting(compiles: Callable[..., None]) -> Callable[..., None]:
+    """The engine's compilation of a real function; the engine would keep its syntax tree and arguments for good."""
+
+    def do_compile(function: Any, key: Any, *args: Any, **kwargs: Any) -> None:
+        compiles(function, key, *args, **kwargs)
+        function.compiled[key.instance_id] = None  # that there is an entry says that it is compiled
+
+    return do_compile
 
 
 class _Trees:

@@ -1,4 +1,4 @@
-"""How large one piece of memory may be, and a whole store."""
+"""How large one piece of memory may be, and a whole store; and how many launches a store keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", 
 # `maxMemoryAllocationSize` of 1 GiB. Whether a device has larger ones depends on it, so a larger block is allocated
 # only for a layer that needs it.
 SHARED_BYTES = {"metal": 2**28, "vulkan": 2**30}
+
+# Forms of new rows for which a layer keeps its launches, a few KB each: each prompt may have a length of its own.
+FORMS_OF_LAYER = 64
 
 
 def shared_bytes(live: runtime.Runtime) -> int:

@@ -43,6 +43,7 @@ FOLLOWED = {  # by parameter: the arrays that may change in a graph
     "indices": "indices",
 }
 RESULTS = ("out", "lse", "mass")  # arrays that are not part of a plan's form
+MOST_ADDRESSES = 256  # per plan: those at which `out` was checked
 MOST_LAUNCHES = 64  # per plan: they differ by alignment of results and by the splits that lengths on the host need
 
 
@@ -125,7 +126,8 @@ class AttentionPlan(Plan):
         self.by_torch = TorchAttention(live, arrays, cache, options, self.family.on_tensor_cores)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # the last lengths, and their shares
-        self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # by the form of `out` and all addresses
+        # By the form of `out` and all addresses.
+        self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache(MOST_ADDRESSES)
         self.by_head = lens_by_head(arrays)
         self.limit = checks.MAX_POSITION if cache.kind == "ring" else cache.capacity  # the greatest length
         self.needed = self.query.queries if options.causal and not options.short else 0  # the least length, if not 0

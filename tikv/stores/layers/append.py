@@ -182,7 +182,9 @@ class AppendPlan(Plan):
         if not lone or 0 in [a.ptr for a in (*views, layer.k)] or launch.is_recording():
             return self._bind_anew(views)
         arrays, plans = [*views, *layer.arrays], self.live.plans
-        form = ("append", self.rows, self.token_axis, layer.form, layer.v.ptr - layer.k.ptr, *[a.key for a in views])
+        apart = layer.k.owner is not layer.v.owner  # then the launch does not depend on where V is
+        distance = None if apart else layer.v.ptr - layer.k.ptr
+        form = ("append", self.rows, self.token_axis, layer.form, distance, *[a.key for a in views])
         launches = plans.get(form)
         if launches is None:
             launches = plans.keep(form, [LaunchTemplate.of(each, arrays) for each in self._bind_anew(views)])

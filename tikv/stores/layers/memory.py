@@ -30,7 +30,7 @@ from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.history import History
 from tikv.stores.layers.counts import HeadLengths, Layer
-from tikv.stores.limits import BLOCK_BYTES, require_memory, shared_bytes
+from tikv.stores.limits import BLOCK_BYTES, FORMS_OF_LAYER, require_memory, shared_bytes
 from tikv.stores.locking import StoreLock
 from tikv.stores.row_format import Divisor, RowFormats
 
@@ -75,7 +75,8 @@ class LayerMemory:
         self.page = page
         self.version = 0
         self.lock = StoreLock()  # the store's lock
-        self.plans: BoundedCache[Any, Any] = BoundedCache()  # plans of launches over this memory
+        # Plans of launches over this memory.
+        self.plans: BoundedCache[Any, Any] = BoundedCache(FORMS_OF_LAYER * max(1, len(self.layers)))
         self.blocks: list[list[Layer]] = []
         self.allocate(batch_size)
 

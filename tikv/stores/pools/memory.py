@@ -18,7 +18,7 @@ from tikv.ops import blocks, paged
 from tikv.ops.attention.call import Caches
 from tikv.ops.attention.paged import PagedLayout
 from tikv.runtime.cache import BoundedCache
-from tikv.stores.limits import require_memory
+from tikv.stores.limits import FORMS_OF_LAYER, require_memory
 from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.pools.summaries import LayerPages
 from tikv.stores.row_format import SCALES
@@ -167,7 +167,7 @@ class LayerPools(BlockPools):
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
         self.pages: list[LayerPages | None] = [None] * num_layers
-        self.writes: BoundedCache[Any, Any] = BoundedCache()
+        self.writes: BoundedCache[Any, Any] = BoundedCache(FORMS_OF_LAYER * num_layers)
         if config.page is not None:
             self._make_pages(config.page)
 

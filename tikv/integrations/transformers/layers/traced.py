@@ -32,12 +32,12 @@ def append(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> 
             a[:, :, :keep] = a[:, :, drop : store.length].clone()
         store.recount(length=keep, origin=store.origin + drop)
         layer._bound = layer.room.bound(store.capacity, store.origin)
-    # Each head of each sequence is a page of a pool with one head.
-    pages = torch.arange(layer.batch_size * layer.num_heads, device=layer.device)
-    slots = pages[:, None] * store.capacity + torch.arange(keep, end, device=layer.device)
+    # Each slot is a page of a pool with one head: of larger pages, each room would need a kernel of its own.
+    rows = torch.arange(layer.batch_size * layer.num_heads, device=layer.device)
+    slots = rows[:, None] * store.capacity + torch.arange(keep, end, device=layer.device)
     k, v = (a.flatten(0, 2)[:, None] for a in (key_states, value_states))
-    k_pool, v_pool = (a.flatten(0, 1)[:, :, None] for a in (memory.k, memory.v))
-    k_scale, v_scale = (None if a is None else a.flatten(0, 1)[:, :, None] for a in memory.scales)
+    k_pool, v_pool = (a.view(-1, 1, 1, a.shape[3]) for a in (memory.k, memory.v))
+    k_scale, v_scale = (None if a is None else a.view(-1, 1, 1) for a in memory.scales)
     torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
     store.recount(length=end, origin=store.origin)
     if layer._counted is not None:

@@ -33,7 +33,6 @@ _IN_A_STEP = {
     )
 }  # fmt: skip
 
-_compiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # Of each model the forms of steps that can be captured, and whether with the choice of the token.
 _capturable: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[Any] = weakref.WeakSet()  # models that a warning has named
@@ -369,12 +368,8 @@ class Loop:
 
 
 def _compiled_call(model: Any, config: Any) -> Any:
-    """The model, compiled by torch without CUDA graphs of its own."""
+    """The model, compiled by torch without CUDA graphs of its own; torch keeps the code, and nothing here the model."""
     options = dict((config or generation.CompileConfig()).to_dict())
     if options.get("mode") in ("reduce-overhead", "max-autotune"):
         options["mode"] = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}[options["mode"]]
-    calls = _compiled.setdefault(model, {})
-    key = repr(sorted(options.items(), key=str))
-    if key not in calls:
-        calls[key] = torch.compile(model.forward, **options)
-    return calls[key]
+    return torch.compile(model.forward, **options)
