@@ -1,5 +1,6 @@
 """Positions in device memory, and what CUDA adds: streams, graphs, both launchers. The former run on every back end."""
 
+import collections
 import threading
 import types
 
@@ -420,7 +421,8 @@ def test_taichis_launcher_is_refused_in_a_graph(arch, rng):
 @pytest.mark.archs("cpu")
 def test_memory_between_launches_stays_where_a_graph_may_use_it(arch, monkeypatch):
     """A launch on a stream of its own may have been captured, with the address of what there was then."""
-    live = types.SimpleNamespace(is_cuda=True, index=0, side_streams=set(), scratch={}, synchronize=lambda: None)
+    scratch = collections.defaultdict(list)
+    live = types.SimpleNamespace(is_cuda=True, index=0, side_streams=set(), scratch=scratch, synchronize=lambda: None)
     made = lambda nbytes, live: types.SimpleNamespace(nbytes=nbytes)  # noqa: E731
     monkeypatch.setattr(launches, "lasting_memory", made)
     monkeypatch.setattr(launches, "Memory", made)
