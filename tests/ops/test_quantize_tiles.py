@@ -169,6 +169,7 @@ def test_bits_per_number(arch, rng):
         assert tiles.codes.shape[:2] == (2, 2)
 
 
+@pytest.mark.full("vulkan")
 def test_rows_with_strides(arch, rng):
     """Tokens before heads, as models give them."""
     x = uneven(rng, (3,), 128, 64, np.float16)

@@ -347,6 +347,7 @@ def test_each_mass_over_groups_along_tokens(arch, rng, kind, form):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.full("vulkan")
 def test_each_mass_over_groups_along_tokens_in_a_pool(arch, rng, kind):
     width, codes, counts = 32, tikv.Quant(bits=8, group=32, axis="tokens", residual=32), (150, 20)
     pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=width, num_blocks=8, block_size=64,

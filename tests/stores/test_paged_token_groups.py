@@ -91,6 +91,7 @@ def test_sequences_hold_what_stores_of_their_own_do(arch, rng, values):
     assert both.pool.nbytes > 0
 
 
+@pytest.mark.full("vulkan")
 def test_forks_trims_and_swaps(arch, rng):
     both = Both(rng, arch)
     a = both.add()

@@ -170,12 +170,13 @@ class Pool:
     ("quant", "size", "options"),
     [
         (tikv.Quant(4, 32, sinks=4, recent=40), 64, {}),
-        (tikv.Quant(8, 64, recent=33, rotate="hadamard"), 64, {}),
-        (tikv.Quant(3, 32, sinks=40, recent=16), 32, {"v_dtype": "float16"}),
+        pytest.param(tikv.Quant(8, 64, recent=33, rotate="hadamard"), 64, {}, marks=pytest.mark.full),
+        pytest.param(tikv.Quant(3, 32, sinks=40, recent=16), 32, {"v_dtype": "float16"}, marks=pytest.mark.full),
         (tikv.Quant(4, 32, "tokens", 32, sinks=5), 32, {}),
     ],
     ids=str,
 )
+@pytest.mark.full("vulkan")
 def test_pools(arch, rng, tmp_path, quant, size, options):
     """Sequences of different lengths hold what stores of one sequence do, also after forks, swaps and from files."""
     if arch == "vulkan" and not (quant.sinks and quant.recent and not options):

@@ -143,6 +143,7 @@ def on_cuda(live):
         pytest.param("kvarn_k4v2", 96, 1, np.float32, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full("vulkan")
 def test_the_bits_of_the_reference(arch, rng, tmp_path, name, width, sinks, dtype):
     """A tile becomes codes with the first call after the one that fills it; sinks and the open tile stay float16."""
     tokens = Tokens(rng, arch, name, width, dtype, sinks=sinks)
@@ -221,6 +222,7 @@ def test_a_call_sees_its_own_rows_as_they_came(arch, rng):
     ],
 )
 @pytest.mark.archs("cpu", "vulkan", "cuda")
+@pytest.mark.full("vulkan")
 def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits, name, most, options):
     """As on CUDA: tiles are decoded once and nothing is merged, but for prompts that lack the room for that."""
     limits(joins_tokens=on_cuda, JOINED_BYTES=most)
