@@ -178,11 +178,8 @@ class CodedTiles(NamedTuple):
             return
         for first, end, memory, seen in self._in_place(q, slots, scratch):
             asking, out, lse = (a.part(0, first, end) for a in (q, to.out, to.lse))
-            read, form = (
-                (codes[0].sequences(first, end), codes[1].sequences(first, end)),
-                (self.form.tiles, seen, scores),
-            )
-            attend_tiles(scratch.runtime, operation, asking, read, *form, memory, (out, lse))
+            read = codes[0].sequences(first, end), codes[1].sequences(first, end)
+            attend_tiles(scratch.runtime, operation, asking, read, self.form.tiles, seen, scores, memory, (out, lse))
 
     def _seen(self, slots: CodeSlots) -> SeenTiles:
         """Which tiles are read, and which of their tokens a query sees."""
