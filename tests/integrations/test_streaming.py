@@ -91,7 +91,6 @@ PIECES = {
 }
 
 
-@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize("attention", ["sdpa", "tikv", "eager"])
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_logits_are_those_of_the_mask(arch, attention, pieces):

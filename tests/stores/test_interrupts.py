@@ -80,7 +80,7 @@ def heard():
 @pytest.fixture
 def every(request):
     """How many lines lie between two that are tried."""
-    return 1 if request.config.getoption("--full") else 11 if request.config.getoption("--thorough") else 7
+    return 1 if request.config.getoption("--full") else 7
 
 
 def new(rng, tokens, heads=HEADS, width=WIDTH):

@@ -53,15 +53,19 @@ class Tokens:
         self.store.trim(n)
         self.k, self.v = self.k[:, :, :-n], self.v[:, :, :-n]
 
+    def as_coded(self, of, rows, coded):
+        """Rows as numbers in float32, those of the tokens `coded` as their tiles give them back."""
+        numbers, bits = rows.astype(np.float32), self.format.bits(of)
+        if coded.stop > coded.start:
+            tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
+            numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
+        return numbers
+
     def expected(self):
         """What the store stands for."""
         coded, both = slice(self.sinks, self.sinks + self.store.quantised(0)), []
         for of, rows in (("keys", self.k), ("values", self.v)):
-            rows = rows.astype(np.float16)  # as which the newest tokens are stored
-            numbers, bits = rows.astype(np.float32), self.format.bits(of)
-            if coded.stop > coded.start:
-                tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
-                numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
+            numbers = self.as_coded(of, rows.astype(np.float16), coded)  # as which the newest tokens are stored
             if self.window and numbers.shape[2] > self.window:
                 numbers = np.delete(numbers, range(self.sinks, numbers.shape[2] - self.window + self.sinks), axis=2)
             both.append(numbers)
@@ -77,17 +81,9 @@ class Tokens:
 
     def seen_by_a_call(self, held):
         """What queries see that came with all tokens from `held` on: tiles that are full before the call are codes."""
-        coded, both = (
-            slice(self.sinks, self.sinks + max(0, held - self.sinks) // self.format.group * self.format.group),
-            [],
-        )
-        for of, rows in (("keys", self.k), ("values", self.v)):
-            numbers, bits = rows.astype(np.float32), self.format.bits(of)
-            if coded.stop > coded.start:
-                tiles = reference.quantize_tiles(rows[:, :, coded], bits, self.format.group, of)
-                numbers[:, :, coded] = reference.dequantize_tiles(*tiles, bits, of)
-            both.append(numbers)
-        return both
+        tiles = max(0, held - self.sinks) // self.format.group
+        coded = slice(self.sinks, self.sinks + tiles * self.format.group)
+        return [self.as_coded(of, rows, coded) for of, rows in (("keys", self.k), ("values", self.v))]
 
     def as_read(self, numbers, q):
         """What queries read, for each query head: for many, CUDA rounds decoded tiles for its tensor cores."""

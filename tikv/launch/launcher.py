@@ -78,17 +78,17 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
 def _refusal(live: runtime.Runtime) -> ArchError | None:
     """Why the driver cannot launch kernels on a runtime's GPU; None if it can."""
     needs_files, title = not live.engine.has_known_ptx, live.engine.title
-    none = ArchError(
+    no_file = ArchError(
         f"the native launcher cannot load what {title} compiles, and no file of kernels made beforehand serves this "
         "GPU. Make one with `tikv kernels build` where Taichi is installed, or use engine='taichi'."
     )
     if needs_files and not any(map(made.paths_in, made.folders())):
-        return none
+        return no_file
     try:
         device = driver.device(live.index)
     except ArchError as error:
         return error
-    return none if needs_files and not any(made.files_for(device.target)) else None
+    return no_file if needs_files and not any(made.files_for(device.target)) else None
 
 
 def require_native(live: runtime.Runtime, operation: str) -> None:

@@ -22,6 +22,8 @@ from tikv.ops.attention.request import AttendRequest
 # call that reads 64 MB less is no slower in any format, and 16 sequences that share 8,192 tokens of 8 heads take 0.3 to
 # 0.7 of the time (bench_shared_prefix.py). Where less is shared, a CPU's caches still have it the second time.
 LEAST_SAVED = 1 << 26
+# Options that count or choose the tokens of each sequence.
+ALONE = ("window", "alibi_slopes", "mask", "parents", "indices", "num_splits")
 
 Call = Callable[[ArrayView, ArrayView, Any, AttendRequest], AttentionCall]
 
@@ -42,9 +44,7 @@ def serves(live: runtime.Runtime, request: AttendRequest, by_head: bool) -> bool
     """
     if live.invariant or by_head or request.shared_prefix == "off" or request.return_mass:
         return False
-    if not (request.window is request.num_splits is request.indices is None):
-        return False
-    return request.alibi_slopes is request.mask is request.parents is None
+    return all(getattr(request, name) is None for name in ALONE)
 
 
 class Block(NamedTuple):

@@ -144,9 +144,8 @@ class TensorCodes(Tiles):
 
     @classmethod
     def needs_native(cls, form: Form) -> bool:
-        if super().needs_native(form):
-            return True
-        return not form.live.invariant and form.cache.k.storage in floats.NEEDS_NATIVE
+        by_storage = not form.live.invariant and form.cache.k.storage in floats.NEEDS_NATIVE
+        return by_storage or super().needs_native(form)
 
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
