@@ -1,8 +1,10 @@
 """A consumer of `sm90.attend`: the products of 64 query rows, and the weights between them."""
 
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X
+from tikv.kernels.attention.addresses import make_output_offsets, make_query_row
+from tikv.kernels.attention.merge import next_part
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, MINUS_INFINITY, P, X
 from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
+from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.coded import make_half_at
 from tikv.kernels.attention.sm90.terms import make_add_slopes, make_see_in_tree, make_start_rows
@@ -18,15 +20,17 @@ from tikv.kernels.attention.sm90.tiles import (
     make_gap_of,
     make_index_in_tile,
     make_is_whole,
+    make_slot_of,
     make_tile_at,
     memory_for,
+    merges_parts,
     piece_offset,
 )
-from tikv.kernels.attention.softmax import inverse_of, make_store_lse
+from tikv.kernels.attention.softmax import inverse_of, is_finite, is_nan, make_store_lse, part_lse
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tree import make_depth_of, make_index_of
-from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
-from tikv.kernels.codec import SIZE, WORD
+from tikv.kernels.attention.visible import make_in_bounds
+from tikv.kernels.codec import SIZE, WORD, make_store
 from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
@@ -39,11 +43,14 @@ def make_consume(x, parts, c):
     ext = instructions()
     scores, values = (getattr(ext, f"{name}_{c.query}_{c.width}") for name in ("scores", "values"))
     pack = getattr(ext, f"pack_{c.query}")
-    keys, memory = KEYS_OF[c.width], memory_for(c)
+    keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
     NS, NO = keys // 2, c.width // 2
     wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
+    tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
+    begin_merged, close, take_merged = make_close(x.consumers, NO)
+    restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
     OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
 
@@ -70,9 +77,23 @@ def make_consume(x, parts, c):
         tiles, stage, other = seen[R.tiles], 0, STAGES - 1  # of a tile, and of the one before
         phase, other_phase = ti.u32(0), ti.u32(1)
         exists = [ti.u32(0) for _ in range(4)]
-        if half == 1 and tiles > 0:
-            ext.let_pass(other_turn, both)
+        if ti.static(TURNS):
+            if half == 1 and tiles > 0:
+                ext.let_pass(other_turn, both)
+        # Of the part before, and of all parts before that.
+        part, part_m, part_l = 0, [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
+        all_m, all_l = [ti.f32(MASKED) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
+        merged = shared + ti.cast(memory.merged + (thread + half * GROUP) * PIECE, ti.u32)
+        if ti.static(MERGES):
+            part = params[P.least_share]
+            if part > 0:
+                begin_merged(merged)
+        more = ti.u32(0)
         for n in range(tiles):
+            begins = 0
+            if ti.static(MERGES):
+                if part > 0 and n > 0 and tile_at(n, seen) % ti.max(part, 1) == 0:
+                    begins = 1
             there, note = (
                 barriers + ti.cast(B.k_there + stage * 8, ti.u32),
                 barriers + ti.cast(B.exists + stage * 16, ti.u32),
@@ -80,20 +101,28 @@ def make_consume(x, parts, c):
             ext.barrier_wait(there, phase)
             ext.read_16(*exists, note)
             ext.for_products()
-            ext.meet(own_turn, both)
+            if ti.static(TURNS):
+                ext.meet(own_turn, both)
             of_k = kd + ti.cast(stage * (memory.tile >> 4), ti.u32)
             of_v = vd + ti.cast(other * (memory.tile >> 4), ti.u32)
             # The first time there are no values yet: what the product makes of no weights is not used.
-            more = ti.cast(n > 1, ti.u32)
+            if ti.static(not MERGES):
+                more = ti.cast(n > 1, ti.u32)
             scores(*s, qd, of_k)
             if n > 0:
                 there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
                 ext.barrier_wait(there, other_phase)
                 ext.for_products()
             values(*acc, *p, of_v, more)
-            if half == 0 or n + 1 < tiles:
-                ext.let_pass(other_turn, both)
+            if ti.static(TURNS):
+                if half == 0 or n + 1 < tiles:
+                    ext.let_pass(other_turn, both)
             wait_scores(*s)
+            if ti.static(MERGES):
+                more = ti.cast(n > 0 and begins == 0, ti.u32)
+                if begins != 0:
+                    for r in ti.static(range(2)):
+                        part_m[r], part_l[r], m[r], l[r] = m[r], l[r], ti.f32(LOWEST), ti.f32(0.0)
             grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m,
                           l, fade)  # fmt: skip
             if lane == 0:
@@ -103,6 +132,9 @@ def make_consume(x, parts, c):
             if lane == 0 and n > 0:
                 done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
                 ext.barrier_arrive(done)
+            if ti.static(MERGES):
+                if begins != 0:
+                    close(merged, part_m, part_l, all_m, all_l, acc)
             if grown != 0:
                 for i in ti.static(range(NO)):
                     acc[i] *= fade[ti.static(i // 2 % 2)]
@@ -116,14 +148,71 @@ def make_consume(x, parts, c):
             there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
             ext.barrier_wait(there, other_phase)
             ext.for_products()
-            of_v, more = vd + ti.cast(other * (memory.tile >> 4), ti.u32), ti.cast(tiles > 1, ti.u32)
+            of_v = vd + ti.cast(other * (memory.tile >> 4), ti.u32)
+            if ti.static(not MERGES):
+                more = ti.cast(tiles > 1, ti.u32)
             values(*acc, *p, of_v, more)
             wait_values(*acc)
-        store_rows(first_row, lane, task, m, l, acc, lse, strides, params, scalars)
-        if ti.static(c.masked):
+        if ti.static(MERGES):
+            if part > 0:
+                close(merged, m, l, all_m, all_l, acc)
+                take_merged(lane, merged, all_m, all_l, m, l, acc)
+        store_rows(first_row, lane, task, m, l, acc, out, lse, strides, params, scalars)
+        if ti.static(c.invariant):
+            restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
+        elif ti.static(c.masked):
             add_spoiled(first_row, lane, barriers, seen, visible, task, terms, v, table, v_scale, out, strides, params)
 
     return consume
+
+
+def make_close(consumers, NO):
+    """Functions that merge parts in shared memory, by the arithmetic of `merge.make_merge_in_passing`.
+
+    begin(at): nothing has been merged. close(at, m, l, top, total, acc): a part is, whose results are `acc`; `top` and
+    `total` are of what has been merged. take(lane, at, top, total, m, l, acc): this is the result.
+    """
+    ext, STRIDE = instructions(), consumers * GROUP * PIECE
+
+    @ti.func
+    def begin(at):
+        nothing = ti.u32(0)
+        for j in ti.static(range(NO // 4)):
+            to = at + ti.u32(j * STRIDE)
+            ext.write_16(to, nothing, nothing, nothing, nothing)
+
+    @ti.func
+    def close(at, m: ti.template(), l: ti.template(), top: ti.template(), total: ti.template(), acc: ti.template()):
+        fades, weights, inverse = (
+            [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
+        )  # fmt: skip
+        for r in ti.static(range(2)):
+            of_part = butterfly_sum(l[r], QUAD)
+            inverse[r] = inverse_of(of_part)
+            highest, fade, weight = next_part(part_lse(m[r], of_part), top[r])
+            top[r], fades[r], weights[r] = highest, fade, weight
+            total[r] = total[r] * fade + weight
+        for j in ti.static(range(NO // 4)):
+            to, y = at + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            ext.read_16(*y, to)
+            for e in ti.static(range(4)):
+                of_part = acc[ti.static(4 * j + e)] * inverse[ti.static(e // 2)]
+                x = ti.bit_cast(y[e], ti.f32) * fades[ti.static(e // 2)] + of_part * weights[ti.static(e // 2)]
+                y[e] = ti.bit_cast(x, ti.u32)
+            ext.write_16(to, *y)
+
+    @ti.func
+    def take(lane, at, top: ti.template(), total: ti.template(), m: ti.template(), l: ti.template(),
+             acc: ti.template()):  # fmt: skip
+        for r in ti.static(range(2)):
+            m[r], l[r] = top[r], ti.select((lane & 3) == 0, total[r], ti.f32(0.0))
+        for j in ti.static(range(NO // 4)):
+            to, y = at + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            ext.read_16(*y, to)
+            for e in ti.static(range(4)):
+                acc[ti.static(4 * j + e)] = ti.bit_cast(y[e], ti.f32)
+
+    return begin, close, take
 
 
 def make_load_queries(c):
@@ -156,7 +245,7 @@ def make_load_queries(c):
 def make_weigh(c):
     """weigh(n, row, lane, exists, ..., s, m, l, fade) -> not 0 if a maximum grew: scores of tile n become weights."""
     ext = instructions()
-    exp2, inverse = ext.exp2, ext.inverse
+    exp2, inverse, product_less = ext.exp2_flushed if c.invariant else ext.exp2, ext.inverse, ext.product_less
     keys = KEYS_OF[c.width]
     NS = keys // 2
     mask, tile_at, is_whole, add_slopes = make_mask(c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
@@ -180,7 +269,7 @@ def make_weigh(c):
             add_slopes(at, gap_of(n, seen), scale, lane, slope, stand, visible, task, terms, params, s)
             scale = ti.f32(1.0)
         whole = ti.cast((exists[0] & exists[1] & exists[2] & exists[3]) == ti.u32((1 << keys // 4) - 1), ti.i32)
-        if ti.static(c.masked):
+        if ti.static(has_bounds(c)):
             whole = whole * is_whole(at, seen)
         if whole == 0:
             mask(at, gap_of(n, seen), row, lane, exists, visible, task, terms, params, s)
@@ -194,6 +283,8 @@ def make_weigh(c):
                 ti.max(tops[o], tops[ti.static(o + 1)]), ti.max(tops[ti.static(o + 4)], tops[ti.static(o + 5)])
             )
             higher[r] = ti.max(butterfly_max(top, QUAD) * scale, m[r])
+            if ti.static(c.invariant):  # whether other rows of the warp grow must not matter
+                higher[r] = ti.select(higher[r] > m[r] + ti.f32(LAG), higher[r], m[r])
             grown = ti.select(higher[r] > m[r] + ti.f32(LAG), 1, grown)
         grown = ti.simt.warp.any_nonzero(ti.u32(ALL), grown)
         if grown != 0:
@@ -204,7 +295,11 @@ def make_weigh(c):
                 l[r] *= fade[r]
         sums = [ti.f32(0.0) for _ in range(4)]
         for i in ti.static(range(NS)):
-            below, weight = s[i] * scale - m[ti.static(i // 2 % 2)], ti.f32(0.0)
+            below, weight = ti.f32(0.0), ti.f32(0.0)
+            if ti.static(c.invariant):  # else the compiler does so where it can
+                product_less(below, s[i], scale, m[ti.static(i // 2 % 2)])
+            else:
+                below = s[i] * scale - m[ti.static(i // 2 % 2)]
             exp2(weight, below)
             s[i] = weight
             sums[ti.static(i % 4)] += weight
@@ -217,7 +312,7 @@ def make_weigh(c):
 
 def make_mask(c):
     """mask(at, row, lane, exists, ..., s): the scores of keys that a row does not see become -infinity."""
-    query_bounds, depth_of = make_query_bounds(), make_depth_of(c)
+    tile_bounds, depth_of = make_tile_bounds(c), make_depth_of(c)
     see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
     NS, PART = keys // 2, keys // 4
@@ -227,9 +322,9 @@ def make_mask(c):
              s: ti.template()):  # fmt: skip
         for r in ti.static(range(2)):
             bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
-            if ti.static(c.masked):
+            if ti.static(has_bounds(c)):
                 t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group
-                bounds = query_bounds(depth_of(task[T.sequence], t, terms, params), visible, params)
+                bounds = tile_bounds(depth_of(task[T.sequence], t, terms, params), visible, params)
                 if ti.static(c.tree):  # of the four lanes of a row each looks up a part
                     first = at + (lane & 3) * PART
                     old = see_in_bounds(first, gap, bounds)
@@ -239,7 +334,7 @@ def make_mask(c):
                 if ti.static(c.tree):
                     of_row = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), of_part, (lane & ~3) + part)
                     key_bits = key_bits & ti.cast(of_row, ti.u32)
-                elif ti.static(c.masked):
+                elif ti.static(has_bounds(c)):
                     key_bits = key_bits & see_in_bounds(at + ti.static(part * PART), gap, bounds)
                 key_bits = key_bits >> ti.cast((lane & 3) * 2, ti.u32)
                 for i in ti.static(range(NS)):
@@ -277,20 +372,24 @@ def make_see_in_bounds(c):
 
 
 def make_store_rows(paired, parts, c):
-    """store_rows(row, lane, task, m, l, acc, ...): each lane stores its pairs of columns of two rows."""
+    """store_rows(row, lane, task, m, l, acc, ...): each lane stores its pairs of columns of two rows.
+
+    Under `invariant` results are rounded as `merge` rounds them, and have no zero with a sign.
+    """
     ext = instructions()
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     halves = c.out in HALVES
     name = f"store_{'halves' if halves else 'floats'}_{'' if paired else 'apart_'}{c.width}"
     store, pack = getattr(ext, name), getattr(ext, f"pack_{c.out}") if halves else None
+    store_number, rows_behind = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_rows_behind(c)
 
     @ti.func
-    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), lse: ti.template(), strides,
-                   params, scalars):  # fmt: skip
+    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), out: ti.template(),
+                   lse: ti.template(), strides, params, scalars):  # fmt: skip
         for r in ti.static(range(2)):
             total = butterfly_sum(l[r], QUAD)
             at_row = row + ti.static(8 * r)
-            if at_row < params[P.queries] * c.group:
+            if at_row < rows_behind(task, params):
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
                 inverse = inverse_of(total)
                 to = ti.u64(0)
@@ -299,7 +398,12 @@ def make_store_rows(paired, parts, c):
                 y = [ti.f32(0.0) for _ in range(c.width // 4)]
                 for i in ti.static(range(c.width // 4)):
                     y[i] = acc[ti.static(i // 2 * 4 + 2 * r + i % 2)] * inverse
-                if ti.static(halves):
+                if ti.static(c.invariant and not parts):
+                    for i in ti.static(range(c.width // 4)):
+                        number = ti.select(y[i] == ti.f32(0.0), ti.f32(0.0), y[i])
+                        column = (lane & 3) * 2 + ti.static(i // 2 * 8 + i % 2)
+                        store_number(out, at + column, ti.Vector([number]), ti.f32(1.0))
+                elif ti.static(halves):
                     words = [ti.u32(0) for _ in range(c.width // 8)]
                     for j in ti.static(range(c.width // 8)):
                         pack(words[j], y[ti.static(2 * j)], y[ti.static(2 * j + 1)])
@@ -312,6 +416,70 @@ def make_store_rows(paired, parts, c):
     return store_rows
 
 
+def make_rows_behind(c):
+    """rows_behind(task, params) -> the row behind the task's last: if tokens are chosen, its rows are of one query."""
+
+    @ti.func
+    def rows_behind(task, params):
+        behind = params[P.queries] * c.group
+        if ti.static(c.index_bits > 0):
+            behind = ti.min(behind, task[T.row] + c.rows)
+        return behind
+
+    return rows_behind
+
+
+def make_restore(parts, c):
+    """restore(row, lane, ..., l, acc, ...): under `invariant`, a number that sees infinities or NaNs of V is their sum.
+
+    Whether a tile has been cleaned of them depends on other rows of the task. So if one was, or if a result is infinite
+    or NaN, all keys that a row sees are looked at. A row whose weights are NaN stays so.
+    """
+    ext = instructions()
+    tile_bounds, in_bounds, slot_of = make_tile_bounds(c), make_in_bounds(c), make_slot_of(c)
+    half_at, output_offsets, rows_behind = make_half_at(c), make_output_offsets(parts, c), make_rows_behind(c)
+    keys, index_in_tile = KEYS_OF[c.width], make_index_in_tile(c)
+    infinite, out_infinite = INFINITE[c.query], {**INFINITE, "f32": 0x7F800000}[c.out]
+    sign, nan = SIZE[c.out] * 8 - 16, {"f16": 0x7E00, "bf16": 0x7FC0, "f32": 0x7FC00000}[c.out]
+    word = WORD[SIZE[c.out] * 8]
+
+    @ti.func
+    def restore(row, lane, barriers, seen, visible, task, l: ti.template(), acc: ti.template(), v: ti.template(),
+                table: ti.template(), v_scale: ti.template(), out: ti.template(), strides, params):  # fmt: skip
+        note, spoiled, sums = barriers + ti.u32(B.spoiled), ti.u32(0), ti.f32(0.0)
+        ext.read_4(spoiled, note)
+        for i in ti.static(range(len(acc))):
+            sums += acc[i]
+        counts = [is_nan(butterfly_sum(l[r], QUAD)) for r in range(2)]
+        looks = spoiled != ti.u32(0) or not is_finite(sums)
+        for n in range(ti.select(looks, c.width // 2, 0)):
+            own, column = n & 1, (n >> 2) * 8 + (lane & 3) * 2 + (n >> 1 & 1)
+            thread_row, found = row + own * 8, ti.u32(0)
+            is_of_nan = ti.select(own == 0, ti.cast(counts[0], ti.i32), ti.cast(counts[1], ti.i32))
+            if thread_row < rows_behind(task, params) and is_of_nan == 0:
+                t = thread_row // c.group
+                bounds = tile_bounds(t, visible, params)
+                for k in range(seen[R.tiles] * keys):
+                    index, sees = index_in_tile(k % keys, k // keys, seen, visible), 1
+                    if ti.static(has_bounds(c)):
+                        sees = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3])
+                    slot = -1
+                    if sees != 0:
+                        slot = slot_of(index, seen, visible, task, table, strides, params)
+                    if slot >= 0:
+                        half = half_at(slot, column, task, v, v_scale, strides)
+                        if (half & ti.u32(infinite)) == ti.u32(infinite):
+                            is_no_number = (half & ti.u32(0x7FFF)) != ti.u32(infinite)
+                            new = ti.select(is_no_number, ti.u32(nan), ti.u32(out_infinite))
+                            new = new | ((half & ti.u32(0x8000)) << ti.u32(sign))
+                            found = ti.select(found != ti.u32(0) and found != new, ti.u32(nan), new)
+                if found != ti.u32(0):
+                    to = output_offsets(task[T.kv_head], thread_row, task[T.split], strides, params)[0]
+                    out[to + column] = ti.cast(found, word)
+
+    return restore
+
+
 def make_add_spoiled(parts, c):
     """add_spoiled(row, lane, ...): adds infinities and NaNs that the producer removed from V to the rows that see them.
 
@@ -319,7 +487,7 @@ def make_add_spoiled(parts, c):
     itself.
     """
     ext = instructions()
-    query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
+    query_bounds, in_bounds, slot_of = make_tile_bounds(c), make_in_bounds(c), make_slot_of(c)
     depth_of, index_of = make_depth_of(c), make_index_of(c)
     half_at, output_offsets = make_half_at(c), make_output_offsets(parts, c)
     keys, tile_at, is_whole, index_in_tile = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c), make_index_in_tile(c)
@@ -340,7 +508,7 @@ def make_add_spoiled(parts, c):
                 bounds = query_bounds(depth_of(task[T.sequence], thread_row // c.group, terms, params), visible, params)
                 counts_as = index_of(task[T.sequence], thread_row // c.group, index, bounds, visible, terms, params)
                 if in_bounds(counts_as, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
-                    slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+                    slot = slot_of(index, seen, visible, task, table, strides, params)
             if slot >= 0:
                 to = output_offsets(task[T.kv_head], thread_row, task[T.split], strides, params)[0]
                 for j in range(ti.static(c.width // 4)):

@@ -302,6 +302,11 @@ def others() -> list[str]:
                  uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
                            "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
                  inputs=["i32", "float"]),
+        function("product_less", "x * y - z, rounded once, also where `launch.cuda.ptx` keeps products and sums apart",
+                 ["{", ".reg .f32 n;", "neg.f32 n, $3;", "fma.rn.f32 $0, $1, $2, n;", "}"], made=["float"],
+                 inputs=["float"] * 3, pure=True),
+        function("exp2_flushed", "2 ** x as `exp2` has it, also where subnormals are kept",
+                 ["ex2.approx.ftz.f32 $0, $1;"], made=["float"], inputs=["float"], pure=True),
         function("bits_from", "all bits from number n on", ["{", ".reg .s32 n;", "max.s32 n, $1, 0;",
                  "shl.b32 $0, -1, n;", "}"], made=["i32"], inputs=["i32"], pure=True),
     ]  # fmt: skip
