@@ -2,7 +2,7 @@
 
 from tikv.kernels.attention.addresses import make_output_offsets, make_query_row
 from tikv.kernels.attention.merge import next_part
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, MINUS_INFINITY, P, X
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED_BITS, MINUS_INFINITY, P, X
 from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
 from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
@@ -49,7 +49,7 @@ def make_consume(x, parts, c):
     load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
-    begin_merged, close, take_merged = make_close(x.consumers, NO)
+    begin_merged, close, take_merged = make_close(x.rows, c.width)
     restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
     OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
@@ -80,14 +80,11 @@ def make_consume(x, parts, c):
         if ti.static(TURNS):
             if half == 1 and tiles > 0:
                 ext.let_pass(other_turn, both)
-        # Of the part before, and of all parts before that.
-        part, part_m, part_l = 0, [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
-        all_m, all_l = [ti.f32(MASKED) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
-        merged = shared + ti.cast(memory.merged + (thread + half * GROUP) * PIECE, ti.u32)
+        part, merged = 0, shared + ti.u32(memory.merged)
         if ti.static(MERGES):
             part = params[P.least_share]
             if part > 0:
-                begin_merged(merged)
+                begin_merged(thread, half, merged)
         more = ti.u32(0)
         for n in range(tiles):
             begins = 0
@@ -121,8 +118,10 @@ def make_consume(x, parts, c):
             if ti.static(MERGES):
                 more = ti.cast(n > 0 and begins == 0, ti.u32)
                 if begins != 0:
+                    wait_values(*acc)
+                    close(thread, half, merged, m, l, acc)
                     for r in ti.static(range(2)):
-                        part_m[r], part_l[r], m[r], l[r] = m[r], l[r], ti.f32(LOWEST), ti.f32(0.0)
+                        m[r], l[r] = ti.f32(LOWEST), ti.f32(0.0)
             grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m,
                           l, fade)  # fmt: skip
             if lane == 0:
@@ -132,9 +131,6 @@ def make_consume(x, parts, c):
             if lane == 0 and n > 0:
                 done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
                 ext.barrier_arrive(done)
-            if ti.static(MERGES):
-                if begins != 0:
-                    close(merged, part_m, part_l, all_m, all_l, acc)
             if grown != 0:
                 for i in ti.static(range(NO)):
                     acc[i] *= fade[ti.static(i // 2 % 2)]
@@ -155,8 +151,8 @@ def make_consume(x, parts, c):
             wait_values(*acc)
         if ti.static(MERGES):
             if part > 0:
-                close(merged, m, l, all_m, all_l, acc)
-                take_merged(lane, merged, all_m, all_l, m, l, acc)
+                close(thread, half, merged, m, l, acc)
+                take_merged(thread, half, merged, m, l, acc)
         store_rows(first_row, lane, task, m, l, acc, out, lse, strides, params, scalars)
         if ti.static(c.invariant):
             restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
@@ -166,48 +162,77 @@ def make_consume(x, parts, c):
     return consume
 
 
-def make_close(consumers, NO):
+def make_close(rows, width):
     """Functions that merge parts in shared memory, by the arithmetic of `merge.make_merge_in_passing`.
 
-    begin(at): nothing has been merged. close(at, m, l, top, total, acc): a part is, whose results are `acc`; `top` and
-    `total` are of what has been merged. take(lane, at, top, total, m, l, acc): this is the result.
+    begin(thread, half, merged): nothing is merged. close(thread, half, merged, m, l, acc): a part is, whose results are
+    `acc`. take(thread, half, merged, m, l, acc): these become what has been merged. Behind the numbers of each thread
+    lie the maximum and the sum of each row.
     """
-    ext, STRIDE = instructions(), consumers * GROUP * PIECE
+    ext, COUNT, STRIDE, OF_ROWS = instructions(), width // 8, rows * 2 * PIECE, rows * width * 4
 
     @ti.func
-    def begin(at):
-        nothing = ti.u32(0)
-        for j in ti.static(range(NO // 4)):
-            to = at + ti.u32(j * STRIDE)
+    def own_place(thread, half, merged):
+        return merged + ti.cast((thread + half * GROUP) * PIECE, ti.u32)
+
+    @ti.func
+    def row_place(thread, half, merged, r: ti.template()):
+        row = half * ir.ROWS + thread // 32 * 16 + thread % 32 // 4 + ti.static(8 * r)
+        return merged + ti.cast(OF_ROWS + row * 8, ti.u32)
+
+    @ti.func
+    def begin(thread, half, merged):
+        place, nothing, lowest = own_place(thread, half, merged), ti.u32(0), ti.u32(MASKED_BITS)
+        for j in ti.static(range(COUNT)):
+            to = place + ti.u32(j * STRIDE)
             ext.write_16(to, nothing, nothing, nothing, nothing)
+        for r in ti.static(range(2)):
+            to = row_place(thread, half, merged, r)
+            behind = to + ti.u32(4)
+            ext.write_4(to, lowest)
+            ext.write_4(behind, nothing)
+        ext.warp_meets()
 
     @ti.func
-    def close(at, m: ti.template(), l: ti.template(), top: ti.template(), total: ti.template(), acc: ti.template()):
-        fades, weights, inverse = (
-            [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
-        )  # fmt: skip
+    def close(thread, half, merged, m: ti.template(), l: ti.template(), acc: ti.template()):
+        place = own_place(thread, half, merged)
+        fades, weights, inverses = [[ti.f32(0.0) for _ in range(2)] for _ in range(3)]
         for r in ti.static(range(2)):
-            of_part = butterfly_sum(l[r], QUAD)
-            inverse[r] = inverse_of(of_part)
-            highest, fade, weight = next_part(part_lse(m[r], of_part), top[r])
-            top[r], fades[r], weights[r] = highest, fade, weight
-            total[r] = total[r] * fade + weight
-        for j in ti.static(range(NO // 4)):
-            to, y = at + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            at, top_bits, total_bits = row_place(thread, half, merged, r), ti.u32(0), ti.u32(0)
+            behind = at + ti.u32(4)
+            ext.read_4(top_bits, at)
+            ext.read_4(total_bits, behind)
+            ext.warp_meets()
+            total = butterfly_sum(l[r], QUAD)
+            inverses[r] = inverse_of(total)
+            top, fade, weight = next_part(part_lse(m[r], total), ti.bit_cast(top_bits, ti.f32))
+            fades[r], weights[r] = fade, weight
+            top_bits = ti.bit_cast(top, ti.u32)
+            total_bits = ti.bit_cast(ti.bit_cast(total_bits, ti.f32) * fade + weight, ti.u32)
+            ext.write_4(at, top_bits)
+            ext.write_4(behind, total_bits)
+            ext.warp_meets()
+        for j in ti.static(range(COUNT)):
+            to, y = place + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
             ext.read_16(*y, to)
             for e in ti.static(range(4)):
-                of_part = acc[ti.static(4 * j + e)] * inverse[ti.static(e // 2)]
-                x = ti.bit_cast(y[e], ti.f32) * fades[ti.static(e // 2)] + of_part * weights[ti.static(e // 2)]
+                x = acc[ti.static(4 * j + e)] * inverses[ti.static(e // 2)]
+                x = ti.bit_cast(y[e], ti.f32) * fades[ti.static(e // 2)] + x * weights[ti.static(e // 2)]
                 y[e] = ti.bit_cast(x, ti.u32)
             ext.write_16(to, *y)
 
     @ti.func
-    def take(lane, at, top: ti.template(), total: ti.template(), m: ti.template(), l: ti.template(),
-             acc: ti.template()):  # fmt: skip
+    def take(thread, half, merged, m: ti.template(), l: ti.template(), acc: ti.template()):
+        place = own_place(thread, half, merged)
         for r in ti.static(range(2)):
-            m[r], l[r] = top[r], ti.select((lane & 3) == 0, total[r], ti.f32(0.0))
-        for j in ti.static(range(NO // 4)):
-            to, y = at + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            at, top_bits, total_bits = row_place(thread, half, merged, r), ti.u32(0), ti.u32(0)
+            behind = at + ti.u32(4)
+            ext.read_4(top_bits, at)
+            ext.read_4(total_bits, behind)
+            m[r] = ti.bit_cast(top_bits, ti.f32)
+            l[r] = ti.bit_cast(ti.select(thread % 4 == 0, total_bits, ti.u32(0)), ti.f32)  # lanes have parts of a sum
+        for j in ti.static(range(COUNT)):
+            to, y = place + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
             ext.read_16(*y, to)
             for e in ti.static(range(4)):
                 acc[ti.static(4 * j + e)] = ti.bit_cast(y[e], ti.f32)

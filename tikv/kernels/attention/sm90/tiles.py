@@ -127,7 +127,7 @@ def memory_of(width: int, bits: int = 0, merged_rows: int = 0) -> Memory:
     So many rows have a result of the parts before. Fewer codes lie ahead, if only then two tiles have room.
     """
     k, tile = panels(width) * ROWS * PANEL_ROW, panels(width) * KEYS_OF[width] * PANEL_ROW
-    of_codes, of_merged, stages = tile * bits // 16, merged_rows * width * 4, 0
+    of_codes, of_merged, stages = tile * bits // 16, merged_rows * (width * 4 + 8), 0
     for ahead in (2, 1) if width <= 128 else (1,):
         room = SHARED_BYTES - k - of_merged - 2 * ahead * of_codes - B.nbytes - 1024
         stages = min(STAGES_OF[width], room // (2 * tile))
