@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 import subprocess
+import types
 
 import numpy as np
 import oracle
@@ -13,9 +14,11 @@ from ops.test_tensor_cores import CUDA, array_of, attend, check, given, make
 
 import tikv
 from tikv import dtypes, launch, reference
+from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 from tikv.ops.attention.options import AttentionOptions
+from tikv.ops.attention.splits import Lengths
 from tikv.ops.layouts import Scale
 
 on_cuda = pytest.mark.archs("cuda")
@@ -442,6 +445,29 @@ def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, que
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize("form", [{}, {"width": 256}, {"dtype": "int8", "q_dtype": "float16"}])
+def test_under_invariant_warpgroups_serve_any_number_of_queries(arch, hopper_gpu, form):
+    """With one kernel for at most 64 rows, and one for more; tasks that fill the GPU merge the parts of their keys."""
+    live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
+    found = {}
+    for batch, queries in itertools.product((1, 32), (1, 2, 16, 17, 512)):
+        arrays, query, cache = given(queries=queries, **form)
+        cache = cache._replace(heads=8, capacity=8192)
+        family = family_for(Form(live, arrays, query._replace(heads=32, batch=batch), cache, OPTIONS))
+        assert isinstance(family, WarpgroupPrompts)
+        assert family.tile.consumers == (1 if queries <= 16 else 2)
+        found[batch, queries] = family.shares(Lengths(8192))
+        assert family.shares(Lengths(8192, 2000)).splits == 8
+    merged = {calls for calls, shares in found.items() if shares.splits == 1}
+    here = {(32, 1), (32, 2), (32, 16)} | ({(1, 512), (32, 17), (32, 512)} if form == {} else set())
+    assert merged == (set() if "width" in form else here)
+    assert {(found[calls].least_share, found[calls].split_keys) for calls in merged} <= {(1024, MAX_TOKENS)}
+    terms = given(queries=1, terms=("sink_logits",))
+    assert not family_for(Form(live, *terms, OPTIONS)).in_warpgroups
+    assert "invariant=True" in WarpgroupLatents.why_not(Form(live, *given(), OPTIONS))
+
+
+@pytest.mark.archs("cpu")
 def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
     from tikv.kernels.attention.sm90 import ir
     from tikv.kernels.attention.sm90.attend import BITCODE
@@ -463,4 +489,11 @@ def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
         assert memory.nbytes <= 227 << 10
         assert memory.stages >= 2
         assert not memory.k % 1024
+        for rows in (64, 128):
+            merging = kernels.memory_of(width, bits, rows)
+            if kernels.merges(rows, width, bits):
+                assert merging.nbytes <= 227 << 10
+                assert merging.barriers - merging.merged == rows * (4 * width + 8)
+                assert merging.merged >= merging.codes + 2 * merging.ahead * merging.of_codes
+                assert not merging.barriers % 16
         assert not memory.tile % 1024

@@ -436,7 +436,7 @@ def test_the_table_has_each_kernel_of_attention(arch):
     assert {name for row in table() for name in row.split("\t")[2].split(" ")} == {
         "attend_cpu", "attend_block", "attend_block_in_order", "attend_lanes", "attend_tensor", "attend_hopper",
         "attend_tensor_in_order", "attend_channels", "attend_latents", "mass", "mass_cpu", "mass_lanes", "merge",
-        "merge_in_order", "tree", "turn_rows",
+        "merge_in_order", "tree", "turn_rows", "attend_hopper_in_order", "merge_in_passing",
     }  # fmt: skip
 
 

@@ -45,8 +45,8 @@ class WarpgroupPrompts(InWarpgroups):
     serves = (
         f"with {NEEDS}: prompts of at least {LEAST_ROWS} query rows per KV head; K and V of float16, "
         "bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of "
-        f"{', '.join(map(str, attend.KEYS_OF))} columns; with `invariant=True` any number of query rows, and no sink "
-        "logits, slopes, masks or trees"
+        f"{', '.join(map(str, attend.KEYS_OF))} columns; with `invariant=True` any number of query rows, but no terms "
+        "such as sink logits"
     )
 
     @classmethod
@@ -93,8 +93,8 @@ class WarpgroupPrompts(InWarpgroups):
 
     def shares(self, lengths: Lengths) -> Shares:
         """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves."""
-        shares = super().shares(lengths)
-        if self.live.invariant and self._merges_parts():
+        shares, mean = super().shares(lengths), lengths.mean or lengths.longest
+        if self.live.invariant and self._merges_parts() and 2 * mean > lengths.longest:
             return shares._replace(splits=1, least_share=shares.split_keys, split_keys=MAX_TOKENS)
         return shares
 
