@@ -10,6 +10,14 @@ when a maximum grows.
 
 Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `sm90.ir`
 says; what no row of the task sees is zero there.
+
+Under `Choices.invariant` a row has the same bits in any task, as `ops.attention.invariance` says of tensor cores:
+
+- Tiles begin at multiples of their keys, by position. Both products compute each row by itself; so blocks of one
+  consumer, for few rows, and of two give a row the same bits, single tokens included.
+- Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device
+  and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. A part knows nothing of those
+  before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
 """
 
 from tikv.kernels.attention.parameters import P, make_attend_kernel

@@ -478,9 +478,9 @@ def make_restore(parts, c):
         counts = [is_nan(butterfly_sum(l[r], QUAD)) for r in range(2)]
         looks = spoiled != ti.u32(0) or not is_finite(sums)
         for n in range(ti.select(looks, c.width // 2, 0)):
-            own, column = n & 1, (n >> 2) * 8 + (lane & 3) * 2 + (n >> 1 & 1)
-            thread_row, found = row + own * 8, ti.u32(0)
-            is_of_nan = ti.select(own == 0, ti.cast(counts[0], ti.i32), ti.cast(counts[1], ti.i32))
+            other, column = n & 1, (n >> 2) * 8 + (lane & 3) * 2 + (n >> 1 & 1)
+            thread_row, missing = row + other * 8, ti.u32(0)
+            is_of_nan = ti.select(other == 0, ti.cast(counts[0], ti.i32), ti.cast(counts[1], ti.i32))
             if thread_row < rows_behind(task, params) and is_of_nan == 0:
                 t = thread_row // c.group
                 bounds = tile_bounds(t, visible, params)
@@ -497,10 +497,10 @@ def make_restore(parts, c):
                             is_no_number = (half & ti.u32(0x7FFF)) != ti.u32(infinite)
                             new = ti.select(is_no_number, ti.u32(nan), ti.u32(out_infinite))
                             new = new | ((half & ti.u32(0x8000)) << ti.u32(sign))
-                            found = ti.select(found != ti.u32(0) and found != new, ti.u32(nan), new)
-                if found != ti.u32(0):
+                            missing = ti.select(missing != ti.u32(0) and missing != new, ti.u32(nan), new)
+                if missing != ti.u32(0):
                     to = output_offsets(task[T.kv_head], thread_row, task[T.split], strides, params)[0]
-                    out[to + column] = ti.cast(found, word)
+                    out[to + column] = ti.cast(missing, word)
 
     return restore
 

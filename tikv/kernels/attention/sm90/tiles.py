@@ -209,7 +209,7 @@ def packs_sinks(c) -> bool:
 
 
 def make_slot_of(c):
-    """slot_of(index, seen, visible, task, ...) -> the slot of the key at an index of the task; -1 if there is none."""
+    """slot_of(index, seen, visible, task, ...) -> the slot of the key at an index; -1 if the task has no such key."""
     find_slot, first_of = make_find_slot(c), make_first_of(c)
 
     @ti.func
