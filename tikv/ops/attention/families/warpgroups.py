@@ -76,6 +76,11 @@ class WarpgroupPrompts(InWarpgroups):
             return f"alibi_slopes and {tree} are given with softcap, which has not been tested on such a GPU yet"
         return ""
 
+    def __init__(self, form: Form) -> None:
+        super().__init__(form)
+        if self.live.invariant and not self.selects:  # one kernel for any number of rows up to these
+            self.rows = self.tile.rows
+
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
         bits = halves.WORD_BITS if storage in HALVES else coded.word_bits(storage)
