@@ -300,9 +300,7 @@ def _decode(
             bits = 0 if table is None else table.dtype.itemsize * 8
             form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width, bits)
             first = 0 if table is None else table.offset // table.dtype.itemsize
-            params = _params_of(rows, items)._replace(
-                rows=count, parts=parts, table_sequence=at, table_first=first
-            )
+            params = _params_of(rows, items)._replace(rows=count, parts=parts, table_sequence=at, table_first=first)
             serial = live.is_cpu and count < SERIAL_ROWS
             kernel = launch.kernel(live, kernels.make_decode_tiles, live.kernel_style, serial, wide, form)
             taken = [*arrays[:4], table or arrays[0]]
