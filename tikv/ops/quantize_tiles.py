@@ -16,7 +16,7 @@ from tikv.ops.quantized_arrays import copied_together, merged_axes, parts_of, si
 TILES_OF = ("keys", "values")
 COLUMNS = 32  # that a row has a multiple of
 NAMES = ("codes", "scales", "factors")
-WIDE_BYTES = 8
+WIDE_BYTES = 8  # of the words in which a GPU accesses rows, scales and factors
 SERIAL_ROWS = 128  # on CPU, up to as many are decoded before another thread wakes
 
 
@@ -277,7 +277,7 @@ def _decode(
 ) -> None:  # fmt: skip
     """`run_tiles` that decodes, in one launch."""
     table = rows.table
-    # What GPUs access in words of 64 bits. Codes are words by themselves, and tiles have whole words of everything.
+    # Tiles have whole words of everything, so only their beginnings and the rows may lie between words.
     steps = [rows.sequence, rows.head, rows.token, rows.firsts[0]]
     wide = not live.is_cpu and not any(n * arrays[0].dtype.itemsize % WIDE_BYTES for n in steps)
     wide = wide and not any((a.ptr or 0) % WIDE_BYTES for a in (arrays[0], *arrays[2:]))
