@@ -224,6 +224,7 @@ def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits,
     limits(joins_tokens=on_cuda, JOINED_BYTES=most)
     limits(Family, most_queries=1 << 14)
     tokens = Tokens(rng, arch, name, **options)
+    tokens.rounds = True
     counted = count_launches(monkeypatch)
     for count in (20, 130, 9, 300):
         q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
@@ -239,9 +240,7 @@ def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits,
         merges = [name for name in counted if name.startswith("merge_states")]
         assert len(merges) == (0 if joins or not held else 2)  # of old and newest tokens, and of the call's
         tokens.note(k, v)
-        tokens.rounds = joins or arch == "cuda"
         tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
-        tokens.rounds = arch == "cuda"
 
 
 @pytest.mark.parametrize(
