@@ -72,6 +72,10 @@ PROGRAMS = {
         ("Shared prefixes", ["stores_gpu.py", "prefix"], SMALL),
         ("Keys by channel", ["stores_gpu.py", "channels"], SMALL),
         ("Rotated keys", ["stores_gpu.py", "rotated"], SMALL),
+        ("Compression: KVarN's tiles", ["compression_gpu.py", "tiles"], SMALL),
+        ("Compression: the mass of tokens", ["compression_gpu.py", "mass"], SMALL),
+        ("Compression: budgets", ["compression_gpu.py", "budget"], SMALL),
+        ("Compression: blocks", ["compression_gpu.py", "rewrite"], SMALL),
         ("The same bits whatever the batch", ["invariant_gpu.py"], SMALL),
         ("What calls cost the host", ["host_time.py", "calls"], SMALL),
         ("What caches of transformers cost the host", ["host_time.py", "models"], SMALL),
@@ -80,7 +84,7 @@ PROGRAMS = {
         ("Dequantising", ["attention_gpu.py", "dequantize"], SMALL),
     ],
 }
-COMPILED_AHEAD = ("attention_gpu.py", "chosen_gpu.py", "stores_gpu.py", "invariant_gpu.py")
+COMPILED_AHEAD = ("attention_gpu.py", "chosen_gpu.py", "stores_gpu.py", "compression_gpu.py", "invariant_gpu.py")
 MARKED = re.compile(r"(<!-- figures: ([\w./-]+)(, short)? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import tikv
 from tikv import formats, reference
+from tikv.arrays import read_host, runtime_of, to_device
+from tikv.ops.quantize_tiles import TileRows, run_tiles
 
 pytestmark = pytest.mark.thorough
 
@@ -128,6 +130,52 @@ def test_the_bits_of_the_reference(arch, rng, name, width, dtype, of):
         out = oracle.place(oracle.random_bits(rng, x.shape, out_dtype), arch)
         assert tikv.dequantize(tiles, out=out) is out
         oracle.assert_same_bits(out, reference.dequantize_tiles(*expected, form.bits(of), of, out_dtype))
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype", "tokens", "between", "index"),
+    [
+        ("kvarn_k4v2_g64", 64, np.float16, range(61, 196), 4, np.int32),
+        pytest.param("kvarn_k4v4", 128, np.float16, range(8, 21), 0, None, marks=pytest.mark.full("vulkan")),
+        pytest.param("kvarn_k4v2", 128, np.float16, range(126, 131), 3, None, marks=pytest.mark.full("vulkan")),
+        pytest.param("kvarn_k4v4_g64", 256, np.float16, range(5, 64), 8, np.int64, marks=pytest.mark.full("vulkan")),
+        pytest.param("kvarn_k4v2", 96, np.float32, range(127, 128), 1, None, marks=pytest.mark.full),
+        pytest.param("kvarn_k4v4", 256, BF16, range(0, 257), 2, np.int32, marks=pytest.mark.full),
+    ],
+)
+def test_any_tokens_of_tiles_are_decoded(arch, rng, name, width, dtype, tokens, between, index, of):
+    """As stores do it: some tokens of tiles that follow each other or are in blocks, into rows with strides."""
+    form, sequences, heads = formats.TILE_FORMATS[name], 2, 3
+    (lines, columns), bits, group = form.sides(of, width), form.bits(of), form.group
+    tiles = -(-tokens.stop // group)
+    step, blocks = (tiles + 1, 1) if index is None else (2, -(-tiles // 2))
+    table = np.arange(sequences * blocks).reshape(sequences, blocks)
+    if index is not None:
+        table = rng.permutation(sequences * blocks + 1)[: sequences * blocks].reshape(table.shape).astype(index)
+    count = (sequences * blocks + 1) * heads * step
+    codes = rng.integers(0, 1 << 32, (count, 1, lines, columns * bits // 32), np.uint32)
+    numbers = (rng.standard_normal((count, 1, lines, 2)) / 3).astype(np.float16)
+    numbers[..., 0, :], numbers[..., 1, 0] = 0, 2.0**-24
+    factors = np.exp(rng.standard_normal((count, 1, columns)) / 3).astype(np.float16)
+    factors[..., :2] = 0, 2.0**-24
+    decoded = reference.dequantize_tiles(codes, numbers[..., 0], numbers[..., 1], factors, bits, of, dtype)
+    out = oracle.random_bits(rng, (sequences, len(tokens) + 1, heads, width + between), dtype)
+    expected = out.copy()
+    for b, h, t in np.ndindex(sequences, heads, len(tokens)):
+        g, r = divmod(tokens[t], group)
+        expected[b, t, h, :width] = decoded[(table[b, g // step] * heads + h) * step + g % step, r]
+    live = runtime_of()
+    arrays = [to_device(a.reshape(-1), live) for a in (out, codes, numbers, factors)]
+    firsts = [a.offset // a.dtype.itemsize for a in arrays]
+    blocks_of = None if index is None else to_device(table, live)
+    row = width + between
+    rows = TileRows(
+        sequences, heads, len(tokens), (len(tokens) + 1) * heads * row, row, heads * row, step,
+        (firsts[0], firsts[1], firsts[2], firsts[3]), tokens.start, blocks_of,
+    )  # fmt: skip
+    run_tiles(live, "test", form, of, arrays, rows, width, False)
+    oracle.assert_same_bits(read_host(arrays[0], live), expected.reshape(-1))
 
 
 @pytest.mark.archs("cpu", "cuda")

@@ -921,7 +921,10 @@ def test_stores_alike_add_no_launches(arch, rng):
     rows, live = oracle.place(rng.standard_normal((1, HEADS, 32), np.float32), arch), arrays.runtime_of()
     kept, entries, distances = [], [], set()
     for i in range(20):
-        kept.append((tikv.KVCacheStore(**form), arrays.new_array((64 * i + 64,), dtypes.float32, live)))
+        hole = arrays.new_array((HEADS * 16 * 32,), dtypes.float32, live)  # for the keys; the values lie behind `apart`
+        apart = arrays.new_array((256 * i + 256,), dtypes.float32, live)
+        del hole
+        kept.append((tikv.KVCacheStore(**form), apart))
         kept[-1][0].append(0, rows, rows)
         layer = storage_of(kept[-1][0]).memory.layers[0]
         distances.add(layer.v.ptr - layer.k.ptr)

@@ -224,6 +224,7 @@ def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits,
     limits(joins_tokens=on_cuda, JOINED_BYTES=most)
     limits(Family, most_queries=1 << 14)
     tokens = Tokens(rng, arch, name, **options)
+    tokens.rounds = True
     counted = count_launches(monkeypatch)
     for count in (20, 130, 9, 300):
         q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
@@ -239,25 +240,29 @@ def test_a_prompt_reads_decoded_tiles_as_a_cache(arch, rng, monkeypatch, limits,
         merges = [name for name in counted if name.startswith("merge_states")]
         assert len(merges) == (0 if joins or not held else 2)  # of old and newest tokens, and of the call's
         tokens.note(k, v)
-        tokens.rounds = joins or arch == "cuda"
         tokens.compare(out, oracle.to_numpy(q), *tokens.seen_by_a_call(held))
-        tokens.rounds = arch == "cuda"
 
 
 @pytest.mark.parametrize(
-    ("kind", "queries", "options"),
+    ("kind", "queries", "options", "rounds"),
     [
-        ("sum", None, {"sinks": 2}),
-        ("max", 5, {}),
-        ("last", None, {"sinks": 2}),
-        ("sum", None, {"window": 150, "sinks": 3}),
+        ("sum", None, {"sinks": 2}, False),
+        ("max", 5, {}, True),
+        ("last", None, {"sinks": 2}, False),
+        ("last", None, {"sinks": 2}, True),
+        ("sum", None, {"window": 150, "sinks": 3}, True),
     ],
 )
 @pytest.mark.archs("cpu", "cuda")
-def test_the_mass_of_what_a_call_attends_over(arch, rng, kind, queries, options):
-    """`extend` weighs held codes, and its own tokens as they came; so does `attend` after it, if they are few."""
+def test_the_mass_of_what_a_call_attends_over(arch, rng, limits, kind, queries, options, rounds):
+    """`extend` weighs held codes, and its own tokens as they came; so does `attend` after it, if they are few.
+
+    Where decoded tiles are rounded for many queries, those that weigh read them as all queries did.
+    """
+    if rounds:
+        limits(joins_tokens=on_cuda)
     tokens = Tokens(rng, arch, "kvarn_k4v2_g64", **options)
-    total, window = None, (tokens.window or 10_000) - tokens.sinks
+    total, window, tokens.rounds = None, (tokens.window or 10_000) - tokens.sinks, rounds or arch == "cuda"
     for count in (1, 100, 7, 200):
         q, k, v = tokens.new(count, QUERIES), tokens.new(count), tokens.new(count)
         held = tokens.store.length

@@ -106,6 +106,18 @@ def columns_in_order(n):
     return LaneColumns(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
 
 
+def columns_in_turn(n, each):
+    """Threads that hold `HELD` columns each, `each` neighbours in turn: together they access words side by side.
+
+    Examples:
+        >>> [of[:5] for of in columns_in_turn(32, 4).columns]
+        [(0, 1, 2, 3, 8), (4, 5, 6, 7, 12)]
+    """
+    lanes = n // HELD
+    firsts = [range(lane * each, n, lanes * each) for lane in range(lanes)]
+    return LaneColumns(tuple(tuple(first + i for first in of for i in range(each)) for of in firsts))
+
+
 @functools.cache
 def make_turn_lanes(style, of_lanes, seed, back=False):
     """GPU: turn(thread, lane, values, row) -> a thread's rotated numbers; all threads of a block call it together.

@@ -25,13 +25,15 @@ from tikv.kernels.codec import (
 )
 from tikv.kernels.exact import make_in_order, make_product, make_ratio, make_root, without_small
 from tikv.kernels.groups import INFINITE, make_whole_ratio
-from tikv.kernels.hadamard import HELD, add_pair, columns_in_order, local_row, make_turn_lanes, steps_of
+from tikv.kernels.hadamard import HELD, add_pair, columns_in_turn, local_row, make_turn_lanes, steps_of
 from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
 TURNS = 16
 TOKEN_SUMS, CHANNEL_SUMS = 32, 16  # running sums over a token's channels, and over a channel's tokens
 BAND = 8  # channels that a CPU takes at a time
+TOGETHER = 8  # tokens that a GPU thread decodes: those of a word of keys' codes
+CHUNK = 4  # neighbouring channels that a GPU thread decodes
 EDGE = 65504.0  # float16's largest number
 LEAST_SCALE, LEAST_DEVIATION = 1e-10, 1e-8
 LOW, HIGH = 1e-3, 1e3  # between which a deviation counts
@@ -55,7 +57,8 @@ class TileParams(NamedTuple):
     numbers_first: int = 0
     factors_first: int = 0
     work: int = 0  # the stride between the memory of tiles, or of workers
-    rows: int = 0  # that are decoded, on GPUs by several items each
+    rows: int = 0  # that are decoded
+    parts: int = 1  # of a head's tokens, `TOGETHER` each, which GPUs decode
     table_sequence: int = 0
     table_first: int = 0
 
@@ -477,22 +480,47 @@ def make_find_tile(c):
     return find_tile
 
 
-def make_decode_tiles(style, serial, c):
+def make_decode_tiles(style, serial, wide, c):
     """decode_tiles(rows, codes, numbers, factors, table, params): the rows that tiles stand for.
 
-    An item is a row on CPU, and `HELD` neighbouring channels of a row on GPUs. Blocks of the table have `step` tiles.
+    An item is a row on CPU. On GPUs it is `HELD` channels of `TOGETHER` tokens. Blocks of the table have `step` tiles.
+
+    Args:
+        style, serial: as in `lanes.make_loop`.
+        wide: on GPUs, rows, numbers and factors are accessed in words of 64 bits where neighbours are used.
+        c: `Tiles`.
     """
-    form, width = TILE_FORMATS[c.name], c.width
-    group, bits, (lines, columns), n = form.group, form.bits(c.of), form.sides(c.of, c.width), block_of(c.width)
+    by_words = wide and style != "cpu"
+    bits_of_rows = 64 if by_words else SIZE[c.code] * 8
+    # A thread reads numbers and factors of neighbouring channels together, but those of a token one by one.
+    bits_of_numbers, bits_of_factors = (64 if by_words and c.of == of else 16 for of in ("keys", "values"))
+    if style == "cpu":
+        item = make_decode_row(c)
+    else:
+        item = make_decode_part(style, (bits_of_rows, bits_of_numbers, bits_of_factors), c)
+    loop = make_loop(style, serial, item, P.items)
+    NUMBERS, FACTORS = word_array(bits_of_numbers), word_array(bits_of_factors)
+
+    @ti.kernel
+    def decode_tiles(rows: word_array(bits_of_rows), codes: word_array(32), numbers: NUMBERS, factors: FACTORS,
+                     table: index_array(c.table), params: PARAMS):  # fmt: skip
+        loop(rows, params, ((rows, codes, numbers, factors, table), params))
+
+    return decode_tiles
+
+
+def make_decode_row(c):
+    """CPU: decode_row_item(i, arrays, params): decode row i."""
+    form, width, n = TILE_FORMATS[c.name], c.width, block_of(c.width)
+    group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
     each, norm, steps, keys = 32 // bits, n**-0.5, steps_of(n), c.of == "keys"
-    product, in_order, half = make_product(style), make_in_order(style), make_bits_to_f32("f16")
-    row_of, find_tile, store = make_row_of(c), make_find_tile(c), make_store(c.code, 1, SIZE[c.code] * 8, style)
-    turn = None if style == "cpu" else make_turn_lanes(style, columns_in_order(n), None)
-    X, HALVES, CODES, TABLE = element_array(c.code), word_array(16), word_array(32), index_array(c.table)
-    ROW, lanes, uid = local_row(n), width // HELD, zlib.crc32(repr(c).encode()) >> 1
+    row_of, find_tile, half = make_row_of(c), make_find_tile(c), make_bits_to_f32("f16")
+    store = make_store(c.code, 1, SIZE[c.code] * 8, "cpu")
+    X, HALVES, CODES = element_array(c.code), word_array(16), word_array(32)
+    ROW, row_uid = local_row(n), zlib.crc32(repr(c).encode()) >> 1
 
     @ti.func
-    def number_at(codes: ti.template(), numbers: ti.template(), factors: ti.template(), tile, t, d, row, first, number,
+    def number_at(codes: ti.template(), numbers: ti.template(), factors: ti.template(), tile, t, d, first, number,
                   factor):  # fmt: skip
         r, j = t, d
         if ti.static(keys):
@@ -501,8 +529,8 @@ def make_decode_tiles(style, serial, c):
         word = codes[first + line * (columns // each) + j // each]
         code = (word >> ti.cast(j % each * bits, ti.u32)) & ti.u32((1 << bits) - 1)
         scale, bias = half(numbers[number + line * 2]), half(numbers[number + line * 2 + 1])
-        x = in_order(product(ti.cast(ti.cast(code, ti.i32), ti.f32), scale, row) + bias, row)
-        return without_small(product(x, half(factors[factor + tile * columns + j]), row))
+        x = ti.cast(ti.cast(code, ti.i32), ti.f32) * scale + bias
+        return without_small(x * half(factors[factor + tile * columns + j]))
 
     @ti.real_func
     def decode_row(rows: X, codes: CODES, numbers: HALVES, factors: HALVES, tile: ti.i32, t: ti.i32, to: ti.i32,
@@ -511,7 +539,7 @@ def make_decode_tiles(style, serial, c):
         for block in range(width // n):
             first = block * n
             for i in range(n):
-                x = number_at(codes, numbers, factors, tile, t, first + i, to, codes_first, number, factor)
+                x = number_at(codes, numbers, factors, tile, t, first + i, codes_first, number, factor)
                 if ti.static(steps % 2 == 1):
                     other[i] = x
                 else:
@@ -526,33 +554,92 @@ def make_decode_tiles(style, serial, c):
                 store(rows, to + first + i, ti.Vector([row[i] * ti.f32(norm)]), ti.f32(1.0))
 
     @ti.func
-    def item(i, arrays: ti.template(), params):
+    def decode_row_item(i, arrays: ti.template(), params):
         rows, codes, numbers, factors, table = ti.static(arrays)
-        number, lane = i, 0
-        if ti.static(style != "cpu"):
-            number, lane = i // lanes, i % lanes
-        inside = number < params[P.rows]
-        number = ti.select(inside, number, 0)
-        token, to = number % params[P.tokens] + params[P.skip], row_of(number, params)
-        tile = find_tile(number // params[P.tokens], token // group, table, params)
-        first, first_number, factor = params[P.codes_first], params[P.numbers_first], params[P.factors_first]
-        if ti.static(style == "cpu"):
-            decode_row(rows, codes, numbers, factors, tile, token % group, to, first, first_number, factor,
-                       uid)  # fmt: skip
-        else:
+        token, to = i % params[P.tokens] + params[P.skip], row_of(i, params)
+        tile = find_tile(i // params[P.tokens], token // group, table, params)
+        first, number, factor = params[P.codes_first], params[P.numbers_first], params[P.factors_first]
+        decode_row(rows, codes, numbers, factors, tile, token % group, to, first, number, factor, row_uid)
+
+    return decode_row_item
+
+
+def make_decode_part(style, word_bits, c):
+    """GPU: decode_part(i, arrays, params): `HELD` channels of `TOGETHER` tokens; those of a head begin at a multiple.
+
+    What belongs to channels is read once for all of these tokens. `word_bits` are those of the words of rows, numbers
+    and factors.
+    """
+    form, width, n = TILE_FORMATS[c.name], c.width, block_of(c.width)
+    group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
+    each, last_code, keys, chunks = 32 // bits, (1 << bits) - 1, c.of == "keys", HELD // CHUNK
+    lanes, together = width // HELD, n // HELD  # threads of a row, and of a block of it
+    in_order, half, find_tile = make_in_order(style), make_bits_to_f32("f16"), make_find_tile(c)
+    turn = make_turn_lanes(style, columns_in_turn(n, CHUNK), None)
+    row_bits, number_bits, factor_bits = word_bits
+    store, per_word = make_store(c.code, CHUNK, row_bits, style), row_bits // (SIZE[c.code] * 8)
+    load_numbers, load_factors = make_load("f16", 2 * CHUNK, number_bits), make_load("f16", CHUNK, factor_bits)
+    word_shift, number_shift, factor_shift = (steps_of(n) for n in (per_word, number_bits // 16, factor_bits // 16))
+    each_shift, words_of_line = steps_of(each), columns // each
+
+    @ti.func
+    def code_at(word, shift):
+        code = (word >> shift) & ti.u32(last_code)
+        return ti.cast(ti.cast(code, ti.i32), ti.f32)
+
+    @ti.func
+    def decode_part(i, arrays: ti.template(), params):
+        rows, codes, numbers, factors, table = ti.static(arrays)
+        number, lane = i // lanes, i % lanes
+        head, token = number // params[P.parts], number % params[P.parts] * TOGETHER
+        end, start = params[P.skip] + params[P.tokens], params[P.skip] // TOGETHER * TOGETHER
+        inside = head * params[P.tokens] < params[P.rows] and start + token < end
+        head, token = ti.select(inside, head, 0), start + ti.select(inside, token, 0)
+        to = (
+            params[P.first]
+            + head // params[P.heads] * params[P.sequence]
+            + head % params[P.heads] * params[P.head]
+            + (token - params[P.skip]) * params[P.token]
+        )
+        tile, t, d = find_tile(head, token // group, table, params), token % group, lane // together * n
+        d = d + lane % together * CHUNK
+        code, line = params[P.codes_first], tile * lines
+        number, factor = params[P.numbers_first] + line * 2, params[P.factors_first] + tile * columns
+        words, of_channels = ti.Vector.zero(ti.u32, HELD), ti.Vector.zero(ti.f32, 2 * HELD)
+        for k in ti.static(range(chunks)):
+            of_chunk = d + k * together * CHUNK
+            if ti.static(keys):
+                pairs = load_numbers(numbers, (number + of_chunk * 2) >> number_shift)
+                for e in ti.static(range(CHUNK)):
+                    words[k * CHUNK + e] = codes[code + (line + of_chunk + e) * words_of_line + (t >> each_shift)]
+                for e in ti.static(range(2 * CHUNK)):
+                    of_channels[2 * k * CHUNK + e] = pairs[e]
+            else:
+                by = load_factors(factors, (factor + of_chunk) >> factor_shift)
+                for e in ti.static(range(CHUNK)):
+                    of_channels[k * CHUNK + e] = by[e]
+        for step in range(TOGETHER):
             values = ti.Vector.zero(ti.f32, HELD)
-            for e in ti.static(range(HELD)):
-                d = lane * HELD + e
-                values[e] = number_at(codes, numbers, factors, tile, token % group, d, to, first, first_number, factor)
-            values = turn(i, lane, values, to)
-            if inside:
-                for e in ti.static(range(HELD)):
-                    store(rows, to + lane * HELD + e, ti.Vector([values[e]]), ti.f32(1.0))
+            if ti.static(keys):
+                by, shift = half(factors[factor + t + step]), ti.cast((t + step & each - 1) * bits, ti.u32)
+                for e in ti.static(range(HELD)):  # a product of a code and a float16 is exact
+                    x = in_order(code_at(words[e], shift) * of_channels[2 * e] + of_channels[2 * e + 1], factor)
+                    values[e] = in_order(x * by, factor)
+            else:
+                of_token = number + (t + step) * 2
+                scale, bias = half(numbers[of_token]), half(numbers[of_token + 1])
+                for k in ti.static(range(chunks)):
+                    column = d + k * together * CHUNK
+                    word = codes[code + (line + t + step) * words_of_line + (column >> each_shift)]
+                    word = word >> ti.cast((column & each - 1) * bits, ti.u32)
+                    for e in ti.static(range(CHUNK)):
+                        x = in_order(code_at(word, ti.u32(e * bits)) * scale + bias, factor)
+                        values[k * CHUNK + e] = in_order(x * of_channels[k * CHUNK + e], factor)
+            values = turn(i, lane, values, factor)
+            if inside and token + step >= params[P.skip] and token + step < end:
+                for k in ti.static(range(chunks)):
+                    at = to + step * params[P.token] + d + k * together * CHUNK
+                    x = ti.Vector([values[k * CHUNK + e] for e in range(CHUNK)])
+                    store(rows, at >> word_shift, x, ti.f32(1.0))
 
-    loop = make_loop(style, serial, item, P.items)
-
-    @ti.kernel
-    def decode_tiles(rows: X, codes: CODES, numbers: HALVES, factors: HALVES, table: TABLE, params: PARAMS):
-        loop(rows, params, ((rows, codes, numbers, factors, table), params))
-
-    return decode_tiles
+    return decode_part

@@ -16,6 +16,7 @@ from tikv.ops.quantized_arrays import copied_together, merged_axes, parts_of, si
 TILES_OF = ("keys", "values")
 COLUMNS = 32  # that a row has a multiple of
 NAMES = ("codes", "scales", "factors")
+WIDE_BYTES = 8  # of the words in which a GPU accesses rows, scales and factors
 SERIAL_ROWS = 128  # on CPU, up to as many are decoded before another thread wakes
 
 
@@ -276,6 +277,11 @@ def _decode(
 ) -> None:  # fmt: skip
     """`run_tiles` that decodes, in one launch."""
     table = rows.table
+    # Tiles have whole words of everything, so only their beginnings and the rows may lie between words.
+    steps = [rows.sequence, rows.head, rows.token, rows.firsts[0]]
+    wide = not live.is_cpu and not any(n * arrays[0].dtype.itemsize % WIDE_BYTES for n in steps)
+    wide = wide and not any((a.ptr or 0) % WIDE_BYTES for a in (arrays[0], *arrays[2:]))
+    wide = wide and not any(n * 2 % WIDE_BYTES for n in rows.firsts[2:])
     arrays = [*arrays, *([] if table is None else [table])]
     at = 0 if table is None else table.strides[0]
 
@@ -286,22 +292,25 @@ def _decode(
             from tikv.kernels.lanes import BLOCK
 
             _check_addresses(live, operation, arrays)
-            count, table = rows.sequences * rows.heads * rows.tokens, arrays[4] if len(arrays) > 4 else None
-            items = count if live.is_cpu else -(-count * (width // HELD) // BLOCK) * BLOCK
+            heads, table = rows.sequences * rows.heads, arrays[4] if len(arrays) > 4 else None
+            parts = -(-rows.tokens // kernels.TOGETHER) + 1  # one more if the first token is not the first of a part
+            count, threads = heads * rows.tokens, heads * parts * width // HELD
+            items = count if live.is_cpu else -(-threads // BLOCK) * BLOCK
             checks.integer(items, "threads that decode tiles", operation, high=2**31 - 1)
             bits = 0 if table is None else table.dtype.itemsize * 8
             form = kernels.Tiles(format.name, of, arrays[0].dtype.short, width, bits)
             first = 0 if table is None else table.offset // table.dtype.itemsize
-            params = _params_of(rows, items)._replace(rows=count, table_sequence=at, table_first=first)
+            params = _params_of(rows, items)._replace(rows=count, parts=parts, table_sequence=at, table_first=first)
             serial = live.is_cpu and count < SERIAL_ROWS
-            kernel = launch.kernel(live, kernels.make_decode_tiles, live.kernel_style, serial, form)
+            kernel = launch.kernel(live, kernels.make_decode_tiles, live.kernel_style, serial, wide, form)
             taken = [*arrays[:4], table or arrays[0]]
             return [Launch(kernel.bind(items, *taken, params), taken)]
 
         names = ("out", *NAMES, *["block tables"] * (table is not None))
         return Plan(live, operation, names, [name == "out" for name in names], bind)
 
-    _run_kept(live, "decode_tiles", operation, format, of, arrays, rows, make)
+    name = "decode_tiles in words" if wide else "decode_tiles"
+    _run_kept(live, name, operation, format, of, arrays, rows, make)
 
 
 def _params_of(rows: TileRows, items: int) -> Any:

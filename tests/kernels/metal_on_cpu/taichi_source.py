@@ -23,6 +23,6 @@ def sources_in(folder):
 def source_of(kernel):
     """The `Source` of a kernel, compiled now."""
     with tempfile.TemporaryDirectory() as folder:
-        ahead.save([kernel], folder)
+        ahead.save([kernel], pathlib.Path(folder))
         (found,) = sources_in(pathlib.Path(folder))
     return found

@@ -75,6 +75,7 @@ class CodeSlots(NamedTuple):
 class Weighing(NamedTuple):
     """What weighs keys: the log-sum-exps of all scores of the queries, (batch, Hq, T), and the mass to write."""
 
+    among: int  # queries that the call attended with: those that weigh are its last ones, and read what it read
     lse: ArrayView
     to: ArrayView  # (batch, heads, tokens), which accumulates
     kind: str

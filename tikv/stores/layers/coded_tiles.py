@@ -139,19 +139,19 @@ class CodedTiles(NamedTuple):
     ) -> Any:
         """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps."""
         to = scratch.partial("of codes", (*q.shape[:3], self.form.widths[1]))
-        if self._is_in_place(q):
+        if self._is_in_place(q, q.shape[2]):
             self._attend_in_place(operation, q, scores, slots, scratch, to)
         else:
             self._attend_decoded(operation, q, scores, slots, scratch, to)
         return to.out, to.lse
 
-    def _is_in_place(self, q: ArrayView) -> bool:
-        """Whether queries read the codes in place."""
-        return math.prod(q.shape[1:-1]) // self.form.heads <= MOST_ROWS
+    def _is_in_place(self, q: ArrayView, queries: int) -> bool:
+        """Whether so many queries of a sequence, with as many heads as `q`, read the codes in place."""
+        return q.shape[1] * queries // self.form.heads <= MOST_ROWS
 
-    def _decoded_dtype(self, q: ArrayView, live: runtime.Runtime) -> dtypes.DType:
-        """The dtype of decoded tiles: that of the queries for CUDA's tensor cores, which pay off for many."""
-        return q.dtype if live.is_cuda and not self._is_in_place(q) else dtypes.float32
+    def _decoded_dtype(self, q: ArrayView, queries: int, live: runtime.Runtime) -> dtypes.DType:
+        """The dtype of decoded tiles: that of many queries, if prompts read tiles so (see `joins_tokens`)."""
+        return q.dtype if joins_tokens(live) and not self._is_in_place(q, queries) else dtypes.float32
 
     def _codes(self, slots: CodeSlots) -> tuple[TileCodes, TileCodes]:
         """The codes of keys and of values, and where those of a sequence are."""
@@ -208,7 +208,7 @@ class CodedTiles(NamedTuple):
         self, operation: str, q: ArrayView, scores: AttentionScale, slots: CodeSlots, scratch: ScoreMemory, to: Results
     ) -> None:
         """Attention over decoded tiles, some at a time."""
-        dtype = self._decoded_dtype(q, scratch.runtime)
+        dtype = self._decoded_dtype(q, q.shape[2], scratch.runtime)
         by_first: dict[int, list[DecodedTokens]] = {}
         for run in self._runs(slots, q.shape[0], dtype):
             by_first.setdefault(run.first, []).append(run)
@@ -245,13 +245,13 @@ class CodedTiles(NamedTuple):
         scratch: ScoreMemory,
     ) -> None:
         """Weigh the codes; see `AttentionPlan.weigh`."""
-        if self._is_in_place(q):
+        if self._is_in_place(q, weighing.among):
             for first, end, memory, seen in self._in_place(q, slots, scratch):
                 asking, lse, to = (a.part(0, first, end) for a in (q, weighing.lse, weighing.to))
                 keys, form = self._codes(slots)[0].sequences(first, end), (self.form.tiles, seen, scores)
                 weigh_tiles(scratch.runtime, operation, asking, keys, *form, memory, (lse, to, weighing.kind))
             return
-        dtype = self._decoded_dtype(q, scratch.runtime)
+        dtype = self._decoded_dtype(q, weighing.among, scratch.runtime)
         for run in self._runs(slots, q.shape[0], dtype):
             end = run.first + run.sequences
             asking, lse, to = (a.part(0, run.first, end) for a in (q, weighing.lse, weighing.to))
@@ -297,7 +297,7 @@ class CodedTiles(NamedTuple):
 
 
 def joins_tokens(live: runtime.Runtime) -> bool:
-    """Whether prompts read all tokens as rows of their dtype: on CUDA, for whose tensor cores this pays off."""
+    """Whether prompts read tokens as rows of their dtype: on CUDA, for whose tensor cores this pays off."""
     return live.is_cuda
 
 

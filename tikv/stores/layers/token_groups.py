@@ -321,9 +321,8 @@ class TokenGroupLayers(LayerStorage):
         self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since, causal=causal)
         if mass:
             mass.start(to_mass)
-            asking = last_queries(several, to_lse, mass.queries)
             to_weights = view(to_mass, "mass", operation)
-            self._weigh(operation, layer, *asking, to_weights, mass.kind, scores, since, causal=causal)
+            self._weigh(operation, layer, several, to_lse, to_weights, mass, scores, since, causal=causal)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
     def _mass_array(
@@ -380,20 +379,21 @@ class TokenGroupLayers(LayerStorage):
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
 
     def _weigh(
-        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str,
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, mass: Mass,
         scores: AttentionScale, since: int, ahead: int = 0, causal: bool = True,
     ) -> None:  # fmt: skip
         """Add the mass that queries as in `_attend` give the sinks and the tokens from position `since` on to `to`."""
+        among, (q, lse) = q.shape[2], last_queries(q, lse, mass.queries)
         counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
         plan, arrays = self._ring_plan(operation, layer, q, scores, {}, ahead, causal)
         oldest = max(codes.first, since - ring.sinks)
         coded = max(0, codes.tokens - oldest)
         plain = ring.sinks + codes.tokens if codes.tokens else 0
         tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since), ahead)
-        plan.weigh(arrays, lse, to, tokens, kind, coded)
+        plan.weigh(arrays, lse, to, tokens, mass.kind, coded)
         if coded:
             ahead += ring.length - ring.sinks - codes.tokens
-            part = Weighing(lse, to.part(2, ring.sinks, ring.sinks + coded), kind)
+            part = Weighing(among, lse, to.part(2, ring.sinks, ring.sinks + coded), mass.kind)
             codes.weigh(operation, q, part, scores, oldest, (counts.ring, ahead) if counts.ring else None)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
@@ -434,9 +434,9 @@ class TokenGroupLayers(LayerStorage):
                 views = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
                 self._attend(operation, layer, views[0], scores, terms, Results(views[1], True, views[2]), since)
                 if first_weighed < part.end:
-                    last, their_lse = (a.part(2, max(part.first, first_weighed), part.end) for a in (asked, to_lse))
-                    weights = view(to_mass, "mass", operation)
-                    self._weigh(operation, layer, last, their_lse, weights, mass.kind, scores, held_from)
+                    weights, last = view(to_mass, "mass", operation), part.end - max(part.first, first_weighed)
+                    of_part = mass._replace(queries=last)
+                    self._weigh(operation, layer, views[0], views[2], weights, of_part, scores, held_from)
             return results_of(out, lse if request.return_lse else None, to_mass)
 
     @uninterrupted
@@ -469,7 +469,7 @@ class TokenGroupLayers(LayerStorage):
         def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
             if ring.length:
                 to = view(to_mass, "mass", operation)
-                self._weigh(operation, layer, q, lse, to, mass.kind, scores, since, new)
+                self._weigh(operation, layer, q, lse, to, mass, scores, since, new)
 
         join = functools.partial(self._joined, operation, layer)
         run = unkept_call(

@@ -169,9 +169,9 @@ def unkept_call(
             else:
                 whole.attend(staged_q, to, to_lse)
             if mass:
-                asking = last_queries(staged_q, to_lse, mass.queries)
-                weigh(*asking, mass, to_mass)
+                weigh(staged_q, to_lse, mass, to_mass)
                 if request.keep:
+                    asking = last_queries(staged_q, to_lse, mass.queries)
                     staged.weigh(*asking, view(to_mass, "mass", operation), mass.kind)
             stage.finish()
         return results_of(out, lse if request.return_lse else None, to_mass)
@@ -213,6 +213,7 @@ def extend_unkept(
         return layer_plan(live, operation, read, layer, scores).attend(None, read, of_layer, to)
 
     def weigh(q: ArrayView, lse: ArrayView, mass: Mass, to_mass: Any) -> None:
+        q, lse = last_queries(q, lse, mass.queries)
         read = layer_arrays(layer, q)
         of_layer = tokens(read, new)
         plan = layer_plan(live, operation, read, layer, scores)

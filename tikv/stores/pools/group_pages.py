@@ -24,7 +24,7 @@ from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks
 from tikv.ops.attention.call import attention_call
 from tikv.ops.attention.launches import AttendedTokens
-from tikv.ops.attention.mass import fill
+from tikv.ops.attention.mass import Mass, fill
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries
@@ -550,11 +550,10 @@ class TokenGroupPages(Pages[BlockPools]):
         self._attend(operation, layer, asked, states, request, Results(to, True, to_lse))
         if mass:
             mass.start(to_mass)
-            last, their_lse = last_queries(asked, to_lse, mass.queries)
-            arrays = last, their_lse, view(to_mass, "mass", operation)
+            arrays = asked, to_lse, view(to_mass, "mass", operation)
             for i, state in enumerate(states):
                 one, lse_of, weights = (a.part(0, i, i + 1) for a in arrays)
-                self._weigh(operation, layer, one, lse_of, weights, mass.kind, state, request)
+                self._weigh(operation, layer, one, lse_of, weights, mass, state, request)
         return results_of(result, lse if request.return_lse else None, to_mass)
 
     @uninterrupted
@@ -604,10 +603,11 @@ class TokenGroupPages(Pages[BlockPools]):
                     whole.attend(q, out, lse)
                 if mass:
                     weights = view(to_mass, "mass", operation).part(0, i, i + 1)
-                    asked, length = last_queries(q, lse, mass.queries), state.lengths[layer]
+                    length = state.lengths[layer]
                     if length:
-                        self._weigh(operation, layer, *asked, weights, mass.kind, state, request, tokens)
+                        self._weigh(operation, layer, q, lse, weights, mass, state, request, tokens)
                     if request.keep:
+                        asked = last_queries(q, lse, mass.queries)
                         new.weigh(*asked, weights.part(2, 0, length + tokens), mass.kind)
         stage.finish()
         return results_of(result, sums if request.return_lse else None, to_mass)
@@ -642,10 +642,11 @@ class TokenGroupPages(Pages[BlockPools]):
         return to.out, to.lse
 
     def _weigh(
-        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, kind: str, state: SequenceState,
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: ArrayView, mass: Mass, state: SequenceState,
         request: AttendRequest, ahead: int = 0,
     ) -> None:  # fmt: skip
         """Add the mass that (1, Hq, T, D) queries of a sequence's newest tokens give its tokens to `to`."""
+        among, (q, lse) = q.shape[2], last_queries(q, lse, mass.queries)
         coded, length, size = self.coded[state.number][layer], state.lengths[layer], self.config.block_size
         pages = np.array([self.new.in_order(state.number, coded)], np.int32)
         caches = self.new.pools.caches[layer]._replace(
@@ -656,7 +657,7 @@ class TokenGroupPages(Pages[BlockPools]):
         sinks = self.sinks if coded else 0
         for first, end, between in ((0, sinks, 0), (sinks, call.length, coded)):
             tokens = AttendedTokens(end, first, call.length - end + ahead)
-            call.plan.weigh(dict(call.arrays), lse, to.part(2, first + between, end + between), tokens, kind)
+            call.plan.weigh(dict(call.arrays), lse, to.part(2, first + between, end + between), tokens, mass.kind)
         if coded:
             blocks_of = np.array([state.blocks[: -(-length // size)]], np.int32)
             slots = CodeSlots(
@@ -664,7 +665,7 @@ class TokenGroupPages(Pages[BlockPools]):
                 tokens=AttendedTokens(coded), known=[(state.blocks, coded)],
                 paged={"table": self.tables.upload(f"weighed blocks {layer}", blocks_of)},
             )  # fmt: skip
-            weighing = Weighing(lse, to.part(2, sinks, sinks + coded), kind)
+            weighing = Weighing(among, lse, to.part(2, sinks, sinks + coded), mass.kind)
             self._codes[layer].weigh(operation, q, weighing, request.scores, slots, self.scratch)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
@@ -755,10 +756,9 @@ class TokenGroupPages(Pages[BlockPools]):
                     part, out, lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
                     self._attend(operation, layer, part, [state], request, Results(out, True, lse))
                     if weighed < first + count:
-                        begin = max(0, weighed - first)
-                        last, their_lse = part.part(2, begin, count), lse.part(2, begin, count)
+                        of_part = mass._replace(queries=count - max(0, weighed - first))
                         weights = view(to_mass, "mass", operation).part(0, i, i + 1)
-                        self._weigh(operation, layer, last, their_lse, weights, mass.kind, state, request)
+                        self._weigh(operation, layer, part, lse, weights, of_part, state, request)
                     first += count
         except BaseException as error:
             with Held():
