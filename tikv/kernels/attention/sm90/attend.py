@@ -16,6 +16,7 @@ from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm90.coded import make_produce_codes
 from tikv.kernels.attention.sm90.consumer import make_consume
+from tikv.kernels.attention.sm90.eight import make_produce_eight
 from tikv.kernels.attention.sm90.producer import make_produce
 from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
 from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
@@ -61,6 +62,8 @@ def make_attend_task(x, parts, c):
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
     warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile
     produce = make_produce(c) if c.cache in HALVES else make_produce_codes(warps, c)
+    if c.eight:
+        produce = make_produce_eight(warps, produce, c)
     registers = registers_of(PRODUCERS, c.width)
     give_away = getattr(ext, f"registers_dec_{registers.producer}")
     get_many = getattr(ext, f"registers_inc_{registers.consumer}")

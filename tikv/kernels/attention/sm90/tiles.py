@@ -110,7 +110,8 @@ class Memory(NamedTuple):
 
     k: int
     v: int
-    tile: int  # bytes of a tile of K, or of V
+    tile: int  # bytes of a tile of K
+    tile_v: int  # and of V
     stages: int  # tiles of each
     codes: int  # of tiles to come: those of K, then of V
     of_codes: int  # bytes of the codes of a tile of K, or of V
@@ -127,12 +128,40 @@ def memory_of(width: int, bits: int = 0) -> Memory:
     stages = min(STAGES_OF[width], room // (2 * tile))
     codes = k + 2 * stages * tile
     barriers = codes + 2 * ahead * of_codes
-    return Memory(k, k + stages * tile, tile, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + 1024)
+    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + 1024)
+
+
+def memory_of_eight(width: int, turned: bool) -> Memory:
+    """The `Memory` of products in 8 bits: behind the barriers are factors of query rows, then scales of the keys.
+
+    `turned`: V is codes too, a row of keys for each column, and the codes of tiles to come are its own. Otherwise it is
+    halves, made of codes that lie as `memory_of` has them.
+    """
+    columns, keys = -(-width // PANEL_ROW), KEYS_OF[width]
+    k, tile, ahead = columns * ROWS * PANEL_ROW, columns * keys * PANEL_ROW, 2 if width <= 128 or turned else 1
+    tile_v = width * PANEL_ROW if turned else panels(width) * keys * PANEL_ROW
+    of_codes = tile if turned else tile_v // 2
+    numbers = 4 * (ROWS + MOST_STAGES * keys)
+    room = SHARED_BYTES - k - ahead * of_codes - B.nbytes - numbers - 1024
+    stages = min(STAGES_OF[width], room // (tile + tile_v))
+    v = k + stages * tile
+    codes = v + stages * tile_v
+    barriers = codes + ahead * of_codes
+    if not turned:
+        codes -= ahead * of_codes  # where those of K would begin, which are not kept
+    return Memory(k, v, tile, tile_v, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + numbers + 1024)
 
 
 def memory_for(c) -> Memory:
     """The `Memory` of a kernel's choices."""
+    if c.eight:
+        return memory_of_eight(c.width, is_turned(c))
     return memory_of(c.width, 0 if c.cache in HALVES else OF_CODE[c.cache].bits)
+
+
+def is_turned(c) -> bool:
+    """Whether a kernel multiplies codes of V: floats have one scale for all keys, which comes behind the sums."""
+    return c.eight and c.cache == "e4m3"
 
 
 def make_range(c):
