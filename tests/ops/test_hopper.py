@@ -458,9 +458,12 @@ def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
     from tikv.kernels.attention.sm90 import tiles as kernels
 
-    for width, bits in itertools.product(kernels.KEYS_OF, (0, 4, 8)):
-        memory = kernels.memory_of(width, bits)
+    every = itertools.product(kernels.KEYS_OF, (0, 4, 8))
+    of_eight = itertools.product(kernels.KEYS_OF, (False, True))
+    memories = [kernels.memory_of(*form) for form in every] + [kernels.memory_of_eight(*form) for form in of_eight]
+    for memory in memories:
         assert memory.nbytes <= 227 << 10
         assert memory.stages >= 2
         assert not memory.k % 1024
         assert not memory.tile % 1024
+        assert not memory.tile_v % 1024

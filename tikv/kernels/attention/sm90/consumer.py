@@ -39,13 +39,14 @@ def make_consume(x, parts, c):
     """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
     keys, memory = KEYS_OF[c.width], memory_for(c)
-    NS, NO, TURNED = keys // 2, c.width // 2, is_turned(c)
+    TURNED = is_turned(c)
+    NS, NO, NP = keys // 2, c.width // 2, keys // (8 if TURNED else 4)
     INTEGERS = NS if c.eight and not TURNED else 0
     of_scores, of_values = operand_of(c) if c.eight else c.query, "e4m3" if TURNED else c.query
     scores, values = getattr(ext, f"scores_{of_scores}_{c.width}"), getattr(ext, f"values_{of_values}_{c.width}")
     wait_scores, wait_values = getattr(ext, f"wait_{'integers' if INTEGERS else 1}_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries = make_load_codes(c) if c.eight else make_load_queries(c)
-    weigh, store_rows, pack, NP = make_weigh(c), make_store_rows(x.paired, parts, c), make_pack(c), keys // (8 if TURNED else 4)
+    weigh, pack, store_rows = make_weigh(c), make_pack(c), make_store_rows(x.paired, parts, c)
     find_factors, scale_scores = make_find_factors(c), make_scale_scores(c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.

@@ -81,8 +81,10 @@ def make_find(c):
 def make_produce_keys(c):
     """produce_keys(lane, warp, ...): copy a warp's codes of K, and over int8 their scales, as floats."""
     ext, keys, memory, SCALED = instructions(), KEYS_OF[c.width], memory_for(c), not is_turned(c)
-    find, copy_rows, (k_offset, _, scale_offset) = make_find(c), make_copy_rows(c.width, keys, OWN), make_slot_offsets(c)
-    read_number, to_f32 = (getattr(ext, f"read_number_{SIZE[c.scale]}"), make_bits_to_f32(c.scale)) if SCALED else (0, 0)
+    find, copy_rows = make_find(c), make_copy_rows(c.width, keys, OWN)
+    k_offset, _, scale_offset = make_slot_offsets(c)
+    kind = c.scale if SCALED else "f32"
+    read_number, to_f32 = getattr(ext, f"read_number_{SIZE[kind]}"), make_bits_to_f32(kind)
     PARTS, PART = 128 // keys, keys // 4
 
     @ti.func
@@ -259,7 +261,7 @@ def make_load_codes(c):
 
 
 def make_find_factors(c):
-    """find_factors(thread, ..., factor) -> what the result is multiplied by; `factor` is that of a thread's two rows."""
+    """find_factors(thread, ..., factor) -> a factor of the result; `factor` gets those of a thread's two rows."""
     ext, to_f32, SCALED = instructions(), make_bits_to_f32(c.scale or "f32"), is_turned(c) and c.scale != ""
 
     @ti.func
@@ -281,7 +283,7 @@ def make_find_factors(c):
 
 
 def make_scale_scores(c):
-    """scale_scores(lane, stage, barriers, integers, s): sums of products become floats, times the scales of their keys."""
+    """scale_scores(lane, stage, barriers, integers, s): sums of integers become floats, times the scales of keys."""
     ext, keys = instructions(), KEYS_OF[c.width]
 
     @ti.func

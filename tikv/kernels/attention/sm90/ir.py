@@ -541,7 +541,8 @@ def text() -> str:
     ]
     of_codes = list(dict.fromkeys(of_codes))  # those that read are the same for two of the forms
     of_latents = [*latents, *latent_results()]
-    return "\n".join([HEAD, *others(), *for_codes(), *waits(), *batches, *writes(), *of_codes, *products, *of_latents, *results])
+    short = [*others(), *for_codes(), *waits()]
+    return "\n".join([HEAD, *short, *batches, *writes(), *of_codes, *products, *of_latents, *results])
 
 
 if __name__ == "__main__":

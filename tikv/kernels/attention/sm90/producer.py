@@ -101,7 +101,7 @@ def make_copy_rows(nbytes, keys, OWN):
     """
     ext = instructions()
     pieces, width = nbytes // PIECE, nbytes // 2
-    QUICK = nbytes == PANEL_ROW or nbytes % PANEL_ROW == 0 and OWN == keys // 4
+    QUICK = nbytes == PANEL_ROW or (nbytes % PANEL_ROW == 0 and OWN == keys // 4)
     copy = getattr(ext, f"copy_rows_{width}") if QUICK else None
 
     @ti.func

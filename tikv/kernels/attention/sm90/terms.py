@@ -35,7 +35,8 @@ def make_start_rows(c):
             if ti.static(c.sink_logits):
                 top, weight = start_state(task[T.head], clamped, task[T.split], terms)
                 m[r] = ti.max(top, ti.f32(LOWEST)) - ti.f32(UP)
-                l[r] = ti.select((lane & 3) == 0, weight * ti.f32(2.0**UP), ti.f32(0.0))  # the lanes of a row each have a part of its sum
+                # The lanes of a row each have a part of its sum.
+                l[r] = ti.select((lane & 3) == 0, weight * ti.f32(2.0**UP), ti.f32(0.0))
             if ti.static(c.alibi):
                 slope[r] = slope_of(task[T.sequence], task[T.head], clamped, terms) * ti.f32(LOG2E)
                 depth = depth_of(task[T.sequence], clamped // c.group, terms, params)

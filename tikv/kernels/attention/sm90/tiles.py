@@ -128,7 +128,8 @@ def memory_of(width: int, bits: int = 0) -> Memory:
     stages = min(STAGES_OF[width], room // (2 * tile))
     codes = k + 2 * stages * tile
     barriers = codes + 2 * ahead * of_codes
-    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + 1024)
+    v, end = k + stages * tile, barriers + B.nbytes + 1024
+    return Memory(k, v, tile, tile, stages, codes, of_codes, ahead, barriers, end)
 
 
 def memory_of_eight(width: int, turned: bool) -> Memory:

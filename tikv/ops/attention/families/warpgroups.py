@@ -8,7 +8,7 @@ from typing import Any
 from tikv import launch
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
-from tikv.kernels.attention.sm90 import attend, coded, latents
+from tikv.kernels.attention.sm90 import attend, coded, eight, latents
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
@@ -76,6 +76,26 @@ class WarpgroupPrompts(InWarpgroups):
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         return attend.make_attend_hopper, (self.tile._replace(paired=paired),)
+
+
+class WarpgroupCodes(WarpgroupPrompts):
+    """The same prompts over codes of 8 bits that are multiplied as they are stored, if the user allows it."""
+
+    title = "warpgroups over prompts in 8 bits"
+    serves = (
+        f"with {NEEDS}, with `attention_bits=8`: prompts as below over K and V of int8 or float8_e4m3fn, "
+        f"whose rows begin at multiples of {attend.PIECE} bytes; without `invariant=True`"
+    )
+    eight = True
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        storage = form.cache.k.storage
+        if form.live.attention_bits != 8:
+            return "tikv.init(attention_bits=8) is not set"
+        if storage not in eight.OPERANDS:
+            return f"K and V are {form.stored}"
+        return super().why_not(form) or form.why_not_begin_at(attend.PIECE)
 
 
 class WarpgroupLatents(InWarpgroups):
