@@ -188,7 +188,7 @@ def test_another_launcher_takes_other_kernels(arch, rng, warpgroups):
 # --- terms
 
 
-def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
+def expected(case, terms=None, masks=None, softcap=None, causal=True, scale=None, code_dtype=None, **seen):
     """(out, lse) in float64 with `Terms`, where new tokens see each other by `masks` if there are any."""
     tokens = case.q.shape[2]
     out, lse = np.zeros((*case.q.shape[:3], case.v_real.shape[-1])), np.zeros(case.q.shape[:3])
@@ -209,7 +209,13 @@ def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
         keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
         added = terms.of(b, h, positions, own) if terms else {}
         out[b, h, t], lse[b, h, t] = reference.attention(
-            case.q[b, h, t], keys, values, scale=case.q.shape[-1] ** -0.5, softcap=softcap, **added
+            case.q[b, h, t],
+            keys,
+            values,
+            scale=scale or case.q.shape[-1] ** -0.5,
+            softcap=softcap,
+            code_dtype=code_dtype,
+            **added,
         )
     return out, lse
 
