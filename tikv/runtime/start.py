@@ -368,7 +368,7 @@ def _start(arch: str, name: str, options: dict[str, Any], arithmetic: dict[str, 
     with _lock:
         if engine.is_left_behind():
             raise StaleRuntimeError(f"init: {_why_forked()}")
-        kept = _arithmetic(arithmetic or {}, used.alias)
+        settings = _arithmetic(arithmetic or {}, used.alias)
         reasons = []
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()
         for each in archs:
@@ -382,7 +382,7 @@ def _start(arch: str, name: str, options: dict[str, Any], arithmetic: dict[str, 
                 log.warning("tikv has never been run on %s: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
             _current.why_arch = "; ".join(reasons) or why
-            for option, value in kept.items():
+            for option, value in settings.items():
                 setattr(_current, option, value)
             log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current
@@ -397,7 +397,7 @@ def _arithmetic(asked: dict[str, Any], ti: str) -> dict[str, Any]:
     Raises:
         OptionError: the running engine computes in another way.
     """
-    kept = {}
+    settings = {}
     for name in ("invariant", "attention_bits"):
         value, before = asked.get(name), getattr(_current, name) if _current is not None and _current.alive else None
         if value is not None and before is not None and value != before:
@@ -407,8 +407,8 @@ def _arithmetic(asked: dict[str, Any], ti: str) -> dict[str, Any]:
                 f"operation, or call {ti}.reset() first, which ends the running engine and frees all its memory."
             )
         if value is not None or before is not None:
-            kept[name] = before if value is None else value
-    return kept
+            settings[name] = before if value is None else value
+    return settings
 
 
 def is_forked() -> bool:

@@ -132,23 +132,23 @@ def memory_of(width: int, bits: int = 0) -> Memory:
     return Memory(k, v, tile, tile, stages, codes, of_codes, ahead, barriers, end)
 
 
-def memory_of_eight(width: int, turned: bool) -> Memory:
+def memory_of_eight(width: int, floats: bool) -> Memory:
     """The `Memory` of products in 8 bits: behind the barriers are factors of query rows, then scales of the keys.
 
-    `turned`: V is codes too, a row of keys for each column, and the codes of tiles to come are its own. Otherwise it is
-    halves, made of codes that lie as `memory_of` has them.
+    Over `floats` V is codes too, a row of keys for each column, and the codes of tiles to come are its own. Otherwise
+    it is halves, made of codes that lie as `memory_of` has them.
     """
     columns, keys = -(-width // PANEL_ROW), KEYS_OF[width]
-    k, tile, ahead = columns * ROWS * PANEL_ROW, columns * keys * PANEL_ROW, 2 if width <= 128 or turned else 1
-    tile_v = width * PANEL_ROW if turned else panels(width) * keys * PANEL_ROW
-    of_codes = tile if turned else tile_v // 2
+    k, tile, ahead = columns * ROWS * PANEL_ROW, columns * keys * PANEL_ROW, 2 if width <= 128 or floats else 1
+    tile_v = width * PANEL_ROW if floats else panels(width) * keys * PANEL_ROW
+    of_codes = tile if floats else tile_v // 2
     numbers = 4 * (ROWS + MOST_STAGES * keys)
     room = SHARED_BYTES - k - ahead * of_codes - B.nbytes - numbers - 1024
     stages = min(STAGES_OF[width], room // (tile + tile_v))
     v = k + stages * tile
     codes = v + stages * tile_v
     barriers = codes + ahead * of_codes
-    if not turned:
+    if not floats:
         codes -= ahead * of_codes  # where those of K would begin, which are not kept
     return Memory(k, v, tile, tile_v, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + numbers + 1024)
 
