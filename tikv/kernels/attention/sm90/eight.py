@@ -34,6 +34,7 @@ from tikv.runtime import ti
 
 OPERANDS = {"e4m3": ("e4m3", 448.0), "i8": ("s8", 127.0)}  # of each type of codes: that of products, the largest code
 OWN = 32  # keys of a warp that produces
+LEAST = 0x02000000  # the bits of 2 ** -123, which a factor of scores is at least: that of a row of zeros would be 0
 
 
 def operand_of(c) -> str:
@@ -277,6 +278,9 @@ def make_find_factors(c):
             of_result = to_f32(v_scale[strides[S.v_scale_first] + task[T.scale_first]])
             for r in ti.static(range(2)):
                 factor[r] *= of_keys
+        for r in ti.static(range(2)):  # -infinity, the score of what is not seen, must stay so; bits, for NaN
+            if ti.bit_cast(factor[r], ti.u32) < ti.u32(LEAST):
+                factor[r] = ti.bit_cast(ti.u32(LEAST), ti.f32)
         return of_result
 
     return find_factors
