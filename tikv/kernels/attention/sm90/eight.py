@@ -177,18 +177,20 @@ def make_produce_turned(c):
                 whole, spoiled = 1, ti.u32(0)
                 if ti.static(c.masked):
                     whole = is_whole(tile_at(n - 1, seen), seen)
-                for j in ti.static(range(c.width // 16)):
-                    y = [ti.u32(0) for _ in range(4)]
-                    at = (of_key ^ ti.u32(j % 8 * PIECE)) + ti.u32(j // 8 * (OWN * PANEL_ROW))
-                    ext.read_turned(*y, at)
+                for i in ti.static(range(c.width // 32)):
+                    y = [ti.u32(0) for _ in range(8)]
+                    for j in ti.static(range(2 * i, 2 * i + 2)):  # two at a time, of which none waits for the other
+                        at = (of_key ^ ti.u32(j % 8 * PIECE)) + ti.u32(j // 8 * (OWN * PANEL_ROW))
+                        ext.read_turned(*y[4 * (j % 2) : 4 * (j % 2) + 4], at)
                     if ti.static(c.masked):
                         if whole == 0:
-                            for e in ti.static(range(4)):
-                                nans = (y[e] & ti.u32(0x7F7F7F7F)) + ti.u32(0x01010101) & ti.u32(0x80808080)
+                            for e in ti.static(range(8)):
+                                nans = ((y[e] & ti.u32(0x7F7F7F7F)) + ti.u32(0x01010101)) & ti.u32(0x80808080)
                                 y[e] = y[e] & ~((nans >> ti.u32(7)) * ti.u32(0xFF))
                                 spoiled = spoiled | nans
-                    ext.write_keys(to, *y)
-                    to += ti.u32(16 * PANEL_ROW)
+                    for j in ti.static(range(2)):
+                        ext.write_keys(to, *y[4 * j : 4 * j + 4])
+                        to += ti.u32(16 * PANEL_ROW)
                 if spoiled != ti.u32(0):
                     note, yes = barriers + ti.u32(B.spoiled), ti.u32(1)
                     ext.write_4(note, yes)
