@@ -8,6 +8,8 @@ starting theirs, so that one computes weights while the other multiplies. Weight
 first product lie in the order in which the second takes its operand. As in `sm80.attend`, results are rescaled only
 when a maximum grows.
 
+Where the user allows it, products over codes of 8 bits take both operands in 8 bits: `sm90.eight` has what differs.
+
 Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `sm90.ir`
 says; what no row of the task sees is zero there.
 """
