@@ -867,16 +867,17 @@ def visible_in_tree(
 def query_codes(q: Array, dtype: Any) -> tuple[Array, float]:
     """(codes of a query of the dtype int8 or float8_e4m3fn, their factor), as `tikv.init(attention_bits=8)` has them.
 
-    The largest number becomes the largest code, 127 or 448. Others are rounded to the nearest, ties to even.
+    The largest number becomes the largest code, 127 or 448. Others are multiplied in float32 by that code over that
+    number, and rounded to the nearest, ties to even.
 
     Examples:
         >>> query_codes(np.array([254.0, -3.0, 0.0]), np.int8)
         (array([127,  -2,   0], dtype=int8), 2.0)
     """
-    top, largest = float(np.abs(q).max()), 127.0 if np.dtype(dtype) == np.int8 else 448.0
-    steps = q.astype(np.float64) * (largest / top) if top else np.zeros(q.shape)
-    codes = np.rint(steps) if np.dtype(dtype) == np.int8 else steps.astype(np.float32)
-    return codes.astype(dtype), top / largest
+    q, integers = q.astype(np.float32), np.dtype(dtype) == np.int8
+    top, largest = np.abs(q).max(), np.float32(127 if integers else 448)
+    steps = q * (largest / top) if top else q
+    return (np.rint(steps) if integers else steps).astype(dtype), float(top / largest)
 
 
 def attention(

@@ -242,7 +242,9 @@ def make_load_codes(c):
         top = row_max(thread, top)
         largest, steps = ti.bit_cast(top, ti.f32), ti.f32(0.0)
         if top != ti.u32(0):
-            steps = ti.min(ti.f32(LARGEST) / largest, ti.f32(3e38))
+            most = ti.f32(LARGEST)
+            ext.divide(steps, most, largest)  # as the definition divides: else codes between two would be others
+            steps = ti.min(steps, ti.f32(3e38))
         for j in range(COUNT):
             fetch(q + ti.cast(j * 32, ti.u64), x)
             words = [ti.u32(0) for _ in range(4)]

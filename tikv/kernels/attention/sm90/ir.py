@@ -232,6 +232,8 @@ def for_codes() -> list[str]:
                  inputs=["i64"]),
         function("read_8", "two floats of shared memory", ["ld.shared.v2.f32 {$0, $1}, [$2];"], made=["float"] * 2,
                  inputs=["i32"]),
+        function("divide", "a / b, rounded to the nearest", ["div.rn.f32 $0, $1, $2;"], made=["float"],
+                 inputs=["float"] * 2, pure=True),
         function("codes_e4m3", "four 8-bit floats, rounded to the nearest; what is too large is the largest",
                  uncovered("{", ".reg .b16 l, h;", "cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;",
                            "cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;", "mov.b32 $0, {l, h};", "}"),
