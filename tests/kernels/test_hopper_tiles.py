@@ -102,7 +102,9 @@ def make_look(c):
                     for lane in range(4):
                         s = [ti.f32(0.0) for _ in range(keys // 2)]
                         slope[0] = ti.f32(1.0)
-                        add_slopes(at, gap, ti.f32(0.0), lane, slope, stand, found, own, of_tree, params, s)
+                        add_slopes(
+                            at, gap, [ti.f32(0.0), ti.f32(0.0)], lane, slope, stand, found, own, of_tree, params, s
+                        )
                         for e in ti.static(range(keys // 4)):
                             index = index_in_tile(e // 2 * 8 + e % 2 + 2 * lane, n, tiles, found)
                             if index < tiles[R.end]:

@@ -191,7 +191,7 @@ def test_another_launcher_takes_other_kernels(arch, rng, warpgroups):
 # --- terms
 
 
-def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
+def expected(case, terms=None, masks=None, softcap=None, causal=True, scale=None, code_dtype=None, **seen):
     """(out, lse) in float64 with `Terms`, where new tokens see each other by `masks` if there are any."""
     tokens = case.q.shape[2]
     out, lse = np.zeros((*case.q.shape[:3], case.v_real.shape[-1])), np.zeros(case.q.shape[:3])
@@ -212,7 +212,13 @@ def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
         keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
         added = terms.of(b, h, positions, own) if terms else {}
         out[b, h, t], lse[b, h, t] = reference.attention(
-            case.q[b, h, t], keys, values, scale=case.q.shape[-1] ** -0.5, softcap=softcap, **added
+            case.q[b, h, t],
+            keys,
+            values,
+            scale=scale or case.q.shape[-1] ** -0.5,
+            softcap=softcap,
+            code_dtype=code_dtype,
+            **added,
         )
     return out, lse
 
@@ -484,16 +490,19 @@ def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
     from tikv.kernels.attention.sm90 import tiles as kernels
 
-    for width, bits in itertools.product(kernels.KEYS_OF, (0, 4, 8)):
-        memory = kernels.memory_of(width, bits)
+    every = itertools.product(kernels.KEYS_OF, (0, 4, 8))
+    of_eight = itertools.product(kernels.KEYS_OF, (False, True))
+    memories = [kernels.memory_of(*form) for form in every] + [kernels.memory_of_eight(*form) for form in of_eight]
+    for memory in memories:
         assert memory.nbytes <= 227 << 10
         assert memory.stages >= 2
         assert not memory.k % 1024
-        for rows in (64, 128):
-            merging = kernels.memory_of(width, bits, rows)
-            if kernels.merges(rows, width, bits):
-                assert merging.nbytes <= 227 << 10
-                assert merging.barriers - merging.merged == rows * (4 * width + 8)
-                assert merging.merged >= merging.codes + 2 * merging.ahead * merging.of_codes
-                assert not merging.barriers % 16
         assert not memory.tile % 1024
+        assert not memory.tile_v % 1024
+    for width, bits, rows in itertools.product(kernels.KEYS_OF, (0, 4, 8), (64, 128)):
+        memory = kernels.memory_of(width, bits, rows)
+        if kernels.merges(rows, width, bits):
+            assert memory.nbytes <= 227 << 10
+            assert memory.barriers - memory.merged == rows * (4 * width + 8)
+            assert memory.merged >= memory.codes + 2 * memory.ahead * memory.of_codes
+            assert not memory.barriers % 16

@@ -413,22 +413,30 @@ def test_what_has_other_bits_is_refused(arch, rng, option, why):
 
 
 @pytest.mark.archs("cpu")
-def test_it_is_said_at_the_start(python):
+@pytest.mark.parametrize(
+    ("option", "usual", "set_to", "wrong", "allowed"),
+    [
+        ("invariant", False, True, 1, "True, False or None"),
+        ("attention_bits", 16, 8, 4, "16, 8 or None"),
+        ("attention_bits", 16, 8, True, "16, 8 or None"),
+    ],
+)
+def test_it_is_said_at_the_start(python, option, usual, set_to, wrong, allowed):
     """One value for what runs: another is refused, with the way out; a start without it keeps what is set."""
     told = python(
         "import tikv\n"
-        "print(tikv.info()['invariant'], tikv.init('cpu', invariant=True).invariant, tikv.info()['invariant'])\n"
-        "print(tikv.init('cpu').invariant)\n"
-        "try: tikv.init('cpu', invariant=False)\n"
+        f"print(tikv.info()['{option}'], tikv.init('cpu', {option}={set_to}).{option}, tikv.info()['{option}'])\n"
+        f"print(tikv.init('cpu').{option})\n"
+        f"try: tikv.init('cpu', {option}={usual})\n"
         "except tikv.OptionError as error: print(error)\n"
-        "try: tikv.init('cpu', invariant=1)\n"
+        f"try: tikv.init('cpu', {option}={wrong})\n"
         "except tikv.OptionError as error: print(error)\n"
-        "print(tikv.runtime.current().invariant)\n"
+        f"print(tikv.runtime.current().{option})\n"
         "tikv.runtime.ti.reset()\n"
-        "print(tikv.init('cpu').invariant)\n"
+        f"print(tikv.init('cpu').{option})\n"
     ).stdout.splitlines()
-    assert told[:2] == ["False True True", "True"]
-    assert "invariant=False" in told[2]
+    assert told[:2] == [f"{usual} {set_to} {set_to}", str(set_to)]
+    assert f"{option}={usual}" in told[2]
     assert ".reset()" in told[2]
-    assert told[3] == "init: invariant=1 is not True, False or None."
-    assert told[4:] == ["True", "False"]
+    assert told[3] == f"init: {option}={wrong} is not {allowed}."
+    assert told[4:] == [str(set_to), str(usual)]

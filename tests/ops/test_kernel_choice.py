@@ -77,6 +77,7 @@ class Machine(types.SimpleNamespace):
             threads=threads,
             engine=engines.TAICHI,
             invariant=invariant,
+            attention_bits=16,
             why_no_subgroups=why_no_subgroups,
             has_float64=not spirv,
             debug=False,

@@ -441,8 +441,9 @@ def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queri
 
 
 CUDA = types.SimpleNamespace(
-    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda", invariant=False
-)
+    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda", invariant=False,
+    attention_bits=16,
+)  # fmt: skip
 
 
 @pytest.mark.archs("cpu")

@@ -204,7 +204,7 @@ class AttentionLaunches(Plan):
         # The log-sum-exps that attention leaves include these terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
         rows = family.rows_of_task(MOST_ROWS)
-        plain = plain._replace(rows=rows, values=None, invariant=False, masked=family.masked)
+        plain = plain._replace(rows=rows, values=None, eight=False, invariant=False, masked=family.masked)
         if self.weighs_only:
             return [*launches, self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -343,6 +343,7 @@ class AttentionLaunches(Plan):
             values=None if cache.alike else StoredValues(cache.v.storage, bits[1], scales[1]),
             index_bits=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
             scored=cache.scored,
+            eight=family.eight,
             invariant=self.live.invariant,
         )
 

@@ -8,6 +8,8 @@ starting theirs, so that one computes weights while the other multiplies. Weight
 first product lie in the order in which the second takes its operand. As in `sm80.attend`, results are rescaled only
 when a maximum grows.
 
+Where the user allows it, products over codes of 8 bits take both operands in 8 bits: `sm90.eight` has what differs.
+
 Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `sm90.ir`
 says; what no row of the task sees is zero there.
 
@@ -25,6 +27,7 @@ from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.coded import make_produce_codes
 from tikv.kernels.attention.sm90.consumer import make_consume
+from tikv.kernels.attention.sm90.eight import make_produce_eight
 from tikv.kernels.attention.sm90.producer import make_produce
 from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
 from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
@@ -87,6 +90,8 @@ def make_attend_task(x, parts, c):
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
     warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile
     produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
+    if c.eight:
+        produce = make_produce_eight(warps, produce, memory, c)
     registers, EXCHANGES = registers_of(PRODUCERS + x.consumers - 2, c.width), THREADS > 2 * GROUP
     give_away = getattr(ext, f"registers_dec_{registers.producer}")
     get_many = getattr(ext, f"registers_inc_{registers.consumer}")

@@ -172,7 +172,7 @@ def make_produce_codes(warps, memory, c):
             barrier = barriers + ti.cast(of_v * B.v_there + stage * 8, ti.u32)
             done = barrier + ti.u32(B.k_done)
             ext.barrier_wait(done, phase)
-            to = shared + ti.cast(memory.k + (of_v * STAGES + stage) * memory.tile, ti.u32)
+            to = shared + ti.cast(memory.k + of_v * (memory.v - memory.k) + stage * memory.tile_v, ti.u32)
             at = codes_at + ti.cast(tile % AHEAD * memory.of_codes, ti.u32)
             offset = offset_of(of_v, slots[AHEAD], strides)
             words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]

@@ -7,7 +7,8 @@ from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
 from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.coded import make_half_at
-from tikv.kernels.attention.sm90.terms import make_add_slopes, make_see_in_tree, make_start_rows
+from tikv.kernels.attention.sm90.eight import make_find_factors, make_load_codes, make_scale_scores, operand_of
+from tikv.kernels.attention.sm90.terms import make_add_slopes, make_see_in_tree, make_start_rows, rise_of
 from tikv.kernels.attention.sm90.tiles import (
     GROUP,
     KEYS_OF,
@@ -17,6 +18,7 @@ from tikv.kernels.attention.sm90.tiles import (
     B,
     R,
     instructions,
+    is_turned,
     make_gap_of,
     make_index_in_tile,
     make_is_whole,
@@ -35,24 +37,27 @@ from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
 QUAD = [2, 1]  # distances of the lanes that share a row
-LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
 
 
 def make_consume(x, parts, c):
     """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
-    scores, values = (getattr(ext, f"{name}_{c.query}_{c.width}") for name in ("scores", "values"))
-    pack = getattr(ext, f"pack_{c.query}")
     keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
-    NS, NO = keys // 2, c.width // 2
-    wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
-    load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
+    TURNED = is_turned(c)
+    NS, NO, NP = keys // 2, c.width // 2, keys // (8 if TURNED else 4)
+    INTEGERS = NS if c.eight and not TURNED else 0
+    of_scores, of_values = operand_of(c) if c.eight else c.query, "e4m3" if TURNED else c.query
+    scores, values = getattr(ext, f"scores_{of_scores}_{c.width}"), getattr(ext, f"values_{of_values}_{c.width}")
+    wait_scores, wait_values = getattr(ext, f"wait_{'integers' if INTEGERS else 1}_{NS}"), getattr(ext, f"wait_0_{NO}")
+    load_queries = make_load_codes(memory, c) if c.eight else make_load_queries(c)
+    weigh, pack, store_rows = make_weigh(c), make_pack(c), make_store_rows(x.paired, parts, c)
+    find_factors, scale_scores = make_find_factors(c), make_scale_scores(c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
     begin_merged, close, take_merged = make_close(x.rows, c.width)
     restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
-    OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
+    OF_KEYS, OF_VALUES = 1 << 16, (1 if TURNED else keys * PANEL_ROW >> 4) << 16
 
     @ti.func
     def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), terms: ti.template(),
@@ -72,7 +77,11 @@ def make_consume(x, parts, c):
         fade = [ti.f32(1.0) for _ in range(2)]
         acc = [ti.f32(0.0) for _ in range(NO)]
         s = [ti.f32(0.0) for _ in range(NS)]
-        p = [ti.u32(0) for _ in range(NS // 2)]
+        integers = [ti.i32(0) for _ in range(INTEGERS)]
+        p = [ti.u32(0) for _ in range(NP)]
+        factor, of_result = [scalars[X.logit_scale] for _ in range(2)], ti.f32(1.0)
+        if ti.static(c.eight):
+            of_result = find_factors(thread, barriers, task, arrays, strides, factor)
         own_turn, other_turn, both = ti.cast(half + 3, ti.u32), ti.cast(4 - half, ti.u32), ti.u32(2 * GROUP)
         tiles, stage, other = seen[R.tiles], 0, STAGES - 1  # of a tile, and of the one before
         phase, other_phase = ti.u32(0), ti.u32(1)
@@ -101,11 +110,14 @@ def make_consume(x, parts, c):
             if ti.static(TURNS):
                 ext.meet(own_turn, both)
             of_k = kd + ti.cast(stage * (memory.tile >> 4), ti.u32)
-            of_v = vd + ti.cast(other * (memory.tile >> 4), ti.u32)
+            of_v = vd + ti.cast(other * (memory.tile_v >> 4), ti.u32)
             # The first time there are no values yet: what the product makes of no weights is not used.
             if ti.static(not MERGES):
                 more = ti.cast(n > 1, ti.u32)
-            scores(*s, qd, of_k)
+            if ti.static(INTEGERS > 0):
+                scores(*integers, qd, of_k)
+            else:
+                scores(*s, qd, of_k)
             if n > 0:
                 there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
                 ext.barrier_wait(there, other_phase)
@@ -114,7 +126,11 @@ def make_consume(x, parts, c):
             if ti.static(TURNS):
                 if half == 0 or n + 1 < tiles:
                     ext.let_pass(other_turn, both)
-            wait_scores(*s)
+            if ti.static(INTEGERS > 0):
+                wait_scores(*integers)
+                scale_scores(lane, stage, barriers, integers, s)
+            else:
+                wait_scores(*s)
             if ti.static(MERGES):
                 more = ti.cast(n > 0 and begins == 0, ti.u32)
                 if begins != 0:
@@ -122,8 +138,8 @@ def make_consume(x, parts, c):
                     close(thread, half, merged, m, l, acc)
                     for r in ti.static(range(2)):
                         m[r], l[r] = ti.f32(LOWEST), ti.f32(0.0)
-            grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, slope, stand, s, m,
-                          l, fade)  # fmt: skip
+            grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope, stand,
+                          s, m, l, fade)  # fmt: skip
             if lane == 0:
                 done, total = barriers + ti.cast(B.k_done + stage * 8, ti.u32), l[0] + l[1]
                 ext.barrier_arrive_after(done, total)
@@ -134,8 +150,7 @@ def make_consume(x, parts, c):
             if grown != 0:
                 for i in ti.static(range(NO)):
                     acc[i] *= fade[ti.static(i // 2 % 2)]
-            for i in ti.static(range(NS // 2)):
-                pack(p[i], s[ti.static(2 * i)], s[ti.static(2 * i + 1)])
+            pack(s, p)
             other, other_phase = stage, phase
             stage += 1
             if stage == STAGES:
@@ -144,7 +159,7 @@ def make_consume(x, parts, c):
             there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
             ext.barrier_wait(there, other_phase)
             ext.for_products()
-            of_v = vd + ti.cast(other * (memory.tile >> 4), ti.u32)
+            of_v = vd + ti.cast(other * (memory.tile_v >> 4), ti.u32)
             if ti.static(not MERGES):
                 more = ti.cast(tiles > 1, ti.u32)
             values(*acc, *p, of_v, more)
@@ -153,7 +168,7 @@ def make_consume(x, parts, c):
             if part > 0:
                 close(thread, half, merged, m, l, acc)
                 take_merged(thread, half, merged, m, l, acc)
-        store_rows(first_row, lane, task, m, l, acc, out, lse, strides, params, scalars)
+        store_rows(first_row, lane, task, m, l, acc, of_result, out, lse, strides, params, scalars)
         if ti.static(c.invariant):
             restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
         elif ti.static(c.masked):
@@ -240,6 +255,24 @@ def make_close(rows, width):
     return begin, close, take
 
 
+def make_pack(c):
+    """pack(s, p): weights become the operand that the product with V takes, rounded."""
+    NS, TURNED = KEYS_OF[c.width] // 2, is_turned(c)
+    of_two, of_four = (getattr(instructions(), name) for name in (f"pack_{c.query}", "codes_e4m3"))
+
+    @ti.func
+    def pack(s: ti.template(), p: ti.template()):
+        if ti.static(TURNED):  # in the order that `sm90.ir.values_of_codes` describes
+            for i in ti.static(range(NS // 4)):
+                o = ti.static(i // 2 * 8 + i % 2 * 2)
+                of_four(p[i], s[o], s[ti.static(o + 1)], s[ti.static(o + 4)], s[ti.static(o + 5)])
+        else:
+            for i in ti.static(range(NS // 2)):
+                of_two(p[i], s[ti.static(2 * i)], s[ti.static(2 * i + 1)])
+
+    return pack
+
+
 def make_load_queries(c):
     """load_queries(thread, half, row, shared, ...): copies a warpgroup's rows to shared memory; 0 after the last."""
     ext = instructions()
@@ -274,25 +307,25 @@ def make_weigh(c):
     keys = KEYS_OF[c.width]
     NS = keys // 2
     mask, tile_at, is_whole, add_slopes = make_mask(c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
-    gap_of = make_gap_of(c)
+    gap_of, (UP, LAG) = make_gap_of(c), rise_of(c)
 
     @ti.func
     def weigh(n, row, lane, exists: ti.template(), seen, visible, task, terms: ti.template(), params, scalars,
-              slope: ti.template(), stand: ti.template(), s: ti.template(), m: ti.template(), l: ti.template(),
-              fade: ti.template()):  # fmt: skip
-        at, scale = tile_at(n, seen), scalars[X.logit_scale]
+              factor: ti.template(), slope: ti.template(), stand: ti.template(), s: ti.template(), m: ti.template(),
+              l: ti.template(), fade: ti.template()):  # fmt: skip
+        at, scale = tile_at(n, seen), [factor[0], factor[1]]
         if ti.static(c.softcap):
-            cap, steep = scalars[X.softcap], scale * ti.f32(2.0 * LOG2E)
+            cap, steep = scalars[X.softcap], [factor[r] * ti.f32(2.0 * LOG2E) for r in range(2)]
             for i in ti.static(range(NS)):  # cap * tanh(s * scale)
-                grows, above, part = s[i] * steep, ti.f32(0.0), ti.f32(0.0)
+                grows, above, part = s[i] * steep[ti.static(i // 2 % 2)], ti.f32(0.0), ti.f32(0.0)
                 exp2(above, grows)
                 above += ti.f32(1.0)
                 inverse(part, above)
                 s[i] = cap - ti.f32(2.0) * cap * part
-            scale = ti.f32(1.0)
+            scale[0], scale[1] = ti.f32(1.0), ti.f32(1.0)
         if ti.static(c.alibi):
             add_slopes(at, gap_of(n, seen), scale, lane, slope, stand, visible, task, terms, params, s)
-            scale = ti.f32(1.0)
+            scale[0], scale[1] = ti.f32(1.0), ti.f32(1.0)
         whole = ti.cast((exists[0] & exists[1] & exists[2] & exists[3]) == ti.u32((1 << keys // 4) - 1), ti.i32)
         if ti.static(has_bounds(c)):
             whole = whole * is_whole(at, seen)
@@ -307,7 +340,7 @@ def make_weigh(c):
             top = ti.max(
                 ti.max(tops[o], tops[ti.static(o + 1)]), ti.max(tops[ti.static(o + 4)], tops[ti.static(o + 5)])
             )
-            higher[r] = ti.max(butterfly_max(top, QUAD) * scale, m[r])
+            higher[r] = ti.max(butterfly_max(top, QUAD) * scale[r] - ti.f32(UP), m[r])
             if ti.static(c.invariant):  # whether other rows of the warp grow must not matter
                 higher[r] = ti.select(higher[r] > m[r] + ti.f32(LAG), higher[r], m[r])
             grown = ti.select(higher[r] > m[r] + ti.f32(LAG), 1, grown)
@@ -322,9 +355,9 @@ def make_weigh(c):
         for i in ti.static(range(NS)):
             below, weight = ti.f32(0.0), ti.f32(0.0)
             if ti.static(c.invariant):  # else the compiler does so where it can
-                product_less(below, s[i], scale, m[ti.static(i // 2 % 2)])
+                product_less(below, s[i], scale[ti.static(i // 2 % 2)], m[ti.static(i // 2 % 2)])
             else:
-                below = s[i] * scale - m[ti.static(i // 2 % 2)]
+                below = s[i] * scale[ti.static(i // 2 % 2)] - m[ti.static(i // 2 % 2)]
             exp2(weight, below)
             s[i] = weight
             sums[ti.static(i % 4)] += weight
@@ -409,14 +442,15 @@ def make_store_rows(paired, parts, c):
     store_number, rows_behind = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_rows_behind(c)
 
     @ti.func
-    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), out: ti.template(),
+    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), of_result,
+                   out: ti.template(),
                    lse: ti.template(), strides, params, scalars):  # fmt: skip
         for r in ti.static(range(2)):
             total = butterfly_sum(l[r], QUAD)
             at_row = row + ti.static(8 * r)
             if at_row < rows_behind(task, params):
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
-                inverse = inverse_of(total)
+                inverse = inverse_of(total) * of_result
                 to = ti.u64(0)
                 ext.address_out(to)
                 to += ti.cast(at + (lane & 3) * 2, ti.u64) * ti.u64(SIZE[c.out])

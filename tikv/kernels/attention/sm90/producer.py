@@ -34,7 +34,7 @@ def make_produce(memory, c):
     tile_at, is_whole, slot_of = make_tile_at(c), make_is_whole(c), make_slot_of(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
-    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(OWN, c)
+    copy_rows, clean = make_copy_rows(c.width * 2, keys, OWN), make_clean(OWN, c)
     STAGES = memory.stages
 
     @ti.func
@@ -95,11 +95,14 @@ def make_produce(memory, c):
     return produce
 
 
-def make_copy_rows(width, keys):
-    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin."""
+def make_copy_rows(nbytes, keys, OWN):
+    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin.
+
+    A tile has so many keys, a warp `OWN` of them, and a row so many bytes.
+    """
     ext = instructions()
-    pieces, OWN = width * 2 // PIECE, keys // 4
-    QUICK = width % 64 == 0
+    pieces, width = nbytes // PIECE, nbytes // 2
+    QUICK = nbytes == PANEL_ROW or (nbytes % PANEL_ROW == 0 and OWN == keys // 4)
     copy = getattr(ext, f"copy_rows_{width}") if QUICK else None
 
     @ti.func

@@ -111,14 +111,15 @@ class Memory(NamedTuple):
 
     k: int
     v: int
-    tile: int  # bytes of a tile of K, or of V
+    tile: int  # bytes of a tile of K
+    tile_v: int  # and of V
     stages: int  # tiles of each
     codes: int  # of tiles to come: those of K, then of V
     of_codes: int  # bytes of the codes of a tile of K, or of V
     ahead: int  # tiles of each whose codes are there
     barriers: int
     nbytes: int
-    merged: int  # of the parts before, by which `consumer.make_close` merges them; behind the codes
+    merged: int = 0  # of the parts before, by which `consumer.make_close` merges them; behind the codes
 
 
 def memory_of(width: int, bits: int = 0, merged_rows: int = 0) -> Memory:
@@ -137,7 +138,28 @@ def memory_of(width: int, bits: int = 0, merged_rows: int = 0) -> Memory:
     merged = codes + 2 * ahead * of_codes
     barriers = merged + of_merged
     nbytes = barriers + B.nbytes + 1024
-    return Memory(k, k + stages * tile, tile, stages, codes, of_codes, ahead, barriers, nbytes, merged)
+    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, nbytes, merged)
+
+
+def memory_of_eight(width: int, floats: bool) -> Memory:
+    """The `Memory` of products in 8 bits: behind the barriers are factors of query rows, then scales of the keys.
+
+    Over `floats` V is codes too, a row of keys for each column, and the codes of tiles to come are its own. Otherwise
+    it is halves, made of codes that lie as `memory_of` has them.
+    """
+    columns, keys = -(-width // PANEL_ROW), KEYS_OF[width]
+    k, tile, ahead = columns * ROWS * PANEL_ROW, columns * keys * PANEL_ROW, 2 if width <= 128 or floats else 1
+    tile_v = width * PANEL_ROW if floats else panels(width) * keys * PANEL_ROW
+    of_codes = tile if floats else tile_v // 2
+    numbers = 4 * (ROWS + MOST_STAGES * keys)
+    room = SHARED_BYTES - k - ahead * of_codes - B.nbytes - numbers - 1024
+    stages = min(STAGES_OF[width], room // (tile + tile_v))
+    v = k + stages * tile
+    codes = v + stages * tile_v
+    barriers = codes + ahead * of_codes
+    if not floats:
+        codes -= ahead * of_codes  # where those of K would begin, which are not kept
+    return Memory(k, v, tile, tile_v, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + numbers + 1024)
 
 
 def merges(rows: int, width: int, bits: int) -> bool:
@@ -157,7 +179,14 @@ def merges_parts(x, parts, c) -> bool:
 
 def memory_for(x, parts, c) -> Memory:
     """The `Memory` of a kernel's choices."""
+    if c.eight:
+        return memory_of_eight(c.width, is_turned(c))
     return memory_of(c.width, bits_of(c), x.rows if merges_parts(x, parts, c) else 0)
+
+
+def is_turned(c) -> bool:
+    """Whether a kernel multiplies codes of V: floats have one scale for all keys, which comes behind the sums."""
+    return c.eight and c.cache == "e4m3"
 
 
 def make_range(c, rows_of_task=ROWS):

@@ -47,6 +47,7 @@ class Family:
         word_bits: bits of a word of K and of V.
         rows: query rows that a task computes, among those that share a KV head.
         on_tensor_cores, in_warpgroups: whether the kernels are such.
+        eight: whether their products take codes of 8 bits.
         threads, mass_threads: threads of a task that attends, and of one that weighs keys.
         most_queries: the most queries of a prompt per launch.
     """
@@ -54,7 +55,7 @@ class Family:
     title: str
     serves: str
     most_queries = MOST_QUERIES
-    on_tensor_cores = in_warpgroups = False
+    on_tensor_cores = in_warpgroups = eight = False
     threads = mass_threads = BLOCK
 
     def __init__(self, form: Form) -> None:

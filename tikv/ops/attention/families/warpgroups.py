@@ -11,7 +11,7 @@ from tikv.kernels.attention.merge import make_merge_in_passing
 from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
-from tikv.kernels.attention.sm90 import attend, coded, latents
+from tikv.kernels.attention.sm90 import attend, coded, eight, latents
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import SUM_ORDER, TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
@@ -114,6 +114,28 @@ class WarpgroupPrompts(InWarpgroups):
     @property
     def merge_kernel(self) -> Any:
         return make_merge_in_passing if self.live.invariant else super().merge_kernel
+
+
+class WarpgroupCodes(WarpgroupPrompts):
+    """The same prompts over codes of 8 bits that are multiplied as they are stored, if the user allows it."""
+
+    title = "warpgroups over prompts in 8 bits"
+    serves = (
+        f"with {NEEDS}, with `attention_bits=8`: prompts as below over K and V of int8 or float8_e4m3fn, "
+        f"whose rows begin at multiples of {attend.PIECE} bytes; without `invariant=True`"
+    )
+    eight = True
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        storage = form.cache.k.storage
+        if form.live.attention_bits != 8:
+            return "tikv.init(attention_bits=8) is not set"
+        if form.live.invariant:
+            return SUM_ORDER
+        if storage not in eight.OPERANDS:
+            return f"K and V are {form.stored}"
+        return super().why_not(form) or form.why_not_begin_at(attend.PIECE)
 
 
 class WarpgroupLatents(InWarpgroups):
