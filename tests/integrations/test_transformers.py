@@ -663,6 +663,21 @@ def test_a_window_is_rolled_back(arch, rng, tight):
     oracle.assert_same_bits(layer.keys.numpy(), k[:, :, 36:].numpy())
 
 
+def test_a_window_is_rolled_back_to_before_the_past_is_recorded(arch, rng, set_room):
+    """By as many tokens as without recording, whenever memory runs out after it."""
+    set_room(rollback=6, spare=2)
+    k, v = rows(rng, 48)
+    for recorded in range(28, 44):
+        layer = layer_of(5)
+        for i in range(recorded + 4):
+            if i == recorded:
+                layer.activate_past_recording()
+            layer.update(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        layer.crop(-6)
+        assert layer.get_seq_length() == recorded - 2
+        oracle.assert_same_bits(layer.keys.numpy()[:, :, -4:], k[:, :, recorded - 6 : recorded - 2].numpy())
+
+
 def test_reset_and_copies(arch, model):
     cache = TikvCache(model.config)
     generate(model, cache, prompts(11), 5)

@@ -100,20 +100,16 @@ def places_of(name, width):
     return Places(*at)
 
 
-def make_row_of(c):
-    """row_of(number, params): the first entry of a token's row."""
+@ti.func
+def head_at(head, params):
+    """The first entry of a head's first row; heads are counted through all sequences."""
+    return params[P.first] + head // params[P.heads] * params[P.sequence] + head % params[P.heads] * params[P.head]
 
-    @ti.func
-    def row_of(number, params):
-        head = number // params[P.tokens]
-        return (
-            params[P.first]
-            + head // params[P.heads] * params[P.sequence]
-            + head % params[P.heads] * params[P.head]
-            + number % params[P.tokens] * params[P.token]
-        )
 
-    return row_of
+@ti.func
+def row_of(number, params):
+    """The first entry of a token's row."""
+    return head_at(number // params[P.tokens], params) + number % params[P.tokens] * params[P.token]
 
 
 @ti.func
@@ -271,7 +267,7 @@ def make_passes(style, c):
     form, at_of = TILE_FORMATS[c.name], places_of(c.name, c.width)
     group, width, norm, band = form.group, c.width, block_of(c.width) ** -0.5, BAND if style == "cpu" else 1
     product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
-    load_row, row_of = make_load(c.code, 1, SIZE[c.code] * 8), make_row_of(c)
+    load_row = make_load(c.code, 1, SIZE[c.code] * 8)
     rotate, odd = make_block_rotation(style, width), steps_of(block_of(width)) % 2
     token_mean, token_square, token_deviation = make_deviation(style, TOKEN_SUMS, width)
     channel_mean, channel_square, channel_deviation = make_deviation(style, CHANNEL_SUMS, group)
@@ -514,7 +510,7 @@ def make_decode_row(c):
     form, width, n = TILE_FORMATS[c.name], c.width, block_of(c.width)
     group, bits, (lines, columns) = form.group, form.bits(c.of), form.sides(c.of, c.width)
     each, norm, steps, keys = 32 // bits, n**-0.5, steps_of(n), c.of == "keys"
-    row_of, find_tile, half = make_row_of(c), make_find_tile(c), make_bits_to_f32("f16")
+    find_tile, half = make_find_tile(c), make_bits_to_f32("f16")
     store = make_store(c.code, 1, SIZE[c.code] * 8, "cpu")
     X, HALVES, CODES = element_array(c.code), word_array(16), word_array(32)
     ROW, row_uid = local_row(n), zlib.crc32(repr(c).encode()) >> 1
@@ -595,12 +591,7 @@ def make_decode_part(style, word_bits, c):
         end, start = params[P.skip] + params[P.tokens], params[P.skip] // TOGETHER * TOGETHER
         inside = head * params[P.tokens] < params[P.rows] and start + token < end
         head, token = ti.select(inside, head, 0), start + ti.select(inside, token, 0)
-        to = (
-            params[P.first]
-            + head // params[P.heads] * params[P.sequence]
-            + head % params[P.heads] * params[P.head]
-            + (token - params[P.skip]) * params[P.token]
-        )
+        to = head_at(head, params) + (token - params[P.skip]) * params[P.token]
         tile, t, d = find_tile(head, token // group, table, params), token % group, lane // together * n
         d = d + lane % together * CHUNK
         code, line = params[P.codes_first], tile * lines

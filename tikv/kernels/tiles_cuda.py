@@ -23,7 +23,7 @@ from tikv.kernels.tiles import (
     P,
     make_half,
     make_next_factor,
-    make_row_of,
+    row_of,
 )
 from tikv.runtime import engine_in_use, ti
 
@@ -87,7 +87,7 @@ def make_load_tile(c):
     """load_tile(rows, tile, lane, warp, x, params): the rotated numbers of a thread, tokens times channels, into x."""
     group, width, n = TILE_FORMATS[c.name].group, c.width, block_of(c.width)
     tokens, channels, norm = group // WARPS, width // LANES, n**-0.5
-    ext, load_row, row_of = instructions(), make_load(c.code, 1, SIZE[c.code] * 8), make_row_of(c)
+    ext, load_row = instructions(), make_load(c.code, 1, SIZE[c.code] * 8)
 
     @ti.func
     def load_tile(rows: ti.template(), tile, lane, warp, x: ti.template(), params):

@@ -210,7 +210,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store = self.store
         if store is None or not self.is_sliding:
             return 0
-        settled = self._settled if self.record_past else store.end - rooms.ROLLBACK
+        settled = store.end - rooms.ROLLBACK
+        if self.record_past:
+            settled = min(settled, self._settled)
         return max(0, settled - self._past - store.origin)
 
     def _make_room(self, tokens: int) -> None:
