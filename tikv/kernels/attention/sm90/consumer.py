@@ -93,7 +93,7 @@ def make_consume(x, parts, c):
         if ti.static(MERGES):
             part = params[P.least_share]
             if part > 0:
-                begin_merged(thread, half, merged)
+                begin_merged(thread % GROUP, half, merged)
         more = ti.u32(0)
         for n in range(tiles):
             begins = 0
@@ -135,7 +135,7 @@ def make_consume(x, parts, c):
                 more = ti.cast(n > 0 and begins == 0, ti.u32)
                 if begins != 0:
                     wait_values(*acc)
-                    close(thread, half, merged, m, l, acc)
+                    close(thread % GROUP, half, merged, m, l, acc)
                     for r in ti.static(range(2)):
                         m[r], l[r] = ti.f32(LOWEST), ti.f32(0.0)
             grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope, stand,
@@ -166,8 +166,8 @@ def make_consume(x, parts, c):
             wait_values(*acc)
         if ti.static(MERGES):
             if part > 0:
-                close(thread, half, merged, m, l, acc)
-                take_merged(thread, half, merged, m, l, acc)
+                close(thread % GROUP, half, merged, m, l, acc)
+                take_merged(thread % GROUP, half, merged, m, l, acc)
         store_rows(first_row, lane, task, m, l, acc, of_result, out, lse, strides, params, scalars)
         if ti.static(c.invariant):
             restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
