@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from tikv import launch
-from tikv.formats import OF_CODE
 from tikv.kernels.attention.merge import make_merge_in_passing
 from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
@@ -99,17 +98,15 @@ class WarpgroupPrompts(InWarpgroups):
     def shares(self, lengths: Lengths) -> Shares:
         """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves."""
         shares, mean = super().shares(lengths), lengths.mean or lengths.longest
-        if self.live.invariant and self._merges_parts() and 2 * mean > lengths.longest:
-            return shares._replace(splits=1, least_share=shares.split_keys, split_keys=MAX_TOKENS)
+        if self.live.invariant and shares.splits > 1 and self._fill_device() and 2 * mean > lengths.longest:
+            return Shares(1, shares.workers, shares.split_keys, split_keys=MAX_TOKENS, merged_in_tasks=True)
         return shares
 
-    def _merges_parts(self) -> bool:
-        """Whether tasks merge their parts: there is room, and the last wave of them leaves few processors idle."""
-        storage, processors = self.cache.k.storage, launch.multiprocessors(self.live)
-        bits = 0 if storage in HALVES else OF_CODE[storage].bits
+    def _fill_device(self) -> bool:
+        """Whether the last wave of tasks with all keys leaves few processors idle."""
+        processors = launch.multiprocessors(self.live)
         waves = -(-self.tasks // processors)
-        full = self.tasks >= LEAST_FILLED * waves * processors
-        return full and self.cache.sinks == 0 and attend.merges(self.tile.rows, self.cache.width, bits)
+        return self.tasks >= LEAST_FILLED * waves * processors and self.cache.sinks == 0
 
     @property
     def merge_kernel(self) -> Any:
