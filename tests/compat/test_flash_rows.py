@@ -278,6 +278,45 @@ def test_used_keys_of_version_3(arch, rng):
     np.testing.assert_allclose(by_rows[1:3], want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[4]], ids="-".join)
+def test_used_queries_of_version_3(arch, rng, case):
+    """The rows after the queries in use give 0 and -inf, and change nothing: as without these rows."""
+    options, *_ = options_of(case, rng, arch)
+    starts, of_keys = (np.cumsum([0, *n]).astype(np.int32) for n in (COUNTS, HELD))
+    rows = rng.standard_normal((starts[-1], HEADS * GROUP, WIDTH)).astype(np.float32)
+    k, v = (oracle.place(rng.standard_normal((of_keys[-1], HEADS, WIDTH)).astype(np.float32), arch) for _ in "kv")
+    unused = np.array([2, 3, 0, 7, 0, 1])
+    apart = np.cumsum([0, *(COUNTS + unused)]).astype(np.int32)
+    q = np.full((apart[-1] + 2, *rows.shape[1:]), np.nan, np.float32)
+    inside = np.concatenate([apart[b] + np.arange(n) for b, n in enumerate(COUNTS)])
+    q[inside] = rows
+
+    def call(q, starts, **more):
+        arrays = oracle.place(q, arch), k, v, *(oracle.place(a, arch) for a in (starts, of_keys))
+        more = {name: oracle.place(np.array(a, np.int32), arch) for name, a in more.items()}
+        varlen = flash_attn_interface.flash_attn_varlen_func
+        out, lse = varlen(*arrays, 28, max(HELD), return_attn_probs=True, **more, **options)
+        return oracle.to_numpy(out), oracle.to_numpy(lse)
+
+    out, lse = call(q, apart, seqused_q=COUNTS)
+    want, want_lse = call(rows, starts)
+    outside = np.setdiff1d(np.arange(len(q)), inside)
+    np.testing.assert_allclose(out[inside], want, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(lse[:, inside], want_lse, rtol=0, atol=2e-6)
+    assert (out[outside] == 0).all()
+    assert (lse[:, outside] == -np.inf).all()
+
+
+@pytest.mark.archs("cpu")
+def test_more_queries_in_use_than_there_are_are_refused(arch):
+    q, starts = np.ones((2, 2, 16), np.float32), np.array([0, 2], np.int32)
+    for used, words in (([3], r"seqused_q\[0\]=3 is not one of 0..2, the queries"), ([1, 1], "seqused_q is")):
+        with pytest.raises(tikv.TikvError, match=words):
+            flash_attn_interface.flash_attn_varlen_func(
+                q, q, q, starts, starts, 2, 2, seqused_q=np.array(used, np.int32)
+            )
+
+
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -311,7 +350,7 @@ def test_what_is_refused(arch, options, words):
 
 
 @pytest.mark.archs("cpu")
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"])
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
 def test_what_version_3_refuses_by_name(arch, name):
     q, starts = np.ones((2, 2, 16), np.float32), np.array([0, 2], np.int32)
     for function in (flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_func):

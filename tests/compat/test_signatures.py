@@ -101,7 +101,7 @@ REFUSED = {
     "flash_attn_interface.flash_attn_func": DESCALES | {"qv": ROWS[None], "sm_margin": 3},
     "flash_attn_interface.flash_attn_qkvpacked_func": DESCALES | {"sm_margin": 3},
     "flash_attn_interface.flash_attn_varlen_func": DESCALES
-    | {"qv": ROWS, "seqused_q": STARTS, "sm_margin": 3},
+    | {"qv": ROWS, "sm_margin": 3},
     "flash_attn_interface.flash_attn_with_kvcache": {"scheduler_metadata": SPACE, "sm_margin": 3},
 }  # fmt: skip
 TUNING = {"non_blocking": False, "fixed_split_size": 4, "disable_split_kv": True}

@@ -280,8 +280,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, block_table: likewise; with ``block_table`` and ``seqused_k``, ``cu_seqlens_k`` may
             be None, as in vLLM's kernels.
         softmax_scale, causal, window_size, softcap: likewise.
-        seqused_q: must be None.
-        seqused_k: (B,) int32: how many of its keys each sequence sees; None for all.
+        seqused_q, seqused_k: (B,) int32: how many of its queries and keys, from the first, each sequence uses; None for
+            all.
         qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
         num_splits, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
         return_attn_probs: also return the log-sum-exp (natural logarithm), (Hq, total_q).
@@ -298,8 +298,6 @@ def flash_attn_varlen_func(
     _check_options(operation, pack_gqa, sm_margin, deterministic)
     _refuse_arguments(operation, qv, q_descale, k_descale, v_descale, attention_chunk)
     wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
-    if seqused_q is not None:
-        raise OptionError(f"{operation}: seqused_q is not supported. Leave it out, and pass only the queries in use.")
     out, lse = attend_rows(
         RowsArguments(
             operation,
@@ -310,6 +308,7 @@ def flash_attn_varlen_func(
             cu_seqlens_k,
             max_seqlen_q,
             max_seqlen_k,
+            seqused_q,
             seqused_k,
             softmax_scale,
             causal,

@@ -41,6 +41,7 @@ class RowsArguments(NamedTuple):
     cu_seqlens_k: Any = None
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
+    seqused_q: Any = None
     seqused_k: Any = None
     softmax_scale: Any = None
     causal: Any = False
@@ -138,20 +139,23 @@ class _Ragged:
     def __init__(self, args: RowsArguments, request: AttendRequest, sight: Sight) -> None:
         self.args, self.request, self.sight, self.operation = args, request, sight, args.operation
         self.paged = args.block_table is not None
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
         self.index = Indices(self.operation, {name: getattr(args, name) for name in names})
         of_keys = ("N, page, H, D", "N, page, H, D_v") if self.paged else ("total_k, H, D", "total_k, H, D_v")
         self.q, self.k, self.v = _views(args, (("q", "total_q, Hq, D"), ("k", of_keys[0]), ("v", of_keys[1])))
         ragged_rows.require_library(self.operation, {"q": args.q}, "Such a call")
         self.starts = self._starts("cu_seqlens_q", self.q.shape[0], "rows of q")
         self.batch = int(self.starts.shape[0]) - 1
+        self.counts = self.starts[1:] - self.starts[:-1]
+        if self.index.has("seqused_q"):
+            self.counts = self._used("seqused_q", self.counts, "queries")
         self.first, self.lengths = self._keys()
         slopes = args.alibi_slopes
         if slopes is not None:
             a = view(slopes, "alibi_slopes", self.operation)
             if a.shape not in ((self.q.shape[1],), (self.batch, self.q.shape[1])):
                 raise ShapeError(f"{self.operation}: alibi_slopes is {describe(a)}; it must be (Hq,) or (B, Hq).")
-        self.most = self._most("max_seqlen_q", self.starts[1:] - self.starts[:-1], "queries")
+        self.most = self._most("max_seqlen_q", self.counts, "queries")
         self._most("max_seqlen_k", self.lengths, "keys")
 
     def attend(self) -> tuple[Any, Any]:
@@ -163,7 +167,7 @@ class _Ragged:
             out, lse, _ = _results(args.q, shape)
             return _emptied(out[0], 0.0), _emptied(lse[0], -math.inf)
         size = self._tile(most)
-        tiles = query_tiles(self.index.library, self.starts, self.index.arange(total), size, self.batch)
+        tiles = self._tiles(total, size)
         queries = args.q[on_device_of(tiles.rows, args.q)]
         out, lse, results = _results(args.q, (*queries.shape[:3], self.v.shape[-1]))
         asked = view(queries, "q", self.operation).transposed(0, 2, 1, 3)
@@ -171,6 +175,23 @@ class _Ragged:
         tile, number, inside = (on_device_of(a, out) for a in (tiles.tile, tiles.number, tiles.inside))
         out = ragged_rows.selected(inside[:, None, None], out[tile, number], 0.0)
         return out, ragged_rows.selected(inside[:, None], lse[tile, :, number], -math.inf).T
+
+    def _tiles(self, total: int, size: int) -> QueryTiles:
+        """The queries in use in tiles of `size`."""
+        library, rows = self.index.library, self.index.arange(total)
+        if not self.index.has("seqused_q"):
+            return query_tiles(library, self.starts, rows, size, self.batch)
+        starts = self.starts * 0  # of the queries in use, one after the other
+        starts[1:] = library.cumsum(self.counts, 0)
+        tiles, apart = query_tiles(library, starts, rows, size, self.batch), (self.starts - starts)[:-1]
+        sequence = library.searchsorted(self.starts[1:], rows, side="right").clip(0, self.batch - 1)
+        used = (rows - apart[sequence]).clip(0, total - 1)
+        return tiles._replace(
+            rows=(tiles.rows + apart[tiles.sequence][:, None]).clip(0, total - 1),
+            tile=tiles.tile[used],
+            number=tiles.number[used],
+            inside=rows < (self.starts[:-1] + self.counts)[sequence],
+        )
 
     def _tile(self, most: int) -> int:
         """How many queries a tile has."""
@@ -211,7 +232,7 @@ class _Ragged:
 
     def _keys(self) -> tuple[Any, Any]:
         """(the first key, the number of keys) of each sequence; the first is 0 in pages."""
-        index, args = self.index, self.args
+        index = self.index
         if not index.has("cu_seqlens_k"):
             if not (self.paged and index.has("seqused_k")):
                 raise ShapeError(
@@ -225,18 +246,20 @@ class _Ragged:
             lengths = starts[1:] - starts[:-1]
             first = lengths * 0 if self.paged else starts[:-1]
         if index.has("seqused_k"):
-            used = index.array("seqused_k", (self.batch,), "(B,)")
-            most = lengths if index.has("cu_seqlens_k") else used
-            index.refuse_where(
-                (used < 0) | (used > most),
-                lambda b: f"seqused_k{[*b]}={int(used[b])} is not one of 0..{int(most[b])}, the keys of the sequence.",
-            )
-            lengths = used
+            lengths = self._used("seqused_k", lengths if index.has("cu_seqlens_k") else None, "keys")
         if self.paged:
             self._check_pages(lengths)
-        elif args.seqused_k is not None:
-            lengths = index.library.minimum(lengths.clip(0), most)
         return first, lengths
+
+    def _used(self, name: str, most: Any, what: str) -> Any:
+        """An argument (B,): how many of the sequence's rows are in use, of so many at most if that is known."""
+        used = self.index.array(name, (self.batch,), "(B,)")
+        held = used if most is None else most
+        self.index.refuse_where(
+            (used < 0) | (used > held),
+            lambda b: f"{name}{[*b]}={int(used[b])} is not one of 0..{int(held[b])}, the {what} of the sequence.",
+        )
+        return self.index.library.minimum(used.clip(0), held)
 
     def _check_pages(self, lengths: Array) -> None:
         """Check the table, if the host knows its values."""
