@@ -1,13 +1,13 @@
 """A consumer of `sm90.attend`: the products of 64 query rows, and the weights between them."""
 
 from tikv.kernels.attention.addresses import make_output_offsets, make_query_row
-from tikv.kernels.attention.merge import next_part
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, MINUS_INFINITY, P, X
 from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
 from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.coded import make_half_at
 from tikv.kernels.attention.sm90.eight import make_find_factors, make_load_codes, make_scale_scores, operand_of
+from tikv.kernels.attention.sm90.merge import next_part
 from tikv.kernels.attention.sm90.terms import make_add_slopes, make_see_in_tree, make_start_rows, rise_of
 from tikv.kernels.attention.sm90.tiles import (
     GROUP,
@@ -178,9 +178,9 @@ def make_consume(x, parts, c):
 def make_close(parts, c):
     """close(row, lane, is_first, is_last, task, m, l, acc, tops, totals, ...): merge a part with those before.
 
-    By the arithmetic of `merge.make_merge_in_passing`; `tops` and `totals` are those of a thread's two rows, and `acc`
-    becomes the sums of all parts. Until the last of them they lie where the task's results come in the end, in device
-    memory: shared memory is full, and a thread that reads there what it wrote finds it in the L2 cache.
+    By the arithmetic of `sm90.merge`; `tops` and `totals` are those of a thread's two rows, and `acc` becomes the sums
+    of all parts. Until the last of them they lie where the task's results come in the end, in device memory: shared
+    memory is full, and a thread that reads there what it wrote finds it in the L2 cache.
     """
     ext, COLUMNS = instructions(), min(c.width, 128)  # of a row that are in registers at once
     load, store = (getattr(ext, f"{name}_floats_{COLUMNS}") for name in ("load", "store"))

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from tikv import launch
-from tikv.kernels.attention.merge import make_merge_in_passing
 from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm90 import attend, coded, eight, latents
+from tikv.kernels.attention.sm90.merge import make_merge_in_passing
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import SUM_ORDER, TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
