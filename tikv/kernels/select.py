@@ -80,6 +80,42 @@ def make_row_of(valid_bits):
     return row_of
 
 
+def make_find_boundary(threads, bins):
+    """find_boundary(thread, room, counts, found): the digit at which the highest `room` entries end.
+
+    `counts` has the entries of each digit, and then those of a digit and of all above it. If there are at least `room`,
+    `found` gets the digit and how many of its entries are among the highest. All threads of a block call it.
+    """
+    each = -(-bins // threads)
+
+    @ti.func
+    def find_boundary(thread, room, counts: ti.template(), found: ti.template()):
+        for step in ti.static(range(bins.bit_length() - 1)):
+            sums = ti.Vector([0 for _ in range(each)])
+            for n in ti.static(range(each)):
+                at = n * threads + thread
+                if at < bins:
+                    sums[n] = counts[at]
+                if at + ti.static(1 << step) < bins:
+                    sums[n] += counts[at + ti.static(1 << step)]
+            ti.simt.block.sync()
+            for n in ti.static(range(each)):
+                if n * threads + thread < bins:
+                    counts[n * threads + thread] = sums[n]
+            ti.simt.block.sync()
+        for n in ti.static(range(each)):
+            at = n * threads + thread
+            if at < bins:
+                higher = 0
+                if at + 1 < bins:
+                    higher = counts[at + 1]
+                if counts[at] >= room and higher < room:
+                    found[0], found[1] = at, room - higher
+        ti.simt.block.sync()
+
+    return find_boundary
+
+
 def make_select(style, serial, valid_bits):
     """select(scores, valid, out, params): out gets at most k * page tokens of each row in order, followed by -1.
 
