@@ -127,7 +127,7 @@ def make_share_out(style):
     @ti.func
     def share_out(thread, b, scores: ti.template(), out: ti.template(), params):
         counts = ti.simt.block.SharedArray((counters,), ti.i32)
-        found = ti.simt.block.SharedArray((2,), ti.i32)
+        boundary = ti.simt.block.SharedArray((2,), ti.i32)
         tokens, least = params[P.tokens], params[P.least]
         heads = ti.select(least > params[P.sinks] + params[P.recent], params[P.rows], 0)  # that search for themselves
         for n in range(heads + 1):
@@ -143,10 +143,10 @@ def make_share_out(style):
                     shift = ti.cast((digits - 1 - digit) * bits, ti.u32)
                     if room > 0 and most >> shift > ti.u32(0):
                         count(thread, word, shift, last, search, counts, scores, out, params)
-                        find_boundary(thread, room, counts, found)
+                        find_boundary(thread, room, counts, boundary)
                         if counts[0] > room:
-                            last[word] = last[word] | (ti.cast(found[0], ti.u32) << shift)
-                            room = ti.select(counts[found[0]] > room, found[1], 0)
+                            last[word] = last[word] | (ti.cast(boundary[0], ti.u32) << shift)
+                            room = ti.select(counts[boundary[0]] > room, boundary[1], 0)
                         else:
                             room = 0
             for row in range(search[S.first], search[S.first] + search[S.rows]):
@@ -156,9 +156,9 @@ def make_share_out(style):
                     for m in ti.static(range(AT_ONCE)):
                         at = entry + m * threads
                         reached = keys[m] == last[0] and turn_at(at, row, search, tokens) >= last[1]
-                        kept = keys[m] != ti.u32(0) and (keys[m] > last[0] or reached)
+                        mark = keys[m] != ti.u32(0) and (keys[m] > last[0] or reached)
                         if at < tokens:
-                            out[out_row(b, row, params) + at] = ti.cast(ti.select(kept, 1, 0), ti.u8)
+                            out[out_row(b, row, params) + at] = ti.cast(ti.select(mark, 1, 0), ti.u8)
 
     return share_out
 
@@ -172,12 +172,15 @@ def make_entries(threads):
 
     @ti.func
     def keys_at(entry, row, search, scores: ti.template(), out: ti.template(), params):
-        keys, tokens = ti.Vector([ti.u32(0) for _ in range(AT_ONCE)]), params[P.tokens]
+        keys, tokens, recent = ti.Vector([ti.u32(0) for _ in range(AT_ONCE)]), params[P.tokens], params[P.recent]
         first, to = score_row(search[S.sequence], row, params), out_row(search[S.sequence], row, params)
-        for m in ti.static(range(AT_ONCE)):
-            at = entry + m * threads
-            score = scores[first + ti.min(at, tokens - 1)]
-            keys[m] = key_of(score, at, tokens, 1, params[P.sinks], params[P.recent])
+        if entry >= params[P.sinks] and entry + (AT_ONCE - 1) * threads < tokens - recent:
+            for m in ti.static(range(AT_ONCE)):
+                keys[m] = key_of(scores[first + entry + m * threads], 0, 1, 1, 0, 0)
+        else:
+            for m in ti.static(range(AT_ONCE)):
+                at = entry + m * threads
+                keys[m] = key_of(scores[first + ti.min(at, tokens - 1)], at, tokens, 1, params[P.sinks], recent)
         if search[S.marked] != 0:
             for m in ti.static(range(AT_ONCE)):
                 at = entry + m * threads

@@ -81,27 +81,26 @@ def make_row_of(valid_bits):
 
 
 def make_find_boundary(threads, bins):
-    """find_boundary(thread, room, counts, found): the digit at which the highest `room` entries end.
+    """find_boundary(thread, room, counts, boundary): the digit at which the highest `room` entries end.
 
     `counts` has the entries of each digit, and then those of a digit and of all above it. If there are at least `room`,
-    `found` gets the digit and how many of its entries are among the highest. All threads of a block call it.
+    `boundary` gets the digit and how many of its entries are among the highest. All threads of a block call it.
     """
     each = -(-bins // threads)
 
     @ti.func
-    def find_boundary(thread, room, counts: ti.template(), found: ti.template()):
+    def find_boundary(thread, room, counts: ti.template(), boundary: ti.template()):
         for step in ti.static(range(bins.bit_length() - 1)):
-            sums = ti.Vector([0 for _ in range(each)])
+            higher = ti.Vector([0 for _ in range(each)])
+            for n in ti.static(range(each)):
+                at = n * threads + thread + ti.static(1 << step)
+                if at < bins:
+                    higher[n] = counts[at]
+            ti.simt.block.sync()
             for n in ti.static(range(each)):
                 at = n * threads + thread
                 if at < bins:
-                    sums[n] = counts[at]
-                if at + ti.static(1 << step) < bins:
-                    sums[n] += counts[at + ti.static(1 << step)]
-            ti.simt.block.sync()
-            for n in ti.static(range(each)):
-                if n * threads + thread < bins:
-                    counts[n * threads + thread] = sums[n]
+                    counts[at] = counts[at] + higher[n]
             ti.simt.block.sync()
         for n in ti.static(range(each)):
             at = n * threads + thread
@@ -110,7 +109,7 @@ def make_find_boundary(threads, bins):
                 if at + 1 < bins:
                     higher = counts[at + 1]
                 if counts[at] >= room and higher < room:
-                    found[0], found[1] = at, room - higher
+                    boundary[0], boundary[1] = at, room - higher
         ti.simt.block.sync()
 
     return find_boundary
