@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tikv.kernels.attention.parameters import FLOATS
 from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, SPIRV_THREADS
-from tikv.kernels.select import KEPT, key_of, make_find_boundary
+from tikv.kernels.select import KEPT, key_of, make_find_boundary, score_key
 from tikv.runtime import ti
 
 
@@ -49,6 +49,7 @@ P, S = BudgetParams(*range(len(BudgetParams._fields))), Search()
 PARAMS = ti.types.vector(len(P), ti.i32)
 OUT = word_array(8)
 DIGIT_BITS = {"cuda": 11, "spirv": 4}  # of a key, that one reading of the scores finds
+KEYS, TURNS, MARKS = range(3)  # tasks of a search
 AT_ONCE = 8  # scores that a thread reads before it counts one of them
 
 
@@ -116,127 +117,125 @@ def make_share_out(style):
     """share_out(thread, b, scores, out, params): a thread's share of a sequence; all threads of a block call it.
 
     A search finds the last entry that is kept: digit by digit, from the highest down, it finds the entry's key, and
-    then its turn, unless all entries of that key are kept. The first turn is the highest.
+    then its turn, unless all entries of that key are kept. Older tokens have higher turns, and then the first rows.
     """
-    threads, bits = threads_of(style), DIGIT_BITS[style]
-    digits, counters = -(-32 // bits), copies_of(style) << bits
-    find_boundary = make_find_boundary(threads, 1 << bits)
-    keys_at, turn_at = make_entries(threads)
-    count = make_count(style, keys_at, turn_at)
+    threads, bits, copies = threads_of(style), DIGIT_BITS[style], copies_of(style)
+    digits, bins = -(-32 // bits), 1 << bits
+    find_boundary, visit = make_find_boundary(threads, bins), make_visit(style)
+
+    @ti.func
+    def add_copies(thread, counts: ti.template()):
+        total = 0
+        for copy in range(ti.select(thread < bins, copies, 0)):
+            total += counts[thread * copies + copy]
+        ti.simt.block.sync()
+        if thread < bins:
+            counts[thread] = total
+        ti.simt.block.sync()
 
     @ti.func
     def share_out(thread, b, scores: ti.template(), out: ti.template(), params):
-        counts = ti.simt.block.SharedArray((counters,), ti.i32)
+        counts = ti.simt.block.SharedArray((bins * copies,), ti.i32)
         boundary = ti.simt.block.SharedArray((2,), ti.i32)
-        tokens, least = params[P.tokens], params[P.least]
+        least = params[P.least]
         heads = ti.select(least > params[P.sinks] + params[P.recent], params[P.rows], 0)  # that search for themselves
         for n in range(heads + 1):
             search, room = ti.Vector([b, 0, params[P.rows], ti.select(heads > 0, 1, 0)]), params[P.total]
             if n < heads:
                 search, room = ti.Vector([b, n, 1, 0]), least
-            last = ti.Vector([ti.select(room > 0, ti.u32(0), ti.u32(KEPT)), ti.u32(0)])  # its key and turn
-            for word in ti.static(range(2)):
-                most = ti.u32(0xFFFFFFFF)
-                if ti.static(word == 1):
-                    most = turn_at(0, search[S.first], search, tokens)
-                for digit in range(digits):
-                    shift = ti.cast((digits - 1 - digit) * bits, ti.u32)
-                    if room > 0 and most >> shift > ti.u32(0):
-                        count(thread, word, shift, last, search, counts, scores, out, params)
+            key, turn = ti.select(room > 0, ti.u32(0), ti.u32(KEPT)), ti.u32(0)  # of the last
+            first_turn = ti.cast(search[S.rows] * params[P.tokens] - 1, ti.u32)
+            for step in range(2 * digits + 1):
+                task, shift = step // digits, ti.cast((digits - 1 - step % digits) * bits, ti.u32)
+                counting = task == KEYS or (task == TURNS and first_turn >> shift > ti.u32(0))
+                if task == MARKS or (room > 0 and counting):
+                    for i in range((bins * copies - thread + threads - 1) // threads):
+                        counts[i * threads + thread] = 0
+                    ti.simt.block.sync()
+                    visit(thread, task, shift, ti.Vector([key, turn]), search, counts, scores, out, params)
+                    ti.simt.block.sync()
+                    if task != MARKS:
+                        if ti.static(copies > 1):
+                            add_copies(thread, counts)
                         find_boundary(thread, room, counts, boundary)
                         if counts[0] > room:
-                            last[word] = last[word] | (ti.cast(boundary[0], ti.u32) << shift)
+                            digit = ti.cast(boundary[0], ti.u32) << shift
+                            key |= ti.select(task == KEYS, digit, ti.u32(0))
+                            turn |= ti.select(task == TURNS, digit, ti.u32(0))
                             room = ti.select(counts[boundary[0]] > room, boundary[1], 0)
                         else:
                             room = 0
-            for row in range(search[S.first], search[S.first] + search[S.rows]):
-                for begin in range((tokens - thread + threads * AT_ONCE - 1) // (threads * AT_ONCE)):
-                    entry = begin * threads * AT_ONCE + thread
-                    keys = keys_at(entry, row, search, scores, out, params)
-                    for m in ti.static(range(AT_ONCE)):
-                        at = entry + m * threads
-                        reached = keys[m] == last[0] and turn_at(at, row, search, tokens) >= last[1]
-                        mark = keys[m] != ti.u32(0) and (keys[m] > last[0] or reached)
-                        if at < tokens:
-                            out[out_row(b, row, params) + at] = ti.cast(ti.select(mark, 1, 0), ti.u8)
+                    ti.simt.block.sync()
 
     return share_out
 
 
-def make_entries(threads):
-    """keys_at(entry, row, search, scores, out, params), turn_at(entry, row, search, tokens): of entries in a search.
+def make_visit(style):
+    """visit(thread, task, shift, last, search, counts, scores, out, params): a task, over all entries of a search.
 
-    The keys are those of `AT_ONCE` entries, `threads` apart, and 0 after the last. The older tokens have higher turns,
-    then the first rows.
-    """
-
-    @ti.func
-    def keys_at(entry, row, search, scores: ti.template(), out: ti.template(), params):
-        keys, tokens, recent = ti.Vector([ti.u32(0) for _ in range(AT_ONCE)]), params[P.tokens], params[P.recent]
-        first, to = score_row(search[S.sequence], row, params), out_row(search[S.sequence], row, params)
-        if entry >= params[P.sinks] and entry + (AT_ONCE - 1) * threads < tokens - recent:
-            for m in ti.static(range(AT_ONCE)):
-                keys[m] = key_of(scores[first + entry + m * threads], 0, 1, 1, 0, 0)
-        else:
-            for m in ti.static(range(AT_ONCE)):
-                at = entry + m * threads
-                keys[m] = key_of(scores[first + ti.min(at, tokens - 1)], at, tokens, 1, params[P.sinks], recent)
-        if search[S.marked] != 0:
-            for m in ti.static(range(AT_ONCE)):
-                at = entry + m * threads
-                if at < tokens and out[to + at] != ti.u8(0):
-                    keys[m] = ti.u32(KEPT)
-        return keys
-
-    @ti.func
-    def turn_at(entry, row, search, tokens):
-        return ti.cast((tokens - entry) * search[S.rows] - 1 - (row - search[S.first]), ti.u32)
-
-    return keys_at, turn_at
-
-
-def make_count(style, keys_at, turn_at):
-    """count(thread, word, shift, last, search, counts, scores, out, params): the entries of each digit at `shift`.
-
-    Those whose higher digits are the last entry's; `word` is 0 for digits of the key, and 1 for those of the turn.
+    `KEYS` and `TURNS` count the entries of each digit at `shift`, if their higher digits are those of the last entry
+    that is kept; `MARKS` marks the entries up to that one. Scores are read before any of them is counted, but for the
+    last of a head and those that are always kept.
     """
     threads, bits, copies = threads_of(style), DIGIT_BITS[style], copies_of(style)
-    bins = 1 << bits
 
     @ti.func
-    def count(thread, word: ti.template(), shift, last, search, counts: ti.template(), scores: ti.template(),
-              out: ti.template(), params):  # fmt: skip
-        tokens = params[P.tokens]
-        ti.simt.block.sync()
-        for n in range((bins * copies - thread + threads - 1) // threads):
-            counts[n * threads + thread] = 0
-        ti.simt.block.sync()
+    def turn_of(entry, row, search, tokens):
+        return ti.cast((tokens - entry) * search[S.rows] - 1 - (row - search[S.first]), ti.u32)
+
+    @ti.func
+    def count(thread, task, shift, last, key, turn, counts: ti.template()):
+        value, prefix = ti.select(task == KEYS, key, turn), ti.select(task == KEYS, last[0], last[1])
+        candidate = (key != ti.u32(0)) & ((task == KEYS) | (key == last[0]))
+        if candidate & (((value ^ prefix) >> shift) >> ti.u32(bits) == ti.u32(0)):
+            at = ti.cast((value >> shift) & ti.u32((1 << bits) - 1), ti.i32)
+            if ti.static(copies == 1):
+                ti.atomic_add(counts[at], 1)
+            else:
+                counts[at * copies + thread] = counts[at * copies + thread] + 1
+
+    @ti.func
+    def kept(last, key, turn):
+        reached = (key > last[0]) | ((key == last[0]) & (turn >= last[1]))
+        return ti.cast(ti.select((key != ti.u32(0)) & reached, 1, 0), ti.u8)
+
+    @ti.func
+    def visit(thread, task, shift, last, search, counts: ti.template(), scores: ti.template(), out: ti.template(),
+              params):  # fmt: skip
+        tokens, sinks, recent = params[P.tokens], params[P.sinks], params[P.recent]
         for row in range(search[S.first], search[S.first] + search[S.rows]):
+            first, to = score_row(search[S.sequence], row, params), out_row(search[S.sequence], row, params)
             for begin in range((tokens - thread + threads * AT_ONCE - 1) // (threads * AT_ONCE)):
                 entry = begin * threads * AT_ONCE + thread
-                keys = keys_at(entry, row, search, scores, out, params)
-                for m in ti.static(range(AT_ONCE)):
-                    value, counted = keys[m], keys[m] != ti.u32(0)
-                    if ti.static(word == 1):
-                        value = turn_at(entry + m * threads, row, search, tokens)
-                        counted = counted and keys[m] == last[0]
-                    if counted and ((value ^ last[word]) >> shift) >> ti.u32(bits) == ti.u32(0):
-                        digit = ti.cast((value >> shift) & ti.u32(bins - 1), ti.i32)
-                        if ti.static(copies == 1):
-                            ti.atomic_add(counts[digit], 1)
+                if entry >= sinks and entry + (AT_ONCE - 1) * threads < tokens - recent:
+                    keys = ti.Vector([ti.u32(0) for _ in range(AT_ONCE)])
+                    for m in ti.static(range(AT_ONCE)):
+                        keys[m] = score_key(scores[first + entry + m * threads])
+                    if search[S.marked] != 0:
+                        for m in ti.static(range(AT_ONCE)):
+                            mark = out[to + entry + m * threads]
+                            keys[m] = ti.select(mark != ti.u8(0), ti.u32(KEPT), keys[m])
+                    if task == MARKS:
+                        for m in ti.static(range(AT_ONCE)):
+                            at = entry + m * threads
+                            out[to + at] = kept(last, keys[m], turn_of(at, row, search, tokens))
+                    else:
+                        for m in ti.static(range(AT_ONCE)):
+                            turn = turn_of(entry + m * threads, row, search, tokens)
+                            count(thread, task, shift, last, keys[m], turn, counts)
+                else:
+                    for m in range((ti.min(tokens - entry, AT_ONCE * threads) + threads - 1) // threads):
+                        at = entry + m * threads
+                        turn = turn_of(at, row, search, tokens)
+                        key = key_of(scores[first + at], at, tokens, 1, sinks, recent)
+                        if search[S.marked] != 0:
+                            key = ti.select(out[to + at] != ti.u8(0), ti.u32(KEPT), key)
+                        if task == MARKS:
+                            out[to + at] = kept(last, key, turn)
                         else:
-                            counts[digit * copies + thread] = counts[digit * copies + thread] + 1
-        ti.simt.block.sync()
-        if ti.static(copies > 1):
-            total = 0
-            for copy in range(ti.select(thread < bins, copies, 0)):
-                total += counts[thread * copies + copy]
-            ti.simt.block.sync()
-            if thread < bins:
-                counts[thread] = total
-            ti.simt.block.sync()
+                            count(thread, task, shift, last, key, turn, counts)
 
-    return count
+    return visit
 
 
 def make_budget_cpu(serial):

@@ -47,18 +47,23 @@ OUT = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 
 @ti.func
-def key_of(score, entry, valid, page, sinks, recent):
-    """The key of an entry, or 0 if it must not be chosen; zeros of both signs have the same key."""
+def score_key(score):
+    """The key of a score, or 0 if it must not be chosen; zeros of both signs have the same key."""
     bits = ti.bit_cast(score, ti.u32)
     magnitude = bits & ti.u32(0x7FFFFFFF)
     key = ti.select(bits == magnitude, bits | ti.u32(0x80000000), ~bits)
     key = ti.select(magnitude == ti.u32(0), ti.u32(0x80000000), key)
     key = ti.select(key == ti.u32(LOWEST), ti.u32(0), key)
-    key = ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
+    return ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
+
+
+@ti.func
+def key_of(score, entry, valid, page, sinks, recent):
+    """The key of an entry, or 0 if it must not be chosen."""
     first = entry * page
     newest = ti.select(recent > 0, valid - recent, valid + page)
     always = ti.select(first < sinks, 1, 0) | ti.select(first + page > newest, 1, 0)
-    key = ti.select(always != 0, ti.u32(KEPT), key)
+    key = ti.select(always != 0, ti.u32(KEPT), score_key(score))
     return ti.select(first < valid, key, ti.u32(0))
 
 
