@@ -295,6 +295,9 @@ class AttentionLaunches(Plan):
         strides = strides._replace(
             out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1], out_token=self.between
         )
+        if mass.query_unit > 1:
+            words = {name: n // mass.query_unit for name, n in strides._asdict().items() if name.startswith("q_")}
+            strides = strides._replace(**words)
         if self.mass == "last":
             strides = strides._replace(q_first=strides.q_first + last * strides.q_token)
             numbers = numbers._replace(queries=1, lse_first=numbers.lse_first + last * strides.lse_token)

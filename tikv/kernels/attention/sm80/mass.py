@@ -19,10 +19,12 @@ from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.sm80.tiles import L, has_bounds, make_find_slot, make_is_whole, make_limits
 from tikv.kernels.attention.softmax import not_above_zero
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import BLOCK, shuffle_xor
 from tikv.runtime import ti
 
 SHARED_HALVES = 1 << 14  # of queries that a block has in shared memory at once
+QUERY_UNIT = 2  # halves of q in a word of 32 bits
 AT_ONCE = 4  # rows of halves that a warp starts to read one after another
 ROW_LANES = (1, 2)  # distances between lanes that have other rows of the same keys
 
@@ -31,9 +33,9 @@ class Tile(NamedTuple):
     """How a block takes keys and query rows."""
 
     key_tiles: int  # tiles of `KEYS` keys that a warp holds
-    row_tiles: int  # tiles of `ROWS` query rows that are multiplied together: codes become halves once for them
     chunk: int  # query rows in shared memory
     resident: int  # as in `attend.Tile`
+    row_tiles: int = 1
 
     @property
     def keys(self) -> int:
@@ -42,20 +44,24 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int, codes: bool) -> Tile:
-    """The tile for keys of a width in `WIDTHS`, as halves or as codes."""
+    """The tile for keys of a width that `sm80.attend` serves, up to 256, as halves or as codes."""
     if codes:
-        return Tile(2, 2, 64, 3)
+        return Tile(2, 64, 3)
     many = AT_ONCE * WARPS * 2
-    return Tile(2 if width <= 128 else 1, 1, min(128, SHARED_HALVES // width // many * many), 3)
+    wide = width > 128
+    return Tile(1 if wide else 2, min(128, SHARED_HALVES // width // many * many), 3 if wide else 4)
 
 
 def make_mass_tensor(x, by_slot, greatest, c):
     """mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): as `cuda.mass.make_mass_lanes`.
 
-    K and its scales are in the words that `make_attend_tensor` reads. The extent of q is tasks * `BLOCK`.
+    K, its scales and q are in the words that `make_attend_tensor` reads, but q over halves is in words of `QUERY_UNIT`.
+    The extent of q is tasks * `BLOCK`.
     """
     Q, K, LENS, TABLE, KSC, _ = array_types("cuda", c)
-    if c.cache not in HALVES:
+    if c.cache in HALVES:
+        Q = word_array(32)
+    else:
         KSC = kind_of(c.cache).numbers_arrays(c)[0]
     mass_task = make_mass_task(x, by_slot, make_joined(greatest), c)
 
@@ -84,16 +90,19 @@ def make_mass_task(x, by_slot, joined, c):
     put, take = (make_put_halves, make_take_halves) if c.cache in HALVES else (make_put, make_take)
     put, take = put(x, f, c), take(x, f, c)
     add_weights, store_mass = make_add_weights(x, f, joined, c), make_store_mass(x, by_slot, joined, c)
-    TILES, CHUNK, TOGETHER = x.key_tiles, x.chunk, ROWS * x.row_tiles
+    TILES, CHUNK = x.key_tiles, x.chunk
+    limits, is_whole = make_limits(CHUNK, KEYS, c), make_is_whole(c)
 
     @ti.func
     def mass_task(thread, number, arrays: ti.template(), strides, params, scalars):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         lane, warp = thread % 32, thread // 32
-        queries = ti.simt.block.SharedArray((CHUNK // TOGETHER * f.queries * 32,), ti.u32)
+        queries = ti.simt.block.SharedArray((CHUNK // ROWS * f.queries * 32,), ti.u32)
         lses = ti.simt.block.SharedArray((CHUNK,), ti.f32)
         rows = params[P.queries] * c.group
+        # Without it, the assembler keeps K as it was read, and moves it to where products need it for all rows again.
+        nothing = ti.cast(rows >> 31, ti.u32)
         for turn in range((task[T.end] - task[T.begin] + (x.keys - 1)) // x.keys):
             at = task[T.begin] + turn * x.keys + warp * ti.static(TILES * KEYS)
             kf = [[ti.u32(0) for _ in range(f.keys)] for _ in range(TILES)]
@@ -104,6 +113,8 @@ def make_mass_task(x, by_slot, joined, c):
                     n = ti.min(at + (lane >> 2) + ti.static(j * KEYS + i * 8), task[T.end] - 1)
                     slots[i] = ti.max(find_slot(task, 0, n, visible, table, strides, params), 0)
                 f.load_keys(lane, slots, task, k, k_scale, kf[j], strides)
+                for i in ti.static(range(f.keys)):
+                    kf[j][i] = kf[j][i] ^ nothing
             for n in range((rows + (CHUNK - 1)) // CHUNK):
                 first = n * CHUNK
                 ti.simt.block.sync()  # until all warps have used the rows before
@@ -115,10 +126,15 @@ def make_mass_task(x, by_slot, joined, c):
                         of_row = ti.select(sees > 0, value, of_row)
                     lses[thread] = of_row
                 ti.simt.block.sync()
-                for g in range((ti.min(CHUNK, rows - first) + (TOGETHER - 1)) // TOGETHER):
+                clear = 1  # whether all of these rows see all keys of the warp
+                if ti.static(has_bounds(c)):
+                    seen = limits(first, visible, task, params)
+                    clear = is_whole(at, seen, visible, task)
+                    clear *= is_whole(at + ti.static((TILES - 1) * KEYS), seen, visible, task)
+                for g in range((ti.min(CHUNK, rows - first) + (ROWS - 1)) // ROWS):
                     qf = [ti.u32(0) for _ in range(f.queries)]
                     take(g, lane, queries, qf)
-                    add_weights(at, first, g, lane, kf, qf, lses, totals, visible, task, params, scalars)
+                    add_weights(at, first, g, lane, clear, kf, qf, lses, totals, visible, task, params, scalars)
             for j in ti.static(range(TILES)):
                 store_mass(at + ti.static(j * KEYS), lane, totals[j], visible, task, table, mass, strides, params)
 
@@ -127,16 +143,17 @@ def make_mass_task(x, by_slot, joined, c):
 
 def make_put(x, f, c):
     """put(first, thread, task, q, k_scale, queries, ...): fragments of the rows from `first`, into shared memory."""
-    TOGETHER = ROWS * x.row_tiles
 
     @ti.func
     def put(first, thread, task, q: ti.template(), k_scale: ti.template(), queries: ti.template(), strides, params):
         lane, warp = thread % 32, thread // 32
-        for n in range(ti.static(x.chunk // TOGETHER // WARPS)):
+        for n in range(ti.static(x.chunk // ROWS // WARPS)):
             g = n * WARPS + warp
-            if first + g * TOGETHER < params[P.queries] * c.group:
+            if first + g * ROWS < params[P.queries] * c.group:
                 qf = [ti.u32(0) for _ in range(f.queries)]
-                f.load_queries(first + g * TOGETHER, lane, 0, task, q, k_scale, qf, strides, params)
+                # Plus zero: LLVM would compute the addresses before the loops, and has no registers to keep them.
+                same = lane + (first + n) * (params[P.queries] >> 31)
+                f.load_queries(first + g * ROWS, same, 0, task, q, k_scale, qf, strides, params)
                 for i in ti.static(range(f.queries)):
                     queries[(g * f.queries + i) * 32 + lane] = qf[i]
 
@@ -144,7 +161,7 @@ def make_put(x, f, c):
 
 
 def make_take(x, f, c):
-    """take(g, lane, queries, qf): a lane's fragments of the g-th rows in shared memory that are multiplied together."""
+    """take(g, lane, queries, qf): a lane's fragments of the g-th `ROWS` rows in shared memory."""
 
     @ti.func
     def take(g, lane, queries: ti.template(), qf: ti.template()):
@@ -155,40 +172,37 @@ def make_take(x, f, c):
 
 
 def make_exchange(c):
-    """exchange(r) -> the bits that permute the pairs of row r, so that eight rows' lie in different banks."""
-    swap = 4 if c.width % 64 == 0 else 0
+    """exchange(r) -> the bits that permute the words of row r: lanes read two of each of four rows at once."""
+    swap = 2 if c.width % 64 == 0 else 0
 
     @ti.func
     def exchange(r):
-        return (r & 3) | ((r & swap) << 2)
+        return ((r & 1) << 1) | ((r & swap) << 3)
 
     return exchange
 
 
 def make_put_halves(x, f, c):
-    """`make_put` for halves: rows as they are, in pairs of columns, which the lanes of a warp read side by side."""
+    """`make_put` for halves: rows as they are, whose words the lanes of a warp read side by side."""
     query_row, exchange = make_query_row(c), make_exchange(c)
-    PAIRS, EACH = c.width // 2, -(-c.width // 64)  # pairs of a row, and of a lane
+    WORDS, EACH = c.width // QUERY_UNIT, -(-c.width // QUERY_UNIT // 32)  # of a row, and of a lane
 
     @ti.func
     def put(first, thread, task, q: ti.template(), k_scale: ti.template(), queries: ti.template(), strides, params):
         lane, warp = thread % 32, thread // 32
+        last = params[P.queries] * c.group - 1
         for n in range(ti.static(x.chunk // WARPS // AT_ONCE)):
             held = [ti.u32(0) for _ in range(AT_ONCE * EACH)]
             r = (n * WARPS + warp) * AT_ONCE
             for i in ti.static(range(AT_ONCE)):
-                last = params[P.queries] * c.group - 1
                 row = query_row(task[T.sequence], task[T.head], ti.min(first + r + i, last), strides, params)
                 for j in ti.static(range(EACH)):
-                    at = row + 2 * ti.min(lane + ti.static(32 * j), PAIRS - 1)
-                    low, high = ti.cast(q[at], ti.u32), ti.cast(q[at + 1], ti.u32)
-                    held[ti.static(i * EACH + j)] = low | (high << ti.u32(16))
+                    held[ti.static(i * EACH + j)] = q[row + ti.min(lane + ti.static(32 * j), WORDS - 1)]
             for i in ti.static(range(AT_ONCE)):
-                changed = exchange(r + i)
                 for j in ti.static(range(EACH)):
-                    if lane + ti.static(32 * j) < PAIRS:
-                        to = (r + i) * PAIRS + ((lane + ti.static(32 * j)) ^ changed)
-                        queries[to] = held[ti.static(i * EACH + j)]
+                    if lane + ti.static(32 * j) < WORDS:
+                        to = (lane + ti.static(32 * j)) ^ exchange(r + i)
+                        queries[(r + i) * WORDS + to] = held[ti.static(i * EACH + j)]
 
     return put
 
@@ -196,44 +210,50 @@ def make_put_halves(x, f, c):
 def make_take_halves(x, f, c):
     """`make_take` for halves: the columns of `halves.make_load_queries`."""
     exchange = make_exchange(c)
-    PAIRS = c.width // 2
+    WORDS = c.width // QUERY_UNIT
 
     @ti.func
     def take(g, lane, queries: ti.template(), qf: ti.template()):
-        row = (g * ROWS + (lane >> 2)) * PAIRS
+        row = (g * ROWS + (lane >> 2)) * WORDS
         first = ((lane & 3) * 4) ^ exchange(lane >> 2)
-        for n in ti.static(range(f.queries)):
-            qf[n] = queries[row + (first ^ ti.static(n // 4 % 2 * 16 + n % 4)) + ti.static(n // 8 * 32)]
+        for n in ti.static(range(0, f.queries, 2)):
+            at = row + (first ^ ti.static(n // 4 % 2 * 16 + n % 4)) + ti.static(n // 8 * 32)
+            qf[n], qf[ti.static(n + 1)] = queries[at], queries[at + 1]
 
     return take
 
 
 def make_add_weights(x, f, joined, c):
-    """add_weights(at, first, g, lane, kf, qf, lses, totals, ...): the g-th rows from `first` weigh a warp's keys."""
+    """add_weights(at, first, g, lane, clear, kf, qf, lses, ...): the g-th `ROWS` rows from `first` weigh a warp's keys.
+
+    Nothing is masked if it is `clear` that all rows see all keys.
+    """
     exp2 = instructions().exp2
-    limits, is_whole, mask = make_limits(ROWS * x.row_tiles, KEYS, c), make_is_whole(c), make_mask(x, c)
-    G = x.row_tiles
+    limits, is_whole, mask = make_limits(ROWS, KEYS, c), make_is_whole(c), make_mask(x, c)
 
     @ti.func
-    def add_weights(at, first, g, lane, kf: ti.template(), qf: ti.template(), lses: ti.template(),
+    def add_weights(at, first, g, lane, clear, kf: ti.template(), qf: ti.template(), lses: ti.template(),
                     totals: ti.template(), visible, task, params, scalars):  # fmt: skip
-        row = first + g * ti.static(ROWS * G)
-        seen = limits(row, visible, task, params)
+        row = first + g * ROWS
+        seen = ti.Vector([task[T.begin], task[T.end], 0, 0])
+        if ti.static(has_bounds(c)):
+            if clear == 0:
+                seen = limits(row, visible, task, params)
         for j in ti.static(range(x.key_tiles)):
             here = at + ti.static(j * KEYS)
             if here < seen[L.end] and here + KEYS > seen[L.begin]:
-                p = [ti.f32(0.0) for _ in range(4 * G)]
+                p = [ti.f32(0.0) for _ in range(4)]
                 f.scores(kf[j], qf, p, scalars)
-                for i in ti.static(range(4 * G)):
-                    p[i] -= lses[g * ti.static(ROWS * G) + (lane & 3) * 2 + ti.static(i // 4 * ROWS + i % 2)]
+                for i in ti.static(range(4)):
+                    p[i] -= lses[g * ROWS + (lane & 3) * 2 + ti.static(i % 2)]
                 if ti.static(has_bounds(c)):
-                    if is_whole(here, seen, visible, task) == 0:
+                    if clear == 0 and is_whole(here, seen, visible, task) == 0:
                         counts = [1 for _ in range(2)]
                         mask(here, row, lane, counts, p, visible, params)
-                for i in ti.static(range(4 * G)):
+                for i in ti.static(range(4)):
                     below, weight = not_above_zero(p[i]), ti.f32(0.0)
                     exp2(weight, below)
-                    totals[j][ti.static(i % 4 // 2)] = joined(totals[j][ti.static(i % 4 // 2)], weight)
+                    totals[j][ti.static(i // 2)] = joined(totals[j][ti.static(i // 2)], weight)
 
     return add_weights
 

@@ -33,6 +33,7 @@ class MassKernel(NamedTuple):
     choices: tuple[Any, ...]  # those before the common ones
     by_key: bool = False  # a thread has one key, instead of a part of a head's keys
     parts: int = 1  # tasks into which each of `Shares.mass_splits` is divided
+    query_unit: int = 1  # elements of q in a word in which it is read
     selects: bool = True  # it can read selected tokens
 
 

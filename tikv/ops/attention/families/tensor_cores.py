@@ -54,9 +54,10 @@ class Tiles(Cuda):
     def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
         if not self.mass_bits:
             return super().mass_kernel(choices, workers, by_slot, greatest)
-        tile = mass.tile_of(choices.width, choices.cache not in HALVES)
+        of_codes = choices.cache not in HALVES
+        tile, unit = mass.tile_of(choices.width, of_codes), 1 if of_codes else mass.QUERY_UNIT
         parts = MASS_KEYS // tile.keys
-        return MassKernel(mass.make_mass_tensor, (tile, by_slot, greatest), parts=parts, selects=False)
+        return MassKernel(mass.make_mass_tensor, (tile, by_slot, greatest), False, parts, unit, selects=False)
 
     def splits_of(self, keys: int) -> int:
         tile, processors = self.tile, launch.multiprocessors(self.live)
@@ -83,7 +84,11 @@ def why_no_mass_in_tiles(form: Form) -> str:
         return "each query chooses its own tokens"
     if form.cache.k.storage not in HALVES:
         return TensorCodes.why_not(form)
-    return TensorRows.why_no_products(form) or ("" if form.cache.width in attend.WIDTHS else form.widths)
+    if reason := TensorRows.why_no_products(form):
+        return reason
+    if form.cache.width not in attend.WIDTHS:
+        return form.widths
+    return form.why_not_queries(mass.QUERY_UNIT * form.arrays["q"].dtype.itemsize)
 
 
 def why_not_in_order(live: runtime.Runtime) -> str:
