@@ -252,8 +252,8 @@ def test_each_mass_in_pools(arch, rng, dtype, kind):
     "dtype", ["float16", "bfloat16", "int8", "float8_e4m3fn", "q4_0", "mxfp8", "nvfp4", tikv.Quant(4, 64)], ids=str
 )
 def test_each_mass_of_a_prompt_in_half_precision(arch, rng, dtype, kind, tokens):
-    """Of 33 and 150 query rows, where tensor cores weigh: the last tile of keys and that of rows are not full."""
-    width, held, group = 128, 301, 3
+    """Of 44 and 200 query rows, where tensor cores weigh: the last tile of keys and that of rows are not full."""
+    width, held, group = 128, 301, 4
     half = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": width, "capacity": 320, "batch_size": 2}
     store = tikv.KVCacheStore(**form, dtype=dtype)
