@@ -13,7 +13,7 @@ from tikv.kernels.attention.mass import make_joined, make_lse_of_row, make_mass_
 from tikv.kernels.attention.parameters import BITS, FLOATS, INFINITY, PARAMS, SCALARS, STRIDES, P, array_types
 from tikv.kernels.attention.sm80 import floats
 from tikv.kernels.attention.sm80.attend import make_mask
-from tikv.kernels.attention.sm80.instructions import HALVES, ROWS, WARPS, instructions
+from tikv.kernels.attention.sm80.instructions import HALVES, ROWS, WARPS, instructions, lane_bits
 from tikv.kernels.attention.sm80.kinds import kind_of
 from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.kernels.attention.sm80.tiles import L, has_bounds, make_find_slot, make_is_whole, make_limits
@@ -25,7 +25,7 @@ from tikv.runtime import ti
 
 SHARED_HALVES = 1 << 14  # of queries that a block has in shared memory at once
 QUERY_UNIT = 2  # halves of q in a word of 32 bits
-AT_ONCE = 4  # rows of halves that a warp starts to read one after another
+AT_ONCE = 8  # rows of halves that a warp starts to read one after another; a multiple of 4, see `make_exchange`
 ROW_LANES = (1, 2)  # distances between lanes that have other rows of the same keys
 
 
@@ -47,7 +47,7 @@ def tile_of(width: int, codes: bool) -> Tile:
     """The tile for keys of a width that `sm80.attend` serves, up to 256, as halves or as codes."""
     if codes:
         return Tile(2, 64, 3)
-    many = AT_ONCE * WARPS * 2
+    many = AT_ONCE * WARPS
     wide = width > 128
     return Tile(1 if wide else 2, min(128, SHARED_HALVES // width // many * many), 3 if wide else 4)
 
@@ -186,23 +186,24 @@ def make_put_halves(x, f, c):
     """`make_put` for halves: rows as they are, whose words the lanes of a warp read side by side."""
     query_row, exchange = make_query_row(c), make_exchange(c)
     WORDS, EACH = c.width // QUERY_UNIT, -(-c.width // QUERY_UNIT // 32)  # of a row, and of a lane
+    ROWS_OF_WARP = x.chunk // WARPS  # at most 32
 
     @ti.func
     def put(first, thread, task, q: ti.template(), k_scale: ti.template(), queries: ti.template(), strides, params):
-        lane, warp = thread % 32, thread // 32
-        last = params[P.queries] * c.group - 1
-        for n in range(ti.static(x.chunk // WARPS // AT_ONCE)):
+        lane, r = thread % 32, thread // 32 * ROWS_OF_WARP
+        last = params[P.queries] * c.group - 1  # rows after it repeat it
+        mine = query_row(task[T.sequence], task[T.head], ti.min(first + r + lane, last), strides, params)
+        for n in range(ti.static(ROWS_OF_WARP // AT_ONCE)):
             held = [ti.u32(0) for _ in range(AT_ONCE * EACH)]
-            r = (n * WARPS + warp) * AT_ONCE
             for i in ti.static(range(AT_ONCE)):
-                row = query_row(task[T.sequence], task[T.head], ti.min(first + r + i, last), strides, params)
+                row = ti.bit_cast(lane_bits(ti.bit_cast(mine, ti.u32), n * AT_ONCE + i), ti.i32)
                 for j in ti.static(range(EACH)):
                     held[ti.static(i * EACH + j)] = q[row + ti.min(lane + ti.static(32 * j), WORDS - 1)]
             for i in ti.static(range(AT_ONCE)):
+                to = (r + n * AT_ONCE + i) * WORDS
                 for j in ti.static(range(EACH)):
                     if lane + ti.static(32 * j) < WORDS:
-                        to = (lane + ti.static(32 * j)) ^ exchange(r + i)
-                        queries[(r + i) * WORDS + to] = held[ti.static(i * EACH + j)]
+                        queries[to + ((lane + ti.static(32 * j)) ^ exchange(i))] = held[ti.static(i * EACH + j)]
 
     return put
 
