@@ -25,7 +25,6 @@ from tikv.runtime import ti
 
 SHARED_HALVES = 1 << 14  # of queries that a block has in shared memory at once
 QUERY_UNIT = 2  # halves of q in a word of 32 bits
-AT_ONCE = 8  # rows of halves that a warp starts to read one after another; a multiple of 4, see `make_exchange`
 ROW_LANES = (1, 2)  # distances between lanes that have other rows of the same keys
 
 
@@ -47,7 +46,7 @@ def tile_of(width: int, codes: bool) -> Tile:
     """The tile for keys of a width that `sm80.attend` serves, up to 256, as halves or as codes."""
     if codes:
         return Tile(2, 64, 3)
-    many = AT_ONCE * WARPS
+    many = ROWS * WARPS
     wide = width > 128
     return Tile(1 if wide else 2, min(128, SHARED_HALVES // width // many * many), 3 if wide else 4)
 
@@ -193,14 +192,14 @@ def make_put_halves(x, f, c):
         lane, r = thread % 32, thread // 32 * ROWS_OF_WARP
         last = params[P.queries] * c.group - 1  # rows after it repeat it
         mine = query_row(task[T.sequence], task[T.head], ti.min(first + r + lane, last), strides, params)
-        for n in range(ti.static(ROWS_OF_WARP // AT_ONCE)):
-            held = [ti.u32(0) for _ in range(AT_ONCE * EACH)]
-            for i in ti.static(range(AT_ONCE)):
-                row = ti.bit_cast(lane_bits(ti.bit_cast(mine, ti.u32), n * AT_ONCE + i), ti.i32)
+        for n in range(ti.min(ROWS_OF_WARP, last + 1 - first - r + (ROWS - 1)) // ROWS):
+            held = [ti.u32(0) for _ in range(ROWS * EACH)]
+            for i in ti.static(range(ROWS)):
+                row = ti.bit_cast(lane_bits(ti.bit_cast(mine, ti.u32), n * ROWS + i), ti.i32)
                 for j in ti.static(range(EACH)):
                     held[ti.static(i * EACH + j)] = q[row + ti.min(lane + ti.static(32 * j), WORDS - 1)]
-            for i in ti.static(range(AT_ONCE)):
-                to = (r + n * AT_ONCE + i) * WORDS
+            for i in ti.static(range(ROWS)):
+                to = (r + n * ROWS + i) * WORDS
                 for j in ti.static(range(EACH)):
                     if lane + ti.static(32 * j) < WORDS:
                         queries[to + ((lane + ti.static(32 * j)) ^ exchange(i))] = held[ti.static(i * EACH + j)]
