@@ -65,7 +65,7 @@ class WarpgroupPrompts(InWarpgroups):
             pass  # one kernel for prompts and single tokens
         elif query.queries == 1 or query.queries * form.group < LEAST_ROWS:
             return f"a KV head has {query.queries * form.group} query rows"
-        if reason := _why_not_rows_of_queries(form):
+        if reason := form.why_not_queries(attend.PIECE):
             return reason
         if options.scale is not None and not 0 < options.scale < math.inf:
             return f"scores are scaled by {options.scale}"
@@ -158,7 +158,7 @@ class WarpgroupLatents(InWarpgroups):
             return reason
         if (form.cache.width, form.cache.width_v) != (latents.WIDTH, latents.WIDTH_V):
             return form.widths
-        return _why_not_rows_of_queries(form)
+        return form.why_not_queries(attend.PIECE)
 
     def words_of(self, form: Form) -> tuple[int, int]:
         return halves.WORD_BITS, halves.WORD_BITS
@@ -175,11 +175,3 @@ def _why_not_codes(form: Form) -> str:
     if q.short not in HALVES:
         return f"q is {q.name}, over codes"
     return form.why_not_pieces or form.why_not_begin_at(coded.piece_bytes(storage, form.cache.width))
-
-
-def _why_not_rows_of_queries(form: Form) -> str:
-    """Why rows of queries cannot be copied in pieces; empty if they can."""
-    q = form.arrays["q"]
-    if any(n % attend.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in form.query.strides))):
-        return f"not every row of q begins at a multiple of {attend.PIECE} bytes"
-    return ""
