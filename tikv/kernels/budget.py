@@ -81,7 +81,7 @@ def threads_of(style):
 
 
 def copies_of(style):
-    """Counters of a digit: one on CUDA, and elsewhere one of each thread, since there no barrier orders additions."""
+    """Counters of a digit: one on CUDA; elsewhere each thread has its own, as no barrier orders atomic additions."""
     return 1 if style == "cuda" else BLOCK
 
 
