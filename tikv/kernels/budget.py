@@ -81,7 +81,7 @@ def threads_of(style):
 
 
 def copies_of(style):
-    """Counters of a digit: one on CUDA, and elsewhere one of each thread, since there no barrier orders additions."""
+    """Counters of a digit: one on CUDA; elsewhere each thread has its own, as no barrier orders atomic additions."""
     return 1 if style == "cuda" else BLOCK
 
 
@@ -186,8 +186,8 @@ def make_visit(style):
     @ti.func
     def count(thread, task, shift, last, key, turn, counts: ti.template()):
         value, prefix = ti.select(task == KEYS, key, turn), ti.select(task == KEYS, last[0], last[1])
-        candidate = (key != ti.u32(0)) & ((task == KEYS) | (key == last[0]))
-        if candidate & (((value ^ prefix) >> shift) >> ti.u32(bits) == ti.u32(0)):
+        differs = ti.select(key == ti.u32(0), ti.u32(1), ((value ^ prefix) >> shift) >> ti.u32(bits))
+        if ti.select(task == KEYS, differs, ti.select(key == last[0], differs, ti.u32(1))) == ti.u32(0):
             at = ti.cast((value >> shift) & ti.u32((1 << bits) - 1), ti.i32)
             if ti.static(copies == 1):
                 ti.atomic_add(counts[at], 1)
@@ -196,8 +196,8 @@ def make_visit(style):
 
     @ti.func
     def kept(last, key, turn):
-        reached = (key > last[0]) | ((key == last[0]) & (turn >= last[1]))
-        return ti.cast(ti.select((key != ti.u32(0)) & reached, 1, 0), ti.u8)
+        among = ti.select(key == last[0], ti.select(turn >= last[1], 1, 0), ti.select(key > last[0], 1, 0))
+        return ti.cast(ti.select(key == ti.u32(0), 0, among), ti.u8)
 
     @ti.func
     def visit(thread, task, shift, last, search, counts: ti.template(), scores: ti.template(), out: ti.template(),
