@@ -91,7 +91,7 @@ def make_attend_task(x, parts, c):
     produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
     if c.eight:
         produce = make_produce_eight(warps, produce, memory, c)
-    registers, EXCHANGES = registers_of(PRODUCERS, x.consumers), THREADS > 2 * GROUP
+    registers, EXCHANGES = registers_of(PRODUCERS + x.consumers - 2, c.width), THREADS > 2 * GROUP
     give_away = getattr(ext, f"registers_dec_{registers.producer}")
     get_many = getattr(ext, f"registers_inc_{registers.consumer}")
     get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))

@@ -92,8 +92,7 @@ def make_produce_codes(warps, memory, c):
     codes = codes_of(c.cache, c.width, c.scale != "")
     keys = KEYS_OF[c.width]
     OWN, WORDS, NUMBERS = keys // warps, codes.words * panels(c.width), c.width // codes.group * codes.numbers
-    COUNT, STAGES, NOTED = OWN // codes.rows, memory.stages, min(OWN, keys // 4)  # keys that are noted at a time
-    write_note = getattr(ext, f"write_{4 * NOTED // (keys // 4)}")
+    COUNT, STAGES, PARTS, PART = OWN // codes.rows, memory.stages, 4 // warps, keys // 4
     READY = (NUMBERS + 1) // 2 if in_pairs(codes, c) else NUMBERS
     AHEAD, HALF, SIDE = memory.ahead, COUNT // 2, memory.ahead * memory.of_codes
     tile_at, is_whole, slot_of = make_tile_at(c), make_is_whole(c), make_slot_of(c)
@@ -123,7 +122,7 @@ def make_produce_codes(warps, memory, c):
     def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
         """The slot of a lane's key of tile n; -1 where it does not exist."""
         index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
-        if n < seen[R.tiles] and lane < OWN:
+        if n < seen[R.tiles]:
             slot = slot_of(index, seen, visible, task, table, strides, params)
         return slot
 
@@ -188,10 +187,10 @@ def make_produce_codes(warps, memory, c):
                 if ti.static((i + 1) % HALF == 0):
                     ext.copies_close()
             if of_v == 0 and lane == 0:
-                note = barriers + ti.cast(B.exists + stage * 16 + warp * (16 * OWN // keys), ti.u32)
-                for part in ti.static(range(OWN // NOTED)):
-                    of_part = (there >> ti.u32(part * NOTED)) & ti.u32((1 << NOTED) - 1)
-                    write_note(note, of_part)
+                note = barriers + ti.cast(B.exists + stage * 16 + warp * (4 * PARTS), ti.u32)
+                for part in ti.static(range(PARTS)):
+                    of_part = (there >> ti.u32(part * PART)) & ti.u32((1 << PART) - 1)
+                    ext.write_4(note, of_part)
                     note += ti.u32(4)
                 ext.barrier_arrive(barrier)
             if of_v != 0 and there != ti.u32((1 << OWN) - 1):
@@ -234,7 +233,7 @@ def make_copy_row(threads, codes, c):
     """
     step, SIZE_OF, whole = COLUMNS * codes.bits // 8, 4 * codes.words, c.width // COLUMNS
     HALF = c.width % COLUMNS != 0
-    copy, copy_one = (getattr(instructions(), f"copy_codes_{codes.words}_{step}_{n}_{threads}") for n in (whole, 1))
+    copy, copy_one = (getattr(instructions(), f"copy_codes_{codes.words}_{step}_{n}") for n in (whole, 1))
 
     @ti.func
     def copy_row(i: ti.template(), lane, base, row, to):
@@ -255,7 +254,7 @@ def make_copy_row(threads, codes, c):
 def make_read_row(threads, codes, c):
     """read_row(i, at, words): the codes that a lane has copied of its i-th row."""
     size = panels(c.width) * threads * 4 * codes.words
-    read = getattr(instructions(), f"read_codes_{codes.words}_{panels(c.width)}_{threads}")
+    read = getattr(instructions(), f"read_codes_{codes.words}_{panels(c.width)}")
 
     @ti.func
     def read_row(i: ti.template(), at, words: ti.template()):

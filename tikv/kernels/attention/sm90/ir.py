@@ -21,8 +21,8 @@ STEP = 16  # columns, or keys, of one product
 CODES_STEP = 32  # of a product of codes of 8 bits
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
-# Warpgroups that produce, that consume; registers of a thread at first, of one that produces, and that consumes.
-REGISTERS = ((1, 2, 168, 72, 216), (2, 2, 128, 56, 200), (4, 1, 96, 72, 192))
+# Warpgroups that produce, the widest heads; registers of a thread at first, of one that produces, and that consumes.
+REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 56, 200))
 STAGED = ((2, 64), (1, 32), (2, 32))  # codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
@@ -377,8 +377,6 @@ def others() -> list[str]:
                  inputs=["i32"] * 5),
         function("read_4", "4 bytes of shared memory", ["ld.shared.u32 $0, [$1];"], made=["i32"], inputs=["i32"]),
         function("write_4", "4 bytes to shared memory", ["st.shared.u32 [$0], $1;"], inputs=["i32"] * 2),
-        function("write_2", "the lower 2 bytes to shared memory",
-                 ["{", ".reg .b16 h;", "cvt.u16.u32 h, $1;", "st.shared.u16 [$0], h;", "}"], inputs=["i32"] * 2),
         function("barrier_arrive_after", "an arrival when this number, which is not negative, is there: the assembler "
                  "would put off what makes it",
                  uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
@@ -490,12 +488,12 @@ def writes() -> list[str]:
     return functions
 
 
-def staged(words: int, step: int, panels: int, threads: int) -> list[str]:
+def staged(words: int, step: int, panels: int) -> list[str]:
     """Functions that copy a lane's codes of a row to shared memory, and read them there.
 
-    They are `words` words of each panel, `step` bytes apart. So many threads copy a tile of K, or of V, and each reads
-    what it has copied itself.
+    They are `words` words of each panel, `step` bytes apart.
     """
+    threads = 64 if panels > 2 else 128  # that copy a tile of K, or of V, and read what they have copied themselves
     size, kind = 4 * words, "v2.u32" if words == 2 else "u32"
     slots = [n * threads * size for n in range(panels)]
     copy = [f"cp.async.ca.shared.global [$0+{slot}], [$1+{n * step}], {size};" for n, slot in enumerate(slots)]
@@ -503,8 +501,8 @@ def staged(words: int, step: int, panels: int, threads: int) -> list[str]:
     read = [f"ld.shared.{kind} {{{to[n]}}}, [${words * panels}+{slot}];" for n, slot in enumerate(slots)]
     what = f"{words} words of each of {panels} panels"
     return [
-        function(f"copy_codes_{words}_{step}_{panels}_{threads}", f"{what} are under way", copy, inputs=["i32", "i64"]),
-        function(f"read_codes_{words}_{panels}_{threads}", f"{what} are there", read, made=["i32"] * (words * panels),
+        function(f"copy_codes_{words}_{step}_{panels}", f"{what} are under way", copy, inputs=["i32", "i64"]),
+        function(f"read_codes_{words}_{panels}", f"{what} are there", read, made=["i32"] * (words * panels),
                  inputs=["i32"]),
     ]  # fmt: skip
 
@@ -549,12 +547,7 @@ def text() -> str:
     latents = [make(half, *row) for half in HALVES for row in LATENT_ROWS for make in (latent_scores, latent_values)]
     batches = [copies(width, keys) for width, keys in (*SHAPES, (LATENT[0], LATENT[2])) if width % 64 == 0]
     of_codes = [
-        each
-        for form in STAGED
-        for width, _ in SHAPES
-        if width % 64 == 0
-        for threads in ((64,) if width > 128 else (128, 256))
-        for each in staged(*form, width // 64, threads)
+        each for form in STAGED for width, _ in SHAPES if width % 64 == 0 for each in staged(*form, width // 64)
     ]
     of_codes = list(dict.fromkeys(of_codes))  # those that read are the same for two of the forms
     of_latents = [*latents, *latent_results()]

@@ -42,13 +42,13 @@ class Warpgroups(NamedTuple):
         return (self.producers + self.consumers) * GROUP
 
 
-def producers_of(codes: bool, width: int, consumers: int = 2) -> int:
-    """How many warpgroups produce: one, or over codes as many for K as for V, two for each beside one that consumes.
+def producers_of(codes: bool, width: int) -> int:
+    """How many warpgroups produce: one, or over codes two, one for K and one for V.
 
     Over codes of 256 columns one produces both: with 512 threads a thread has 128 registers, as many as the operands of
     one instruction on results take.
     """
-    return (4 if consumers == 1 else 2) if codes and width <= 128 else 1
+    return 2 if codes and width <= 128 else 1
 
 
 class Range(NamedTuple):
@@ -75,9 +75,9 @@ class Registers(NamedTuple):
     consumer: int
 
 
-def registers_of(producers: int, consumers: int) -> Registers:
-    """The `Registers` of a block with so many warpgroups; two have enough, so those of the first row are never used."""
-    return Registers(*next((row for row in ir.REGISTERS if row[:2] == (producers, consumers)), ir.REGISTERS[0])[2:])
+def registers_of(producers: int, width: int) -> Registers:
+    """The `Registers` of a block with so many warpgroups that produce, beside two that consume; of fewer, as of one."""
+    return Registers(*next(row for row in ir.REGISTERS if row[0] == max(producers, 1) and width <= row[1])[2:])
 
 
 @functools.cache

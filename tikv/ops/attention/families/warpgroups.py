@@ -86,10 +86,10 @@ class WarpgroupPrompts(InWarpgroups):
         return bits, bits
 
     def tile_of(self, form: Form) -> Any:
-        of_one = form.live.invariant and form.rows <= attend.ROWS_OF_ONE
-        consumers, codes = 1 if of_one else 2, form.cache.k.storage not in HALVES
-        producers = attend.producers_of(codes, form.cache.width, consumers)
-        return attend.Warpgroups(consumers * attend.ROWS_OF_ONE, producers=producers, consumers=consumers)
+        producers = attend.producers_of(form.cache.k.storage not in HALVES, form.cache.width)
+        if form.live.invariant and form.rows <= attend.ROWS_OF_ONE:
+            return attend.Warpgroups(attend.ROWS_OF_ONE, producers=producers, consumers=1)
+        return attend.Warpgroups(producers=producers)
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         factory = attend.make_attend_hopper_in_order if self.live.invariant else attend.make_attend_hopper
