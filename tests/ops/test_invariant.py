@@ -263,7 +263,6 @@ def test_tensor_cores_over_codes(arch, rng, tiles, dtype, options):
         pytest.param({"width": 128, "group": 4, "far": 30.0}, id="zeros"),
         pytest.param({"width": 64, "group": 1}, id="one-head"),
         pytest.param({"width": 96, "group": 12, "softcap": 20.0}, id="many-heads"),
-        pytest.param({"width": 256, "group": 2}, id="wide"),
         pytest.param({"width": 128, "group": 3, "window": 140}, id="window"),
         pytest.param({"width": 128, "group": 3, "window": 140, "sinks": 3}, id="sinks"),
         pytest.param({"width": 128, "causal": False}, id="all-keys"),

@@ -50,7 +50,6 @@ from __future__ import annotations
 from tikv import runtime
 from tikv.errors import OptionError
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
-from tikv.ops.attention.splits import Shares
 
 SPLIT_KEYS = {"cpu": 1024, "cuda": 1024, "vulkan": 512, "metal": 512, "amdgpu": 512}  # whole blocks of every kernel
 MOST_PARTS = 1 << 24  # numbers in the parts of one launch; more queries take several launches
@@ -103,9 +102,9 @@ def fixed_splits(
     return max(1, splits)
 
 
-def queries_of_launch(live: runtime.Runtime, query: QueryShape, shares: Shares, width_v: int, whole: bool) -> int:
+def queries_of_launch(live: runtime.Runtime, query: QueryShape, splits: int, width_v: int, whole: bool) -> int:
     """How many queries one launch takes, as its parts are kept until they are merged; all queries if `whole`."""
-    if not live.invariant or whole or not shares.in_parts:
+    if not live.invariant or whole or splits == 1:
         return query.queries
-    most = max(1, MOST_PARTS // max(1, query.batch * query.heads * shares.splits * width_v))
+    most = max(1, MOST_PARTS // max(1, query.batch * query.heads * splits * width_v))
     return min(query.queries, most if most < 16 else most // 16 * 16)

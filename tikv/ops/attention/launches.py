@@ -104,8 +104,8 @@ class AttentionLaunches(Plan):
         self.shares, self.splits, self.mass, self.between = shares, shares.splits, mass, between
         self.rows = query.batch * query.heads * query.queries
         whole = family.has_tree or self.options.sharded != (0, 0) or cache.scored  # these count queries from the first
-        self.of_launch = queries_of_launch(live, query, shares, cache.width_v, whole)
-        partials = query.batch * query.heads * self.of_launch * self.splits if shares.in_parts else 0
+        self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
+        partials = query.batch * query.heads * self.of_launch * self.splits if self.splits > 1 else 0
         checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         partial_bytes = partials * cache.width_v * 4
         lse = partial_bytes + partials * 4
@@ -186,7 +186,7 @@ class AttentionLaunches(Plan):
             q = arrays["q"]
             arrays["q"] = memory.array(q.shape, q.dtype, self.scratch.rotated)
             launches.append(rotation_launch(live, self.operation, q, arrays["q"], self._seed))
-        style, split, query = live.kernel_style, self.shares.in_parts, self.query
+        style, split, query = live.kernel_style, self.splits > 1, self.query
         unused = memory.array((1,), dtypes.float32)
         to, bits = arrays.get("out", arrays["q"]), family.word_bits
         for name, of in zip("kv", bits, strict=True):
@@ -329,7 +329,7 @@ class AttentionLaunches(Plan):
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
             v_inner=(cache.v.inner[0] // unit_v, cache.v.inner[1] // unit_v),
             query=arrays["q"].dtype.short,
-            out="f32" if self.shares.in_parts else arrays.get("out", arrays["q"]).dtype.short,
+            out="f32" if self.splits > 1 else arrays.get("out", arrays["q"]).dtype.short,
             width=cache.width,
             width_v=cache.width_v,
             group=family.group,

@@ -35,12 +35,6 @@ class Shares(NamedTuple):
     least_share: int = 0  # the least keys in a split; splits beyond the end of a short head have none
     mass_splits: int = 1  # parts in which keys are weighed for their mass
     split_keys: int = 0  # positions in a split, if all splits have the same number; else 0
-    merged_in_tasks: bool = False  # whether the one split merges parts of `least_share` keys itself, in scratch memory
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the kernel that attends writes float32 parts, which a second launch merges."""
-        return self.splits > 1 or self.merged_in_tasks
 
 
 def most_keys(cache: CacheLayout, lengths: Lengths) -> int:

@@ -17,9 +17,9 @@ Under `Choices.invariant` a row has the same bits in any task, as `ops.attention
 
 - Tiles begin at multiples of their keys, by position. Both products compute each row by itself; so blocks of one
   consumer, for few rows, and of two give a row the same bits, single tokens included.
-- Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device,
-  by the tasks, which then take all keys: see `consumer.make_close`. A part knows nothing of those before. A tile that a
-  row does not see changes no bit, so it does not matter with which tile a task begins.
+- Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device
+  and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. A part knows nothing of those
+  before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
 """
 
 from tikv.kernels.attention.parameters import P, make_attend_kernel
@@ -33,6 +33,7 @@ from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
 from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
 from tikv.kernels.attention.sm90.tiles import PIECE as PIECE
 from tikv.kernels.attention.sm90.tiles import Warpgroups as Warpgroups
+from tikv.kernels.attention.sm90.tiles import merges as merges
 from tikv.kernels.attention.sm90.tiles import producers_of as producers_of
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.lanes import ALL
@@ -64,14 +65,14 @@ def make_attend_hopper(tile, parts, c):
 make_attend_hopper.fast_math = True
 make_attend_hopper.uses_bitcode = True
 make_attend_hopper.resident = lambda tile, parts, c: tile.resident
-make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(c).nbytes
+make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(tile, parts, c).nbytes
 
 
 def make_attend_hopper_in_order(tile, parts, c):
     """`make_attend_hopper` for `Choices.invariant`: no compiler reorders its sums or fuses them with products.
 
-    A task has the rows of one consumer or two. With `parts` and `P.least_share`, it merges its parts itself, of so many
-    keys each: see `consumer.make_close`.
+    A task has the rows of one consumer or two. If there is room, it merges its parts itself, of `P.least_share` keys
+    each, see `consumer.make_close`.
     """
     return make_attend_hopper(tile, parts, c)
 
@@ -84,7 +85,7 @@ make_attend_hopper_in_order.shared_bytes = make_attend_hopper.shared_bytes
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_for(c)
+    keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
     decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c, x.rows)
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
     warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile

@@ -1,7 +1,7 @@
 """A consumer of `sm90.attend`: the products of 64 query rows, and the weights between them."""
 
 from tikv.kernels.attention.addresses import make_output_offsets, make_query_row
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, MINUS_INFINITY, P, X
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED_BITS, MINUS_INFINITY, P, X
 from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
 from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
@@ -25,6 +25,7 @@ from tikv.kernels.attention.sm90.tiles import (
     make_slot_of,
     make_tile_at,
     memory_for,
+    merges_parts,
     piece_offset,
 )
 from tikv.kernels.attention.softmax import inverse_of, is_finite, is_nan, make_store_lse, part_lse
@@ -41,7 +42,7 @@ QUAD = [2, 1]  # distances of the lanes that share a row
 def make_consume(x, parts, c):
     """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_for(c)
+    keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
     TURNED = is_turned(c)
     NS, NO, NP = keys // 2, c.width // 2, keys // (8 if TURNED else 4)
     INTEGERS = NS if c.eight and not TURNED else 0
@@ -52,8 +53,9 @@ def make_consume(x, parts, c):
     weigh, pack, store_rows = make_weigh(c), make_pack(c), make_store_rows(x.paired, parts, c)
     find_factors, scale_scores = make_find_factors(c), make_scale_scores(c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
-    tile_at, MERGES, TURNS = make_tile_at(c), c.invariant and parts, x.consumers == 2
-    close, restore = make_close(parts, c), make_restore(parts, c)
+    tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
+    begin_merged, close, take_merged = make_close(x.rows, c.width)
+    restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
     OF_KEYS, OF_VALUES = 1 << 16, (1 if TURNED else keys * PANEL_ROW >> 4) << 16
 
@@ -87,10 +89,12 @@ def make_consume(x, parts, c):
         if ti.static(TURNS):
             if half == 1 and tiles > 0:
                 ext.let_pass(other_turn, both)
-        part, is_first, more = 0, 1, ti.u32(0)
-        tops, totals = [ti.f32(MASKED) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
+        part, merged = 0, shared + ti.u32(memory.merged)
         if ti.static(MERGES):
             part = params[P.least_share]
+            if part > 0:
+                begin_merged(thread % GROUP, half, merged)
+        more = ti.u32(0)
         for n in range(tiles):
             begins = 0
             if ti.static(MERGES):
@@ -131,8 +135,7 @@ def make_consume(x, parts, c):
                 more = ti.cast(n > 0 and begins == 0, ti.u32)
                 if begins != 0:
                     wait_values(*acc)
-                    close(first_row, lane, is_first, 0, task, m, l, acc, tops, totals, strides, params)
-                    is_first = 0
+                    close(thread % GROUP, half, merged, m, l, acc)
                     for r in ti.static(range(2)):
                         m[r], l[r] = ti.f32(LOWEST), ti.f32(0.0)
             grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope, stand,
@@ -163,9 +166,8 @@ def make_consume(x, parts, c):
             wait_values(*acc)
         if ti.static(MERGES):
             if part > 0:
-                close(first_row, lane, is_first, 1, task, m, l, acc, tops, totals, strides, params)
-                for r in ti.static(range(2)):  # lanes have parts of a sum
-                    m[r], l[r] = tops[r], ti.select(lane % 4 == 0, totals[r], ti.f32(0.0))
+                close(thread % GROUP, half, merged, m, l, acc)
+                take_merged(thread % GROUP, half, merged, m, l, acc)
         store_rows(first_row, lane, task, m, l, acc, of_result, out, lse, strides, params, scalars)
         if ti.static(c.invariant):
             restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
@@ -175,44 +177,82 @@ def make_consume(x, parts, c):
     return consume
 
 
-def make_close(parts, c):
-    """close(row, lane, is_first, is_last, task, m, l, acc, tops, totals, ...): merge a part with those before.
+def make_close(rows, width):
+    """Functions that merge parts in shared memory, by the arithmetic of `sm90.merge`.
 
-    By the arithmetic of `sm90.merge`; `tops` and `totals` are those of a thread's two rows, and `acc` becomes the sums
-    of all parts. Until the last of them they lie where the task's results come in the end, in device memory: shared
-    memory is full, and a thread that reads there what it wrote finds it in the L2 cache.
+    begin(thread, half, merged): nothing is merged. close(thread, half, merged, m, l, acc): a part is, whose results are
+    `acc`. take(thread, half, merged, m, l, acc): these become what has been merged. Behind the numbers of each thread
+    lie the maximum and the sum of each row.
     """
-    ext, COLUMNS = instructions(), min(c.width, 128)  # of a row that are in registers at once
-    load, store = (getattr(ext, f"{name}_floats_{COLUMNS}") for name in ("load", "store"))
-    output_offsets, rows_behind, COUNT = make_output_offsets(parts, c), make_rows_behind(c), COLUMNS // 4
+    ext, COUNT, STRIDE, OF_ROWS = instructions(), width // 8, rows * 2 * PIECE, rows * width * 4
 
     @ti.func
-    def close(row, lane, is_first, is_last, task, m: ti.template(), l: ti.template(), acc: ti.template(),
-              tops: ti.template(), totals: ti.template(), strides, params):  # fmt: skip
-        for r in ti.static(range(2)):
-            of_part = butterfly_sum(l[r], QUAD)
-            inverse = inverse_of(of_part)
-            highest, fade, weight = next_part(part_lse(m[r], of_part), tops[r])
-            tops[r], totals[r] = highest, totals[r] * fade + weight
-            at_row, to = row + ti.static(8 * r), ti.u64(0)
-            ext.address_out(to)
-            at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)[0]
-            to += ti.cast(at + (lane & 3) * 2, ti.u64) * ti.u64(4)
-            is_row = at_row < rows_behind(task, params)
-            for half in ti.static(range(c.width // COLUMNS)):
-                y = [ti.f32(0.0) for _ in range(COUNT)]
-                if is_row and is_first == 0:
-                    load(*y, to)
-                for i in ti.static(range(COUNT)):
-                    at_acc = ti.static((half * COUNT + i) // 2 * 4 + 2 * r + i % 2)
-                    x = acc[at_acc] * inverse
-                    y[i] = y[i] * fade + x * weight
-                    acc[at_acc] = y[i]
-                if is_row and is_last == 0:
-                    store(to, *y)
-                to += ti.u64(COLUMNS * 4)
+    def own_place(thread, half, merged):
+        return merged + ti.cast((thread + half * GROUP) * PIECE, ti.u32)
 
-    return close
+    @ti.func
+    def row_place(thread, half, merged, r: ti.template()):
+        row = half * ir.ROWS + thread // 32 * 16 + thread % 32 // 4 + ti.static(8 * r)
+        return merged + ti.cast(OF_ROWS + row * 8, ti.u32)
+
+    @ti.func
+    def begin(thread, half, merged):
+        place, nothing, lowest = own_place(thread, half, merged), ti.u32(0), ti.u32(MASKED_BITS)
+        for j in ti.static(range(COUNT)):
+            to = place + ti.u32(j * STRIDE)
+            ext.write_16(to, nothing, nothing, nothing, nothing)
+        for r in ti.static(range(2)):
+            to = row_place(thread, half, merged, r)
+            behind = to + ti.u32(4)
+            ext.write_4(to, lowest)
+            ext.write_4(behind, nothing)
+        ext.warp_meets()
+
+    @ti.func
+    def close(thread, half, merged, m: ti.template(), l: ti.template(), acc: ti.template()):
+        place = own_place(thread, half, merged)
+        fades, weights, inverses = [[ti.f32(0.0) for _ in range(2)] for _ in range(3)]
+        for r in ti.static(range(2)):
+            at, top_bits, total_bits = row_place(thread, half, merged, r), ti.u32(0), ti.u32(0)
+            behind = at + ti.u32(4)
+            ext.read_4(top_bits, at)
+            ext.read_4(total_bits, behind)
+            ext.warp_meets()
+            total = butterfly_sum(l[r], QUAD)
+            inverses[r] = inverse_of(total)
+            top, fade, weight = next_part(part_lse(m[r], total), ti.bit_cast(top_bits, ti.f32))
+            fades[r], weights[r] = fade, weight
+            top_bits = ti.bit_cast(top, ti.u32)
+            total_bits = ti.bit_cast(ti.bit_cast(total_bits, ti.f32) * fade + weight, ti.u32)
+            ext.write_4(at, top_bits)
+            ext.write_4(behind, total_bits)
+            ext.warp_meets()
+        for j in ti.static(range(COUNT)):
+            to, y = place + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            ext.read_16(*y, to)
+            for e in ti.static(range(4)):
+                x = acc[ti.static(4 * j + e)] * inverses[ti.static(e // 2)]
+                x = ti.bit_cast(y[e], ti.f32) * fades[ti.static(e // 2)] + x * weights[ti.static(e // 2)]
+                y[e] = ti.bit_cast(x, ti.u32)
+            ext.write_16(to, *y)
+
+    @ti.func
+    def take(thread, half, merged, m: ti.template(), l: ti.template(), acc: ti.template()):
+        place = own_place(thread, half, merged)
+        for r in ti.static(range(2)):
+            at, top_bits, total_bits = row_place(thread, half, merged, r), ti.u32(0), ti.u32(0)
+            behind = at + ti.u32(4)
+            ext.read_4(top_bits, at)
+            ext.read_4(total_bits, behind)
+            m[r] = ti.bit_cast(top_bits, ti.f32)
+            l[r] = ti.bit_cast(ti.select(thread % 4 == 0, total_bits, ti.u32(0)), ti.f32)  # lanes have parts of a sum
+        for j in ti.static(range(COUNT)):
+            to, y = place + ti.u32(j * STRIDE), [ti.u32(0) for _ in range(4)]
+            ext.read_16(*y, to)
+            for e in ti.static(range(4)):
+                acc[ti.static(4 * j + e)] = ti.bit_cast(y[e], ti.f32)
+
+    return begin, close, take
 
 
 def make_pack(c):

@@ -508,7 +508,7 @@ def staged(words: int, step: int, panels: int) -> list[str]:
 
 
 def stores(width: int) -> list[str]:
-    """Stores, and loads, of the two columns of every eight that a lane has of a row: halves in a register, or floats.
+    """Stores of the two columns of every eight that a lane has of a row: halves in a register, or floats.
 
     One instruction stores both if their address is a multiple of their size; otherwise `apart` stores them one by one.
     """
@@ -532,9 +532,6 @@ def stores(width: int) -> list[str]:
                  inputs=["i64", *["float"] * 2 * pairs]),
         function(f"store_floats_apart_{width}", "the same, one float at a time", floats,
                  inputs=["i64", *["float"] * 2 * pairs]),
-        function(f"load_floats_{width}", f"loads of pairs of floats {at}",
-                 [f"ld.global.v2.f32 {{${2 * n}, ${2 * n + 1}}}, [${2 * pairs}+{32 * n}];" for n in range(pairs)],
-                 made=["float"] * 2 * pairs, inputs=["i64"]),
     ]  # fmt: skip
 
 

@@ -119,18 +119,26 @@ class Memory(NamedTuple):
     ahead: int  # tiles of each whose codes are there
     barriers: int
     nbytes: int
+    merged: int = 0  # of the parts before, by which `consumer.make_close` merges them; behind the codes
 
 
-def memory_of(width: int, bits: int = 0) -> Memory:
-    """The `Memory` of heads of this width: queries first, then tiles, then codes of so many bits if there are any."""
+def memory_of(width: int, bits: int = 0, merged_rows: int = 0) -> Memory:
+    """The `Memory` of heads of this width: queries first, then tiles, then codes of so many bits if there are any.
+
+    So many rows have a result of the parts before. Fewer codes lie ahead, if only then two tiles have room.
+    """
     k, tile = panels(width) * ROWS * PANEL_ROW, panels(width) * KEYS_OF[width] * PANEL_ROW
-    of_codes, ahead = tile * bits // 16, 2 if width <= 128 else 1
-    room = SHARED_BYTES - k - 2 * ahead * of_codes - B.nbytes - 1024
-    stages = min(STAGES_OF[width], room // (2 * tile))
+    of_codes, of_merged, stages = tile * bits // 16, merged_rows * (width * 4 + 8), 0
+    for ahead in (2, 1) if width <= 128 else (1,):
+        room = SHARED_BYTES - k - of_merged - 2 * ahead * of_codes - B.nbytes - 1024
+        stages = min(STAGES_OF[width], room // (2 * tile))
+        if stages > 1 or not merged_rows:
+            break
     codes = k + 2 * stages * tile
-    barriers = codes + 2 * ahead * of_codes
+    merged = codes + 2 * ahead * of_codes
+    barriers = merged + of_merged
     nbytes = barriers + B.nbytes + 1024
-    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, nbytes)
+    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, nbytes, merged)
 
 
 def memory_of_eight(width: int, floats: bool) -> Memory:
@@ -154,11 +162,26 @@ def memory_of_eight(width: int, floats: bool) -> Memory:
     return Memory(k, v, tile, tile_v, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + numbers + 1024)
 
 
-def memory_for(c) -> Memory:
+def merges(rows: int, width: int, bits: int) -> bool:
+    """Whether there is room to merge the parts of so many rows where they are computed."""
+    return memory_of(width, bits, rows).stages > 1
+
+
+def bits_of(c) -> int:
+    """Bits of a code; 0 of halves."""
+    return 0 if c.cache in HALVES else OF_CODE[c.cache].bits
+
+
+def merges_parts(x, parts, c) -> bool:
+    """Whether a kernel merges the parts of a task itself."""
+    return c.invariant and not parts and merges(x.rows, c.width, bits_of(c))
+
+
+def memory_for(x, parts, c) -> Memory:
     """The `Memory` of a kernel's choices."""
     if c.eight:
         return memory_of_eight(c.width, is_turned(c))
-    return memory_of(c.width, 0 if c.cache in HALVES else OF_CODE[c.cache].bits)
+    return memory_of(c.width, bits_of(c), x.rows if merges_parts(x, parts, c) else 0)
 
 
 def is_turned(c) -> bool:

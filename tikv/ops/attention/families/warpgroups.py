@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from tikv import launch
+from tikv.formats import OF_CODE
 from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
@@ -19,6 +20,7 @@ from tikv.ops.attention.terms import tree_of
 
 NEEDS = "compute capability 9.0 and the native launcher"
 LEAST_FILLED = 0.8  # of the processors, in all waves of tasks, where a task has all keys
+MOST_IN_ORDER = 128  # columns of heads under `invariant`
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
 
 
@@ -44,8 +46,8 @@ class WarpgroupPrompts(InWarpgroups):
     serves = (
         f"with {NEEDS}: prompts of at least {LEAST_ROWS} query rows per KV head; K and V of float16, "
         "bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of "
-        f"{', '.join(map(str, attend.KEYS_OF))} columns; with `invariant=True` any number of query rows, but no terms "
-        "such as sink logits"
+        f"{', '.join(map(str, attend.KEYS_OF))} columns; with `invariant=True` any number of query rows, of at most "
+        f"{MOST_IN_ORDER} columns, but no terms such as sink logits"
     )
 
     @classmethod
@@ -61,6 +63,8 @@ class WarpgroupPrompts(InWarpgroups):
             return "each query chooses its own tokens"
         if cache.width != cache.width_v or cache.width not in attend.KEYS_OF:
             return form.widths
+        if form.live.invariant and cache.width > MOST_IN_ORDER:
+            return f"heads of more than {MOST_IN_ORDER} columns are left to other kernels under tikv.init(invariant=True)"
         if form.live.invariant:
             pass  # one kernel for prompts and single tokens
         elif query.queries == 1 or query.queries * form.group < LEAST_ROWS:
@@ -98,15 +102,17 @@ class WarpgroupPrompts(InWarpgroups):
     def shares(self, lengths: Lengths) -> Shares:
         """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves."""
         shares, mean = super().shares(lengths), lengths.mean or lengths.longest
-        if self.live.invariant and shares.splits > 1 and self._fill_device() and 2 * mean > lengths.longest:
-            return Shares(1, shares.workers, shares.split_keys, split_keys=MAX_TOKENS, merged_in_tasks=True)
+        if self.live.invariant and self._merges_parts() and 2 * mean > lengths.longest:
+            return shares._replace(splits=1, least_share=shares.split_keys, split_keys=MAX_TOKENS)
         return shares
 
-    def _fill_device(self) -> bool:
-        """Whether the last wave of tasks with all keys leaves few processors idle."""
-        processors = launch.multiprocessors(self.live)
+    def _merges_parts(self) -> bool:
+        """Whether tasks merge their parts: there is room, and the last wave of them leaves few processors idle."""
+        storage, processors = self.cache.k.storage, launch.multiprocessors(self.live)
+        bits = 0 if storage in HALVES else OF_CODE[storage].bits
         waves = -(-self.tasks // processors)
-        return self.tasks >= LEAST_FILLED * waves * processors and self.cache.sinks == 0
+        full = self.tasks >= LEAST_FILLED * waves * processors
+        return full and self.cache.sinks == 0 and attend.merges(self.tile.rows, self.cache.width, bits)
 
     @property
     def merge_kernel(self) -> Any:
