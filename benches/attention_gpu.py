@@ -4,7 +4,8 @@
     python benches/attention_gpu.py prompts         # TFLOP/s over 8,192 keys, 4 query heads per KV head
     python benches/attention_gpu.py visible         # windows and trees: the time against the number of visible keys
     python benches/attention_gpu.py codes           # each format beside float16 in tikv: one token
-    python benches/attention_gpu.py code_prompts    # the same for prompts of 2,048 tokens
+    python benches/attention_gpu.py code_prompts    # the same for prompts of 2,048 and 8,192 tokens
+    python benches/attention_gpu.py code_prompts --attention-bits 8 --formats int8 float8_e4m3fn
     python benches/attention_gpu.py dequantize      # each format back to float16, beside the device's copy
     python benches/attention_gpu.py latent          # keys of 576 whose first 512 columns are the values
 
@@ -278,10 +279,10 @@ def over_formats(machine, table, storage, queries):
 
 def code_prompts(machine):
     """TFLOP/s of a prompt over each format."""
-    keys, new = (128, 32) if machine.small else (8192, 2048)
+    keys, prompts = (128, (32,)) if machine.small else (8192, (2048, 8192))
     table = Table("new tokens", "storage", "format", "us", "TFLOP/s", "times float16's speed")
     for kind in STORAGES:
-        queries = {f"{new:,}": machine.randn(1, HEADS * GROUP, new, WIDTH)}
+        queries = {f"{new:,}": machine.randn(1, HEADS * GROUP, new, WIDTH) for new in prompts}
         over_formats(machine, table, kind(machine, 1, keys), queries)
 
 

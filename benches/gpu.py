@@ -178,8 +178,9 @@ def started(text, what, formats=()):
     parser.add_argument("--small", action="store_true", help="tiny sizes, once each, also without a GPU")
     if formats:
         parser.add_argument("--formats", nargs="+", choices=formats, help="formats beside float16 (all)")
+        parser.add_argument("--attention-bits", type=int, default=16, choices=(16, 8), help="as of tikv.init (16)")
     given = parser.parse_args()
-    machine = Machine(given.small)
+    machine = Machine(given.small, **({"attention_bits": given.attention_bits} if formats else {}))
     machine.formats = (given.formats or formats) if formats else ()
     print(environment.line(environment.environment([machine.device])), flush=True)
     return given.what, machine

@@ -65,6 +65,11 @@ PROGRAMS = {
         ("Windows and trees", ["attention_gpu.py", "visible"], SMALL),
         ("Formats", ["attention_gpu.py", "codes"], SMALL),
         ("Formats, prompts", ["attention_gpu.py", "code_prompts"], SMALL),
+        (
+            "Formats, prompts in 8 bits",
+            ["attention_gpu.py", "code_prompts", "--attention-bits", "8", "--formats", "int8", "float8_e4m3fn"],
+            SMALL,
+        ),
         ("Latent attention", ["attention_gpu.py", "latent"], SMALL),
         ("Chosen tokens", ["chosen_gpu.py", "tokens"], SMALL),
         ("Chosen pages", ["chosen_gpu.py", "quest"], SMALL),

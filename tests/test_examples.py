@@ -214,6 +214,19 @@ def test_generate_says_what_is_wrong(arguments, words):
     assert "Traceback" not in result.stderr
 
 
+def test_the_manual_shows_the_errors_of_attention_in_8_bits():
+    """As the program prints them; the last digit may depend on how NumPy adds up."""
+    result = run(script="attention_bits.py")
+    assert result.returncode == 0, result.stderr
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- output: python examples/attention_bits.py -->\n")[2].partition("\n\n")[0]
+    shown, printed = ([re.split(r" \| ", line) for line in text.splitlines()] for text in (table, result.stdout))
+    assert [row[:3] for row in shown] == [row[:3] for row in printed]
+    figures = [[float(cell.split()[0]) for row in rows[2:] for cell in row[3:]] for rows in (shown, printed)]
+    assert len(figures[0]) == 48
+    np.testing.assert_allclose(*figures, atol=0.02)
+
+
 def test_many_processes_write_what_one_writes():
     pytest.importorskip("torch.distributed")
     result = run("--tokens", "35", script="many_processes.py", timeout=400)

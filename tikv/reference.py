@@ -864,6 +864,22 @@ def visible_in_tree(
     return [tokens[i] for i in seen], [positions[i] for i in seen]
 
 
+def query_codes(q: Array, dtype: Any) -> tuple[Array, float]:
+    """(codes of a query of the dtype int8 or float8_e4m3fn, their factor), as `tikv.init(attention_bits=8)` has them.
+
+    The largest number becomes the largest code, 127 or 448. Others are multiplied in float32 by that code over that
+    number, and rounded to the nearest, ties to even.
+
+    Examples:
+        >>> query_codes(np.array([254.0, -3.0, 0.0]), np.int8)
+        (array([127,  -2,   0], dtype=int8), 2.0)
+    """
+    q, integers = q.astype(np.float32), np.dtype(dtype) == np.int8
+    top, largest = np.abs(q).max(), np.float32(127 if integers else 448)
+    steps = q * (largest / top) if top else q
+    return (np.rint(steps) if integers else steps).astype(dtype), float(top / largest)
+
+
 def attention(
     q: Array,
     keys: Array,
@@ -873,6 +889,7 @@ def attention(
     softcap: float | None = None,
     sink_logit: float | None = None,
     bias: Array | float = 0.0,
+    code_dtype: Any = None,
 ) -> tuple[Array, float]:
     """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
 
@@ -886,11 +903,17 @@ def attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         sink_logit: the logit of one more key, which has no value; None or -inf for no such key.
         bias: (n,), added to the scores after all else, such as ALiBi's `slope * (key position - query position)`.
+        code_dtype: int8 or float8_e4m3fn, in which keys and values are stored, for what `tikv.init(attention_bits=8)`
+            computes: q becomes `query_codes`, and over float8_e4m3fn weights become codes too, up to 2 ** 8, but not in
+            their sum. Kernels may take up to 2 ** 8.8 instead, so that codes are rounded at other places.
 
     Examples:
         >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
         [2.0]
     """
+    if code_dtype is not None:
+        codes, factor = query_codes(q, code_dtype)
+        q = codes.astype(np.float64) * factor
     with np.errstate(invalid="ignore"):
         scores = scale * (keys.astype(np.float64) @ q.astype(np.float64))
         if softcap is not None:
@@ -901,7 +924,10 @@ def attention(
         if np.isneginf(scores).all():
             return np.zeros(len(scores)) @ values, -np.inf
         weights = np.exp(scores - scores.max())
-        return weights @ values / weights.sum(), float(scores.max() + np.log(weights.sum()))
+        total, lse = weights.sum(), float(scores.max() + np.log(weights.sum()))
+        if code_dtype is not None and np.dtype(code_dtype) != np.int8:
+            weights = (weights * 256).astype(np.float32).astype(code_dtype).astype(np.float64) / 256
+        return weights @ values / total, lse
 
 
 def summarize_pages(keys: Array, length: int, page: int) -> tuple[Array, Array]:

@@ -182,6 +182,13 @@ def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, r
         assert isinstance(caught.value, tikv.PositionError)
         for cache in caches:
             oracle.assert_same_bits(cache, before)
+    for length, rows, where in ((16, (new, new), "=16 and 1 new tokens"), (17, (), "=17 and 0 new tokens")):
+        with pytest.raises(RuntimeError, match=f"{where} do not fit the 16 slots of a row of block_table"):
+            flash_attn.flash_attn_with_kvcache(
+                q, *caches, *rows, block_table=np.array([[1, 0]], np.int32), cache_seqlens=length
+            )
+        for cache in caches:
+            oracle.assert_same_bits(cache, before)
 
 
 # What attention over the cache refuses, though the new rows fit: the width, heads and dtype of q, and options.

@@ -1,7 +1,6 @@
 """`flash_attn_func` and `flash_attn_varlen_func` of both versions by their definition."""
 
-import inspect
-
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -278,6 +277,45 @@ def test_used_keys_of_version_3(arch, rng):
     np.testing.assert_allclose(by_rows[1:3], want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[4]], ids="-".join)
+def test_used_queries_of_version_3(arch, rng, case):
+    """The rows after the queries in use give 0 and -inf, and change nothing: as without these rows."""
+    options, *_ = options_of(case, rng, arch)
+    starts, of_keys = (np.cumsum([0, *n]).astype(np.int32) for n in (COUNTS, HELD))
+    rows = rng.standard_normal((starts[-1], HEADS * GROUP, WIDTH)).astype(np.float32)
+    k, v = (oracle.place(rng.standard_normal((of_keys[-1], HEADS, WIDTH)).astype(np.float32), arch) for _ in "kv")
+    unused = np.array([2, 3, 0, 7, 0, 1])
+    apart = np.cumsum([0, *(COUNTS + unused)]).astype(np.int32)
+    q = np.full((apart[-1] + 2, *rows.shape[1:]), np.nan, np.float32)
+    inside = np.concatenate([apart[b] + np.arange(n) for b, n in enumerate(COUNTS)])
+    q[inside] = rows
+
+    def call(q, starts, **more):
+        arrays = oracle.place(q, arch), k, v, *(oracle.place(a, arch) for a in (starts, of_keys))
+        more = {name: oracle.place(np.array(a, np.int32), arch) for name, a in more.items()}
+        varlen = flash_attn_interface.flash_attn_varlen_func
+        out, lse = varlen(*arrays, 28, max(HELD), return_attn_probs=True, **more, **options)
+        return oracle.to_numpy(out), oracle.to_numpy(lse)
+
+    out, lse = call(q, apart, seqused_q=COUNTS)
+    want, want_lse = call(rows, starts)
+    outside = np.setdiff1d(np.arange(len(q)), inside)
+    np.testing.assert_allclose(out[inside], want, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(lse[:, inside], want_lse, rtol=0, atol=2e-6)
+    assert (out[outside] == 0).all()
+    assert (lse[:, outside] == -np.inf).all()
+
+
+@pytest.mark.archs("cpu")
+def test_more_queries_in_use_than_there_are_are_refused(arch):
+    q, starts = np.ones((2, 2, 16), np.float32), np.array([0, 2], np.int32)
+    for used, words in (([3], r"seqused_q\[0\]=3 is not one of 0..2, the queries"), ([1, 1], "seqused_q is")):
+        with pytest.raises(tikv.TikvError, match=words):
+            flash_attn_interface.flash_attn_varlen_func(
+                q, q, q, starts, starts, 2, 2, seqused_q=np.array(used, np.int32)
+            )
+
+
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -310,15 +348,75 @@ def test_what_is_refused(arch, options, words):
         flash_attn.flash_attn_varlen_func(**given | options)
 
 
-@pytest.mark.archs("cpu")
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"])
-def test_what_version_3_refuses_by_name(arch, name):
-    q, starts = np.ones((2, 2, 16), np.float32), np.array([0, 2], np.int32)
-    for function in (flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_func):
-        arguments = (q, q, q, starts, starts, 2, 2) if "cu_seqlens_q" in inspect.signature(function).parameters else ()
-        if name in inspect.signature(function).parameters:
-            with pytest.raises(tikv.OptionError, match=f"{name} is not supported"):
-                function(*(arguments or (q[None], q[None], q[None])), **{name: 4})
+OF_VERSION_3 = [
+    {"attention_chunk": 5, "causal": True},
+    {"attention_chunk": 4, "window_size": (2, 1), "softcap": 2.0},
+    {"qv": True},
+    {"qv": True, "causal": True, "attention_chunk": 7},
+    {"fp8": "qkv", "causal": True},
+    {"fp8": "v", "attention_chunk": 6},
+]
+
+
+@pytest.mark.parametrize("form", ["one length", "rows", "rows in use", "pages"])
+@pytest.mark.parametrize("case", OF_VERSION_3, ids="-".join)
+def test_options_of_version_3_alone(arch, rng, case, form):
+    """Each sequence has what `flash_attn_with_kvcache` gives for its queries over its keys, which the two only read."""
+    dtype = np.dtype(ml_dtypes.float8_e4m3fn if "fp8" in case else np.float32)
+    counts, held = ((4, 4, 4), (9, 9, 9)) if form == "one length" else (COUNTS, HELD)
+    extra = np.array([2, 3, 0, 7, 0, 1]) if form == "rows in use" else np.zeros(len(counts), int)
+    starts, of_keys = (np.cumsum([0, *n]).astype(np.int32) for n in (counts + extra, held))
+
+    def rows(count, heads, width):
+        return rng.standard_normal((count, heads, width)).astype(np.float32).astype(dtype)
+
+    q, k = rows(starts[-1], HEADS * GROUP, WIDTH), rows(of_keys[-1], HEADS, WIDTH)
+    v, qv = rows(of_keys[-1], HEADS, 16), rows(starts[-1], HEADS * GROUP, 16) if "qv" in case else None
+    options = {name: value for name, value in case.items() if name not in ("qv", "fp8")}
+    scales = {
+        f"{name}_descale": rng.uniform(0.5, 2, (len(counts), HEADS)).astype(np.float32) for name in case.get("fp8", "")
+    }
+    on_device = {name: oracle.place(a, arch) for name, a in scales.items()}
+    given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
+    if form == "one length":
+        given = {name: a.reshape(len(counts), -1, *a.shape[1:]) for name, a in given.items()}
+        function = flash_attn_interface.flash_attn_func
+    else:
+        function = flash_attn_interface.flash_attn_varlen_func
+        indices = {"cu_seqlens_q": starts, "cu_seqlens_k": of_keys, "seqused_q": np.array(counts, np.int32)}
+        if form == "pages":
+            table = rng.permutation(len(held) * 6).reshape(len(held), 6).astype(np.int32)
+            indices["block_table"] = table
+            for name, a in (("k", k), ("v", v)):
+                given[name] = np.zeros((table.size, 4, *a.shape[1:]), dtype)
+                for b, n in enumerate(held):
+                    for p in range(n):
+                        given[name][table[b, p // 4], p % 4] = a[of_keys[b] + p]
+        if form != "rows in use":
+            del indices["seqused_q"]
+        on_device |= {name: oracle.place(a, arch) for name, a in indices.items()}
+        most = (2**31 - 1,) * 2 if form == "rows in use" else (max(counts), max(held))
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), most, strict=True))
+    arrays = {name: oracle.place(a, arch) for name, a in given.items()} | on_device
+    out, lse = map(oracle.to_numpy, function(**arrays, **options, return_attn_probs=True))
+    if form == "one length":
+        out, lse = out.reshape(-1, *out.shape[2:]), np.concatenate(lse, 1)
+    for b, n in enumerate(counts):
+        at, keys = slice(starts[b], starts[b] + n), slice(*of_keys[b : b + 2])
+        want, want_lse = np.zeros((n, HEADS * GROUP, 16)), np.full((HEADS * GROUP, n), -np.inf)
+        if n and held[b]:
+            one = {"q": q[at], "k_cache": k[keys], "v_cache": v[keys]} | ({} if qv is None else {"qv": qv[at]})
+            one = {name: oracle.place(a[None], arch) for name, a in one.items()}
+            one |= {name: oracle.place(a[b : b + 1].copy(), arch) for name, a in scales.items()}
+            seen = {name: value for name, value in options.items() if name[:3] != "max"}
+            results = flash_attn_interface.flash_attn_with_kvcache(**one, **seen, return_softmax_lse=True)
+            want, want_lse = (oracle.to_numpy(a)[0] for a in results)
+        atol = 4e-3 if "fp8" in case else 3e-6  # results of 8-bit floats are bfloat16
+        np.testing.assert_allclose(out[at].astype(np.float32), want.astype(np.float32), rtol=atol, atol=atol)
+        np.testing.assert_allclose(lse[:, at], want_lse, rtol=0, atol=1e-5)
+    outside = np.setdiff1d(np.arange(len(q)), np.concatenate([starts[b] + np.arange(n) for b, n in enumerate(counts)]))
+    assert (out[outside] == 0).all()
+    assert (lse[:, outside] == -np.inf).all()
 
 
 @pytest.mark.archs("cpu")

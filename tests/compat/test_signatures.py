@@ -68,7 +68,6 @@ ITEMS |= {"max_item_len_ptr": STARTS, "seq_lens": STARTS, "seq_lens_q": STARTS, 
 ITEMS |= {"o_data_type": "float16"}
 OF_FUNCTIONS = {"jit_args": [1], "jit_kwargs": {"a": 1}, "backend": "cudnn"}
 SPARSE = {"skip_softmax_threshold_scale_factor": 1.0}
-DESCALES = {name: np.ones((1, 2), F32) for name in ("q_descale", "k_descale", "v_descale")} | {"attention_chunk": 2}
 REFUSED = {
     "decode.BatchDecodeWithPagedKVCacheWrapper.__init__": OF_FUNCTIONS,
     "decode.BatchDecodeWithPagedKVCacheWrapper.plan": {
@@ -98,10 +97,9 @@ REFUSED = {
         "backend": "cudnn",
     },
     "flash_attn.flash_attn_func": {"dropout_p": 0.5},
-    "flash_attn_interface.flash_attn_func": DESCALES | {"qv": ROWS[None], "sm_margin": 3},
-    "flash_attn_interface.flash_attn_qkvpacked_func": DESCALES | {"sm_margin": 3},
-    "flash_attn_interface.flash_attn_varlen_func": DESCALES
-    | {"qv": ROWS, "seqused_q": STARTS, "sm_margin": 3},
+    "flash_attn_interface.flash_attn_func": {"sm_margin": 3},
+    "flash_attn_interface.flash_attn_qkvpacked_func": {"sm_margin": 3},
+    "flash_attn_interface.flash_attn_varlen_func": {"sm_margin": 3},
     "flash_attn_interface.flash_attn_with_kvcache": {"scheduler_metadata": SPACE, "sm_margin": 3},
 }  # fmt: skip
 TUNING = {"non_blocking": False, "fixed_split_size": 4, "disable_split_kv": True}

@@ -87,6 +87,14 @@ CALLS = {
         flash_attn_interface.flash_attn_varlen_func,
         ROWS | {"num_splits": 1, "pack_gqa": True, "seqused_k": starts(2, 1)},
     ),
+    "flash_attn_func 3 with qv": (
+        flash_attn_interface.flash_attn_func,
+        DENSE | {"qv": rows(2, 3, 4, 16), "attention_chunk": 2},
+    ),
+    "flash_attn_varlen_func 3 with qv": (
+        flash_attn_interface.flash_attn_varlen_func,
+        ROWS | {"qv": rows(3, 4, 16), "attention_chunk": 2, "seqused_q": starts(1, 2)},
+    ),
     "flash_attn_qkvpacked_func": (
         flash_attn.flash_attn_qkvpacked_func,
         OPTIONS | {"qkv": rows(2, 3, 3, 2, 16), "alibi_slopes": rows(2)},
@@ -266,6 +274,7 @@ OTHERS = {
     "max_seqlen_q": [-1, 1, 1.5],
     "cu_seqlens_k": [starts(0, 1, 6), starts(1, 2, 3), starts(0, 2, 1), starts(0, 3), starts(), starts(0, 0, 4)],
     "max_seqlen_k": [-1, 1, 1.5],
+    "seqused_q": [starts(2, 1), starts(-1, 1), starts(1)],
     "seqused_k": [starts(3, 1), starts(-1, 1), starts(1)],
     "dropout_p": [0.5, "x", float("nan")],
     "pack_gqa": [2],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tikv import reference, runtime
-from tikv.kernels.attention import task, tree, visible
+from tikv.kernels.attention import task, tree
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -20,6 +20,7 @@ from tikv.kernels.attention.parameters import (
     Choices,
     P,
 )
+from tikv.kernels.attention.sm80.tiles import make_tile_bounds
 from tikv.kernels.attention.sm90 import consumer, terms
 from tikv.kernels.attention.sm90 import tiles as hopper_tiles
 from tikv.runtime import ti
@@ -52,11 +53,11 @@ def make_look(c):
     backs[row, key] is how far back a slope takes it for, walked[task] how many tiles a task has.
     """
     keys = hopper_tiles.KEYS_OF[c.width]
-    decode_task, find_range = task.make_decode_task("cuda", keys, c), hopper_tiles.make_range(c)
+    decode_task, find_range = task.make_decode_task("cuda", keys, c), hopper_tiles.make_range(c, c.rows)
     tile_at, is_whole = hopper_tiles.make_tile_at(c), hopper_tiles.make_is_whole(c)
     gap_of, index_in_tile = hopper_tiles.make_gap_of(c), hopper_tiles.make_index_in_tile(c)
     see_in_bounds, see_in_tree = consumer.make_see_in_bounds(c), terms.make_see_in_tree(c)
-    depth_of, query_bounds = tree.make_depth_of(c), visible.make_query_bounds()
+    depth_of, query_bounds, slot_of = tree.make_depth_of(c), make_tile_bounds(c), hopper_tiles.make_slot_of(c)
     start_rows, find_depths, add_slopes = (
         getattr(terms, f"make_{name}")(c) for name in ("start_rows", "find_depths", "add_slopes")
     )
@@ -72,7 +73,7 @@ def make_look(c):
             found, own = decode_task(number, slopes, strides, params)
             tiles = find_range(own[T.row], found, own, params)
             walked[number] = tiles[R.tiles]
-            for n, j in ti.ndrange(tiles[R.tiles], ti.min(128, params[P.queries] * c.group - own[T.row])):
+            for n, j in ti.ndrange(tiles[R.tiles], ti.min(c.rows, params[P.queries] * c.group - own[T.row])):
                 row, at, gap = own[T.row] + j, tile_at(n, tiles), gap_of(n, tiles)
                 t = row // c.group
                 bounds = query_bounds(depth_of(own[T.sequence], t, of_tree, params), found, params)
@@ -84,7 +85,7 @@ def make_look(c):
                     for e in range(PART):
                         sees = ti.cast((bits >> ti.cast(e, ti.u32)) & ti.u32(1), ti.i32)
                         index = index_in_tile(part * PART + e, n, tiles, found)
-                        if index < tiles[R.end]:
+                        if slot_of(index, tiles, found, own, slopes, strides, params) >= 0:
                             seen[row, index] += ti.max(sees, is_whole(at, tiles))
                 top, total = [ti.f32(0.0) for _ in range(2)], [ti.f32(0.0) for _ in range(2)]
                 slope, stand = [ti.f32(0.0) for _ in range(2)], [0 for _ in range(2)]
@@ -101,7 +102,9 @@ def make_look(c):
                     for lane in range(4):
                         s = [ti.f32(0.0) for _ in range(keys // 2)]
                         slope[0] = ti.f32(1.0)
-                        add_slopes(at, gap, ti.f32(0.0), lane, slope, stand, found, own, of_tree, params, s)
+                        add_slopes(
+                            at, gap, [ti.f32(0.0), ti.f32(0.0)], lane, slope, stand, found, own, of_tree, params, s
+                        )
                         for e in ti.static(range(keys // 4)):
                             index = index_in_tile(e // 2 * 8 + e % 2 + 2 * lane, n, tiles, found)
                             if index < tiles[R.end]:
@@ -170,3 +173,63 @@ def test_each_key_is_seen_once(arch, rng, monkeypatch, width, sinks, form):
             mask = rng.random((queries, queries)) < 0.5
             mask[5] = False  # it sees nothing new
             check(look, c, mask, length, splits, window, held)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("sinks", [0, 3, 150])
+def test_tiles_by_position(arch, monkeypatch, width, sinks):
+    """Under `invariant` tiles begin at multiples of their keys, for any number of rows; each key is seen once."""
+    if not runtime.current().engine.has_bitcode:
+        pytest.skip(f"{runtime.current().engine.title} cannot link bitcode, which warpgroups need")
+    monkeypatch.setattr(consumer, "instructions", Instructions)
+    for rows in (64, 128):
+        c = PLAIN._replace(sinks=sinks > 0, width=width, width_v=width, rows=rows, invariant=True)
+        walk, keys = make_walk(c), hopper_tiles.KEYS_OF[width]
+        shapes = ((70, 600), (1, 600), (129, 129), (3, 641), (70, 152), (1, 1))
+        for (queries, length), window, split in itertools.product(shapes, (None, 5, 100), (256, MAX_TOKENS)):
+            splits = -(-length // split)
+            blocks = -(-queries * c.group // rows)
+            params = AttentionParams(tasks=blocks * splits, splits=splits, heads=1, queries=queries, row_blocks=blocks,
+                                     length=length, capacity=length, sinks=sinks, split_keys=split,
+                                     window=MAX_TOKENS if window is None else window)  # fmt: skip
+            seen, begins = np.zeros((queries * c.group, length), np.int32), np.full(256, -1, np.int32)
+            walk(np.zeros(1, np.int32), seen, begins, AttentionStrides(), params)
+            assert not (begins[begins >= 0] % keys).any()
+            span = {} if window is None else {"window": window + sinks, "sinks": sinks}
+            for row in range(len(seen)):
+                want = np.zeros(length, np.int32)
+                want[reference.visible_positions(length, row // c.group, queries, **span)] = 1
+                np.testing.assert_array_equal(seen[row], want)
+
+
+def make_walk(c):
+    """walk(table, seen, begins, ...): in how many tiles a row sees the key in a slot; where the tiles begin."""
+    keys = hopper_tiles.KEYS_OF[c.width]
+    decode_task, find_range = task.make_decode_task("cuda", keys, c), hopper_tiles.make_range(c, c.rows)
+    tile_at, is_whole, slot_of = (
+        getattr(hopper_tiles, f"make_{name}")(c) for name in ("tile_at", "is_whole", "slot_of")
+    )
+    index_in_tile, see_in_bounds = hopper_tiles.make_index_in_tile(c), consumer.make_see_in_bounds(c)
+    tile_bounds, T, R, PART = make_tile_bounds(c), task.T, hopper_tiles.R, keys // 4
+
+    @ti.kernel
+    def walk(table: INDICES, seen: ti.types.ndarray(dtype=ti.i32, ndim=2), begins: INDICES, strides: STRIDES,
+             params: PARAMS):  # fmt: skip
+        ti.loop_config(serialize=True)
+        for number in range(params[P.tasks]):
+            found, own = decode_task(number, table, strides, params)
+            tiles = find_range(own[T.row], found, own, params)
+            for n, j in ti.ndrange(tiles[R.tiles], ti.min(c.rows, params[P.queries] * c.group - own[T.row])):
+                row, at = own[T.row] + j, tile_at(n, tiles)
+                begins[(number * 16 + n) % 256] = at
+                bounds = tile_bounds(row // c.group, found, params)
+                for part in range(4):
+                    bits = see_in_bounds(at + part * PART, 0, bounds)
+                    for e in range(PART):
+                        sees = ti.cast((bits >> ti.cast(e, ti.u32)) & ti.u32(1), ti.i32)
+                        index = index_in_tile(part * PART + e, n, tiles, found)
+                        slot = slot_of(index, tiles, found, own, table, strides, params)
+                        if slot >= 0:
+                            seen[row, slot] += ti.max(sees, is_whole(at, tiles))
+
+    return walk

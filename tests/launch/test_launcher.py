@@ -27,7 +27,14 @@ def driver_gives(choice, device, is_capturing=False):
 
 
 CUDA = types.SimpleNamespace(
-    is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI, index=0, device="cuda:0", invariant=False
+    is_cuda=True,
+    is_cpu=False,
+    arch="cuda",
+    engine=engines.TAICHI,
+    index=0,
+    device="cuda:0",
+    invariant=False,
+    attention_bits=16,
 )
 SECOND = types.SimpleNamespace(**{**vars(CUDA), "index": 1, "device": "cuda:1"})
 CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu", engine=engines.TAICHI, index=0, device="cpu")

@@ -80,6 +80,23 @@ def debug(arch, monkeypatch):
 
 
 @pytest.fixture
+def eight(monkeypatch):
+    """As after ``tikv.init(attention_bits=8)``, in the runtime that all tests share; plans of this test compute so."""
+    live = arrays.runtime_of()
+    if reason := launch.why_no_warpgroups(live):
+        pytest.skip(reason)
+    found = families_of_plans(monkeypatch, lambda family: family.eight)
+    before = launch.launcher_report(live)["fallbacks"].keys() | set()
+    live.plans.clear()
+    monkeypatch.setattr(live, "attention_bits", 8)
+    yield
+    live.plans.clear()
+    assert found, "no plan was made"
+    assert all(found), "products were not of 8 bits"
+    assert launch.launcher_report(live)["fallbacks"].keys() <= before
+
+
+@pytest.fixture
 def warpgroups(monkeypatch):
     """Whether plans of this test got warpgroups."""
     live = arrays.runtime_of()

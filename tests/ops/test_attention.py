@@ -258,7 +258,9 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     monkeypatch.setattr("tikv.launch.multiprocessors", lambda live: 132)
     monkeypatch.setenv("TIKV_LAUNCHER", "direct")
     engine = SimpleNamespace(has_bitcode=False, title="an engine without tensor cores")
-    gpu = SimpleNamespace(is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False, engine=engine)
+    gpu = SimpleNamespace(
+        is_cuda=True, kernel_style="cuda", arch="cuda", invariant=False, attention_bits=16, engine=engine
+    )
     arrays = {"q": cache.k.array, "k": cache.k.array, "v": cache.v.array}
     shares_of = lambda live, lengths, asked=options: family_for(Form(live, arrays, query, cache, asked)).shares(lengths)  # noqa: E731
     even = shares_of(gpu, Lengths(4096)).splits

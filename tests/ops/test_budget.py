@@ -41,6 +41,20 @@ def test_over_layers(arch, rng, least):
     check(scores, tikv.budget(oracle.place(scores, arch), 400, over="layers", **options), 400, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"least": 700, "sinks": 3, "recent": 9}])
+@pytest.mark.parametrize("kind", ["apart", "few values", "one value", "mostly never kept"])
+def test_more_tokens_than_a_block_reads_at_once(arch, rng, kind, options):
+    """The last of the kept is found by its key alone, or by its place among many of that key."""
+    scores = rng.standard_normal((1, 2, 8200)).astype(np.float32)
+    if kind == "few values":
+        scores = rows(rng, scores.shape)
+    elif kind == "one value":
+        scores[:] = -2.5
+    elif kind == "mostly never kept":
+        scores[rng.random(scores.shape) < 0.9] = -np.inf
+    check(scores, tikv.budget(oracle.place(scores, arch), 5003, **options), 5003, **options)
+
+
 def test_scores_of_any_strides_and_no_scores(arch, rng):
     whole = rows(rng, (2, 5, 90))
     placed = oracle.place(whole, arch)

@@ -20,7 +20,7 @@ from tikv.errors import TikvError
 from tikv.ops.attention import families
 from tikv.ops.attention.families import Form, explain, that_need_native
 from tikv.ops.attention.families.cpu import Cpu, CpuInOrder
-from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
+from tikv.ops.attention.families.warpgroups import WarpgroupCodes, WarpgroupLatents, WarpgroupPrompts
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "support.md"
 STYLES = {"CPU": "cpu", "Vulkan, Metal": "spirv", "CUDA": "cuda"}
@@ -83,7 +83,7 @@ def test_a_kernel_that_the_native_launcher_refuses_is_a_reason(arch):
         assert explain(form).startswith("by warpgroups over prompts; not by warpgroups over latents: the values are")
         reason = "not by warpgroups over prompts: the native launcher does not launch their kernel"
         assert reason in explain(form, {WarpgroupPrompts})
-        assert that_need_native(form) == {WarpgroupLatents, WarpgroupPrompts}
+        assert that_need_native(form) == {WarpgroupLatents, WarpgroupCodes, WarpgroupPrompts}
 
 
 @pytest.fixture

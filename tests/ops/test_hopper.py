@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 import subprocess
+import types
 
 import numpy as np
 import oracle
@@ -13,9 +14,11 @@ from ops.test_tensor_cores import CUDA, array_of, attend, check, given, make
 
 import tikv
 from tikv import dtypes, launch, reference
+from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.ops.attention.families import Form, family_for
 from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
 from tikv.ops.attention.options import AttentionOptions
+from tikv.ops.attention.splits import Lengths
 from tikv.ops.layouts import Scale
 
 on_cuda = pytest.mark.archs("cuda")
@@ -188,7 +191,7 @@ def test_another_launcher_takes_other_kernels(arch, rng, warpgroups):
 # --- terms
 
 
-def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
+def expected(case, terms=None, masks=None, softcap=None, causal=True, scale=None, code_dtype=None, **seen):
     """(out, lse) in float64 with `Terms`, where new tokens see each other by `masks` if there are any."""
     tokens = case.q.shape[2]
     out, lse = np.zeros((*case.q.shape[:3], case.v_real.shape[-1])), np.zeros(case.q.shape[:3])
@@ -209,7 +212,13 @@ def expected(case, terms=None, masks=None, softcap=None, causal=True, **seen):
         keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
         added = terms.of(b, h, positions, own) if terms else {}
         out[b, h, t], lse[b, h, t] = reference.attention(
-            case.q[b, h, t], keys, values, scale=case.q.shape[-1] ** -0.5, softcap=softcap, **added
+            case.q[b, h, t],
+            keys,
+            values,
+            scale=scale or case.q.shape[-1] ** -0.5,
+            softcap=softcap,
+            code_dtype=code_dtype,
+            **added,
         )
     return out, lse
 
@@ -442,6 +451,29 @@ def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, que
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize("form", [{}, {"width": 256}, {"dtype": "int8", "q_dtype": "float16"}])
+def test_under_invariant_warpgroups_serve_any_number_of_queries(arch, hopper_gpu, form):
+    """With one kernel for at most 64 rows, and one for more; tasks that fill the GPU merge the parts of their keys."""
+    live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
+    found = {}
+    for batch, queries in itertools.product((1, 32), (1, 2, 16, 17, 512)):
+        arrays, query, cache = given(queries=queries, **form)
+        cache = cache._replace(heads=8, capacity=8192)
+        family = family_for(Form(live, arrays, query._replace(heads=32, batch=batch), cache, OPTIONS))
+        assert isinstance(family, WarpgroupPrompts)
+        assert family.tile.consumers == (1 if queries <= 16 else 2)
+        found[batch, queries] = family.shares(Lengths(8192))
+        assert family.shares(Lengths(8192, 2000)).splits == 8
+    merged = {calls for calls, shares in found.items() if shares.splits == 1}
+    here = {(32, 1), (32, 2), (32, 16)} | ({(1, 512), (32, 17), (32, 512)} if form == {} else set())
+    assert merged == (set() if "width" in form else here)
+    assert {(found[calls].least_share, found[calls].split_keys) for calls in merged} <= {(1024, MAX_TOKENS)}
+    terms = given(queries=1, terms=("sink_logits",))
+    assert not family_for(Form(live, *terms, OPTIONS)).in_warpgroups
+    assert "invariant=True" in WarpgroupLatents.why_not(Form(live, *given(), OPTIONS))
+
+
+@pytest.mark.archs("cpu")
 def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
     from tikv.kernels.attention.sm90 import ir
     from tikv.kernels.attention.sm90.attend import BITCODE
@@ -458,9 +490,19 @@ def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
 def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
     from tikv.kernels.attention.sm90 import tiles as kernels
 
-    for width, bits in itertools.product(kernels.KEYS_OF, (0, 4, 8)):
-        memory = kernels.memory_of(width, bits)
+    every = itertools.product(kernels.KEYS_OF, (0, 4, 8))
+    of_eight = itertools.product(kernels.KEYS_OF, (False, True))
+    memories = [kernels.memory_of(*form) for form in every] + [kernels.memory_of_eight(*form) for form in of_eight]
+    for memory in memories:
         assert memory.nbytes <= 227 << 10
         assert memory.stages >= 2
         assert not memory.k % 1024
         assert not memory.tile % 1024
+        assert not memory.tile_v % 1024
+    for width, bits, rows in itertools.product(kernels.KEYS_OF, (0, 4, 8), (64, 128)):
+        memory = kernels.memory_of(width, bits, rows)
+        if kernels.merges(rows, width, bits):
+            assert memory.nbytes <= 227 << 10
+            assert memory.barriers - memory.merged == rows * (4 * width + 8)
+            assert memory.merged >= memory.codes + 2 * memory.ahead * memory.of_codes
+            assert not memory.barriers % 16

@@ -1,5 +1,6 @@
 """``tikv.init(invariant=True)``: the same bits for a row over random cuts of the same work, and values as before."""
 
+import collections
 import itertools
 
 import ml_dtypes
@@ -24,6 +25,7 @@ WIDTH = 64
 HALF = {"dtype": "float16", "query_dtype": np.float16}
 CODES = ["int8", "float8_e4m3fn", "float8_e5m2", "quant8_64", "quant4_32", "quant4_64", "q8_0", "q4_0"]
 CODES += ["mxfp8", "mxfp4", "nvfp4"]
+CODES_OF_WARPGROUPS = ["int8", "float8_e4m3fn", "quant8_64", "quant4_64", "q8_0", "q4_0"]
 
 
 def coded(rows, dtype):
@@ -254,6 +256,62 @@ def test_tensor_cores_over_codes(arch, rng, tiles, dtype, options):
 
 
 @pytest.mark.archs("cuda")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"width": 128, "group": 4, "page": 16}, id="plain"),
+        pytest.param({"width": 128, "group": 4, "far": 30.0}, id="zeros"),
+        pytest.param({"width": 64, "group": 1}, id="one-head"),
+        pytest.param({"width": 96, "group": 12, "softcap": 20.0}, id="many-heads"),
+        pytest.param({"width": 128, "group": 3, "window": 140}, id="window"),
+        pytest.param({"width": 128, "group": 3, "window": 140, "sinks": 3}, id="sinks"),
+        pytest.param({"width": 128, "causal": False}, id="all-keys"),
+        pytest.param({"width": 128, "dtype": "bfloat16", "query_dtype": ml_dtypes.bfloat16}, id="bfloat16"),
+        *(
+            pytest.param({"width": 128, "group": 4, "page": 16, "dtype": dtype}, id=dtype)
+            for dtype in CODES_OF_WARPGROUPS
+        ),
+    ],
+)
+def test_warpgroups_merge_parts_here_or_later(arch, rng, warpgroups, monkeypatch, options):
+    """Tasks of 64 rows and of 128, which merge the parts of their keys themselves or leave them to a kernel."""
+    form = {**HALF, **options}
+    far = form.pop("far", 1.0)
+    work = Work(rng, **form)
+    work.q *= work.q.dtype.type(far)
+    run, ways = work.run, collections.Counter()
+
+    def run_one_way(*args, **more):
+        way = float(rng.choice([0, 2]))
+        ways[way] += 1
+        monkeypatch.setattr("tikv.ops.attention.families.warpgroups.LEAST_FILLED", way)
+        tikv.runtime.current().plans.clear()
+        return run(*args, **more)
+
+    work.run = run_one_way
+    with invariant(KEYS):
+        work.check(arch, 24, tokens=(1, 1, 2, 5, 33, 40) if options.get("causal", True) else (64,))
+    assert min(ways.values()) > 4
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@pytest.mark.archs("cuda")
+def test_values_of_warpgroups_are_those_of_the_oracle(arch, rng, warpgroups, monkeypatch):
+    work = Work(rng, lens=(1000, 41), width=128, group=4, **HALF)
+    work.v[~np.isfinite(work.v)] = 1.0
+    for way, tokens in itertools.product((0.0, 2.0), (1, 33)):
+        monkeypatch.setattr("tikv.ops.attention.families.warpgroups.LEAST_FILLED", way)
+        with invariant(KEYS):
+            out, lse = work.run(arch, [0, 1], [1000, 41], tokens)
+        for b, h, t in itertools.product(range(2), range(8), {0, tokens - 1}):
+            at = reference.visible_positions(work.lens[b], t, tokens)
+            q, k, v = work.q[b, h, work.lens[b] - tokens + t], work.k[b, h // 4, at], work.v[b, h // 4, at]
+            want = reference.attention(q, k, v.astype(np.float64), scale=128**-0.5)
+            np.testing.assert_allclose(out[b, h, t].astype(np.float64), want[0], atol=2e-3)
+            np.testing.assert_allclose(lse[b, h, t], want[1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.archs("cuda")
 def test_a_captured_graph_has_the_bits_of_prompts(arch, rng, tiles):
     """A token of each sequence by the tensor cores, as the sequences grow from launch to launch."""
     torch = pytest.importorskip("torch")
@@ -354,22 +412,30 @@ def test_what_has_other_bits_is_refused(arch, rng, option, why):
 
 
 @pytest.mark.archs("cpu")
-def test_it_is_said_at_the_start(python):
+@pytest.mark.parametrize(
+    ("option", "usual", "set_to", "wrong", "allowed"),
+    [
+        ("invariant", False, True, 1, "True, False or None"),
+        ("attention_bits", 16, 8, 4, "16, 8 or None"),
+        ("attention_bits", 16, 8, True, "16, 8 or None"),
+    ],
+)
+def test_it_is_said_at_the_start(python, option, usual, set_to, wrong, allowed):
     """One value for what runs: another is refused, with the way out; a start without it keeps what is set."""
     told = python(
         "import tikv\n"
-        "print(tikv.info()['invariant'], tikv.init('cpu', invariant=True).invariant, tikv.info()['invariant'])\n"
-        "print(tikv.init('cpu').invariant)\n"
-        "try: tikv.init('cpu', invariant=False)\n"
+        f"print(tikv.info()['{option}'], tikv.init('cpu', {option}={set_to}).{option}, tikv.info()['{option}'])\n"
+        f"print(tikv.init('cpu').{option})\n"
+        f"try: tikv.init('cpu', {option}={usual})\n"
         "except tikv.OptionError as error: print(error)\n"
-        "try: tikv.init('cpu', invariant=1)\n"
+        f"try: tikv.init('cpu', {option}={wrong})\n"
         "except tikv.OptionError as error: print(error)\n"
-        "print(tikv.runtime.current().invariant)\n"
+        f"print(tikv.runtime.current().{option})\n"
         "tikv.runtime.ti.reset()\n"
-        "print(tikv.init('cpu').invariant)\n"
+        f"print(tikv.init('cpu').{option})\n"
     ).stdout.splitlines()
-    assert told[:2] == ["False True True", "True"]
-    assert "invariant=False" in told[2]
+    assert told[:2] == [f"{usual} {set_to} {set_to}", str(set_to)]
+    assert f"{option}={usual}" in told[2]
     assert ".reset()" in told[2]
-    assert told[3] == "init: invariant=1 is not True, False or None."
-    assert told[4:] == ["True", "False"]
+    assert told[3] == f"init: {option}={wrong} is not {allowed}."
+    assert told[4:] == [str(set_to), str(usual)]

@@ -22,7 +22,7 @@ from tikv.formats import FORMATS
 from tikv.launch.cuda import keys
 from tikv.ops.attention import options
 from tikv.ops.attention.families import Form, family_for
-from tikv.ops.attention.families.tensor_cores import TensorCodes, TensorRows
+from tikv.ops.attention.families.tensor_cores import TensorCodes, TensorRows, why_no_mass_in_tiles
 from tikv.ops.layouts import Rows
 
 on_cuda = pytest.mark.archs("cuda")
@@ -441,8 +441,9 @@ def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queri
 
 
 CUDA = types.SimpleNamespace(
-    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda", invariant=False
-)
+    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda", invariant=False,
+    attention_bits=16,
+)  # fmt: skip
 
 
 @pytest.mark.archs("cpu")
@@ -480,6 +481,33 @@ def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options,
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "changed", "why"),
+    [
+        ({"queries": 3}, {}, ""),
+        ({"queries": 3, "width": 96}, {}, ""),
+        ({"queries": 3, "dtype": "float8_e5m2", "q_dtype": "bfloat16"}, {}, ""),
+        ({"queries": 2}, {}, "8 query rows, which lanes hold"),
+        ({"queries": 3, "width": 576, "width_v": 512}, {}, "576 and 512 wide"),
+        ({"queries": 3, "q_dtype": "float32"}, {}, "q is float32"),
+        ({"queries": 3, "dtype": "float8_e5m2", "q_dtype": "float16", "width": 256}, {}, "256 and 256 wide"),
+        ({"group": 16, "terms": ["indices"]}, {}, "each query chooses its own tokens"),
+        ({"queries": 3, "q_ptr": 2}, {}, "not every row of q begins at a multiple of 4 bytes"),
+        ({"queries": 3}, {"invariant": True}, "invariant=True"),
+        ({"queries": 3}, {"engine": engines.QUADRANTS}, "Quadrants cannot link bitcode"),
+    ],
+)
+def test_which_masses_the_tensor_cores_leave_to_lanes(arch, ampere, options, changed, why):
+    ampere.launcher, q_ptr = "native", options.pop("q_ptr", 0)
+    form = form_of(given(**options), types.SimpleNamespace(**vars(CUDA) | changed))
+    form.arrays["q"] = array_of(form.arrays["q"].dtype, q_ptr)
+    found = why_no_mass_in_tiles(form)
+    assert why in found
+    assert bool(why) == bool(found)
+    assert bool(family_for(form).mass_bits) != bool(why)
+
+
+@pytest.mark.archs("cpu")
 def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch, ampere, monkeypatch):
     assert launch.why_no_tensor_cores(CUDA) == ""
     assert "is cpu" in tikv.info()["tensor_cores"]
@@ -512,7 +540,6 @@ def test_under_invariant_rows_decide_only_how_the_work_is_divided(arch, ampere):
     assert [tile_of(width=96).shared_out, tile_of(width=576, width_v=512).shared_out] == ["rows", "columns"]
     assert tile_of(30.0, queries=4).row_tiles == 1
     assert tile_of(30.0, width=256).shared_out == "rows"
-    assert "invariant=True" in launch.why_no_warpgroups(live)
 
 
 @pytest.mark.archs("cpu")

@@ -160,23 +160,24 @@ def flash_attn_func(
 
     Args:
         q, k, v, softmax_scale, causal, window_size, softcap: as in `tikv.compat.flash_attn.flash_attn_func`.
-        qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
+        qv, q_descale, k_descale, v_descale, attention_chunk: as in `flash_attn_with_kvcache`.
         num_splits: 0 lets the library choose.
         pack_gqa, sm_margin: as in `flash_attn_with_kvcache`.
         deterministic: has no effect, since results are always the same.
         return_attn_probs: also return the log-sum-exp (natural logarithm), (B, Hq, Sq).
 
     Returns:
-        (B, Sq, Hq, D_v) in q's dtype; with ``return_attn_probs``, a pair.
+        (B, Sq, Hq, D_v) in q's dtype, or bfloat16 if q is in 8-bit floats; with ``return_attn_probs``, a pair.
 
     Raises:
-        OptionError, ShapeError, DTypeError: as in `tikv.compat.flash_attn.flash_attn_func`.
+        OptionError, ShapeError, DTypeError: as in `tikv.compat.flash_attn.flash_attn_func`, or as
+            `flash_attn_with_kvcache` refuses these options.
 
-    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_func`.
+    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_func`; with ``qv``, a descale or chunks, those of
+        `flash_attn_with_kvcache`.
     """
     operation = "flash_attn_interface.flash_attn_func"
     _check_options(operation, pack_gqa, sm_margin, deterministic)
-    _refuse_arguments(operation, qv, q_descale, k_descale, v_descale, attention_chunk)
     wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
     out, lse = attend_rows(
         RowsArguments(
@@ -189,6 +190,11 @@ def flash_attn_func(
             window_size=window_size,
             softcap=softcap,
             num_splits=num_splits,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
         )
     )
     return (out, lse) if wants_lse else out
@@ -280,26 +286,24 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, block_table: likewise; with ``block_table`` and ``seqused_k``, ``cu_seqlens_k`` may
             be None, as in vLLM's kernels.
         softmax_scale, causal, window_size, softcap: likewise.
-        seqused_q: must be None.
-        seqused_k: (B,) int32: how many of its keys each sequence sees; None for all.
-        qv, q_descale, k_descale, v_descale, attention_chunk: must be left out; `flash_attn_with_kvcache` takes them.
+        seqused_q, seqused_k: (B,) int32: how many of its queries and keys, from the first, each sequence uses; None for
+            all.
+        qv, q_descale, k_descale, v_descale, attention_chunk: as in `flash_attn_with_kvcache`.
         num_splits, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
         return_attn_probs: also return the log-sum-exp (natural logarithm), (Hq, total_q).
 
     Returns:
-        (total_q, Hq, D_v) in q's dtype; with ``return_attn_probs``, a pair.
+        (total_q, Hq, D_v) in q's dtype, or bfloat16 if q is in 8-bit floats; with ``return_attn_probs``, a pair.
 
     Raises:
         OptionError, ShapeError, DTypeError, PositionError: as in `tikv.compat.flash_attn.flash_attn_varlen_func`.
 
-    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_varlen_func`.
+    Exactness, cost: as in `tikv.compat.flash_attn.flash_attn_varlen_func`; with ``qv``, a descale or chunks, those of
+        `flash_attn_with_kvcache`, through a table with an entry for each key.
     """
     operation = "flash_attn_interface.flash_attn_varlen_func"
     _check_options(operation, pack_gqa, sm_margin, deterministic)
-    _refuse_arguments(operation, qv, q_descale, k_descale, v_descale, attention_chunk)
     wants_lse = flag(return_attn_probs, "return_attn_probs", operation)
-    if seqused_q is not None:
-        raise OptionError(f"{operation}: seqused_q is not supported. Leave it out, and pass only the queries in use.")
     out, lse = attend_rows(
         RowsArguments(
             operation,
@@ -310,6 +314,7 @@ def flash_attn_varlen_func(
             cu_seqlens_k,
             max_seqlen_q,
             max_seqlen_k,
+            seqused_q,
             seqused_k,
             softmax_scale,
             causal,
@@ -317,6 +322,11 @@ def flash_attn_varlen_func(
             softcap,
             num_splits=num_splits,
             block_table=block_table,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
         )
     )
     return (out, lse) if wants_lse else out
@@ -329,14 +339,3 @@ def _check_options(operation: str, pack_gqa: Any, sm_margin: Any, deterministic:
         flag(pack_gqa, "pack_gqa", operation)
     if type(sm_margin) is not int or sm_margin:
         refuse_option(operation, sm_margin=(sm_margin, "0"))
-
-
-def _refuse_arguments(operation: str, qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, chunk: Any) -> None:
-    """Refuse what only `flash_attn_with_kvcache` takes."""
-    arguments = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    arguments["attention_chunk"] = None if type(chunk) is int and chunk == 0 else chunk
-    for name, value in arguments.items():
-        if value is not None:
-            raise OptionError(
-                f"{operation}: {name} is not supported. Leave it out, or use flash_attn_with_kvcache, which takes it."
-            )

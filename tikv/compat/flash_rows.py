@@ -14,7 +14,7 @@ from tikv import dtypes
 from tikv.arrays import Array, ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
-from tikv.compat.kvcache import MOST, Sight, seen_keys, sight_of, softcap_of
+from tikv.compat.kvcache import MOST, Arguments, CacheCall, Sight, seen_keys, sight_of, softcap_of
 from tikv.compat.ragged_rows import on_device_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
@@ -28,6 +28,9 @@ from tikv.ops.attention.request import AttendRequest
 
 TILE_ROWS = 128  # query rows of a KV head in a tile, as many as a block of the kernels for prompts takes
 TILE_QUERIES_ON_HOST = 16
+DENSE = (("q", "B, Sq, Hq, D"), ("k", "B, Sk, H, D"), ("v", "B, Sk, H, D_v"))  # their axes
+ONLY_OF_CACHE = ("qv", "q_descale", "k_descale", "v_descale")  # arrays that only the call of a cache knows
+OF_CACHE = (*ONLY_OF_CACHE, "softmax_scale", "causal", "window_size", "attention_chunk", "softcap", "num_splits")
 
 
 class RowsArguments(NamedTuple):
@@ -41,6 +44,7 @@ class RowsArguments(NamedTuple):
     cu_seqlens_k: Any = None
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
+    seqused_q: Any = None
     seqused_k: Any = None
     softmax_scale: Any = None
     causal: Any = False
@@ -49,6 +53,16 @@ class RowsArguments(NamedTuple):
     alibi_slopes: Any = None
     num_splits: Any = 0
     block_table: Any = None
+    qv: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    attention_chunk: Any = 0
+
+    def as_of_cache(self, k: Array, v: Array, **options: Any) -> Arguments:
+        """The same call with keys and values as a cache that is only read."""
+        shared = {name: getattr(self, name) for name in OF_CACHE} | {"operation": self.operation, "q": self.q}
+        return Arguments(**shared | {"k_cache": k, "v_cache": v} | options)
 
 
 def refuse_dropout(operation: str, dropout_p: Any) -> None:
@@ -64,13 +78,18 @@ def attend_rows(args: RowsArguments) -> tuple[Any, Any]:
         TikvError: arguments that do not fit each other.
     """
     operation = args.operation
-    sight = sight_of(args.causal, args.window_size, 0, operation)
+    sight = sight_of(args.causal, args.window_size, args.attention_chunk, operation)
     splits = checks.integer(args.num_splits, "num_splits", operation) or None
     request = AttendRequest(
         scale=real(args.softmax_scale, "softmax_scale", operation), softcap=softcap_of(args.softcap, operation),
         alibi_slopes=args.alibi_slopes, num_splits=splits, short=True,
     )  # fmt: skip
-    out, lse = _dense(args, request, sight) if args.cu_seqlens_q is None else _Ragged(args, request, sight).attend()
+    as_cache = sight.chunk > 0 or any(getattr(args, name) is not None for name in ONLY_OF_CACHE)
+    if args.cu_seqlens_q is not None:
+        call = _Ragged(args, request, sight)
+        out, lse = call.attend_as_cache() if as_cache else call.attend()
+    else:
+        out, lse = _dense_as_cache(args) if as_cache else _dense(args, request, sight)
     return refuse_backward((out, lse), args.q, args.k, args.v)  # type: ignore[no-any-return]
 
 
@@ -90,9 +109,16 @@ def _views(args: RowsArguments, axes: tuple[tuple[str, str], ...]) -> list[Array
     return [q, k, v]
 
 
+def _dense_as_cache(args: RowsArguments) -> tuple[Any, Any]:
+    """What `_dense` gives, by the call that knows all options."""
+    q, k, _ = _views(args, DENSE)
+    checks.extent(k.shape[0], q.shape[0], "axis 0 of k", args.operation, describe(k))
+    return CacheCall(args.as_of_cache(args.k, args.v)).run()
+
+
 def _dense(args: RowsArguments, request: AttendRequest, sight: Sight) -> tuple[Any, Any]:
     """Attention of sequences with equally many queries, and equally many keys."""
-    q, k, v = _views(args, (("q", "B, Sq, Hq, D"), ("k", "B, Sk, H, D"), ("v", "B, Sk, H, D_v")))
+    q, k, v = _views(args, DENSE)
     (batch, queries, heads, _), held = q.shape, k.shape[1]
     out, lse, results = _results(args.q, (batch, queries, heads, v.shape[3]))
     request = request._replace(**seen_keys(sight, queries, held, args.alibi_slopes is not None))
@@ -132,26 +158,38 @@ def caches_of_rows(k: ArrayView, v: ArrayView, ends_and_starts: Any, sequences: 
     return Caches(ContiguousLayout(starts=True), rows[0], rows[1], ends_and_starts)
 
 
+class _Packed(NamedTuple):
+    """The queries in use, one after the other, if the sequences have more rows than these."""
+
+    starts: Any  # (B + 1,)
+    rows: Any  # (total,) the row of each; a valid row after the last of them
+    number: Any  # (total,) the number of each row among them; a valid number for rows that are not in use
+    inside: Any  # (total,) whether a row is in use
+
+
 class _Ragged:
     """A call of `flash_attn_varlen_func`, checked when the object is made."""
 
     def __init__(self, args: RowsArguments, request: AttendRequest, sight: Sight) -> None:
         self.args, self.request, self.sight, self.operation = args, request, sight, args.operation
         self.paged = args.block_table is not None
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
         self.index = Indices(self.operation, {name: getattr(args, name) for name in names})
         of_keys = ("N, page, H, D", "N, page, H, D_v") if self.paged else ("total_k, H, D", "total_k, H, D_v")
         self.q, self.k, self.v = _views(args, (("q", "total_q, Hq, D"), ("k", of_keys[0]), ("v", of_keys[1])))
         ragged_rows.require_library(self.operation, {"q": args.q}, "Such a call")
         self.starts = self._starts("cu_seqlens_q", self.q.shape[0], "rows of q")
         self.batch = int(self.starts.shape[0]) - 1
+        self.counts = self.starts[1:] - self.starts[:-1]
+        if self.index.has("seqused_q"):
+            self.counts = self._used("seqused_q", self.counts, "queries")
         self.first, self.lengths = self._keys()
         slopes = args.alibi_slopes
         if slopes is not None:
             a = view(slopes, "alibi_slopes", self.operation)
             if a.shape not in ((self.q.shape[1],), (self.batch, self.q.shape[1])):
                 raise ShapeError(f"{self.operation}: alibi_slopes is {describe(a)}; it must be (Hq,) or (B, Hq).")
-        self.most = self._most("max_seqlen_q", self.starts[1:] - self.starts[:-1], "queries")
+        self.most = self._most("max_seqlen_q", self.counts, "queries")
         self._most("max_seqlen_k", self.lengths, "keys")
 
     def attend(self) -> tuple[Any, Any]:
@@ -163,7 +201,7 @@ class _Ragged:
             out, lse, _ = _results(args.q, shape)
             return _emptied(out[0], 0.0), _emptied(lse[0], -math.inf)
         size = self._tile(most)
-        tiles = query_tiles(self.index.library, self.starts, self.index.arange(total), size, self.batch)
+        tiles = self._tiles(total, size)
         queries = args.q[on_device_of(tiles.rows, args.q)]
         out, lse, results = _results(args.q, (*queries.shape[:3], self.v.shape[-1]))
         asked = view(queries, "q", self.operation).transposed(0, 2, 1, 3)
@@ -171,6 +209,69 @@ class _Ragged:
         tile, number, inside = (on_device_of(a, out) for a in (tiles.tile, tiles.number, tiles.inside))
         out = ragged_rows.selected(inside[:, None, None], out[tile, number], 0.0)
         return out, ragged_rows.selected(inside[:, None], lse[tile, :, number], -math.inf).T
+
+    def attend_as_cache(self) -> tuple[Any, Any]:
+        """What `attend` gives, by the call that knows all options: over pages of one key if there are no pages."""
+        args, index, total = self.args, self.index, self.q.shape[0]
+        if not (total and self.batch):
+            return self.attend()
+        if args.qv is not None:
+            ragged_rows.require_library(self.operation, {"q": args.q, "qv": args.qv}, "qv")
+            seen = view(args.qv, "qv", self.operation)
+            checks.rank(seen, (3,), "qv", "(total_q, Hq, D_v)", self.operation)
+            checks.extent(seen.shape[0], total, "axis 0 of qv", self.operation, describe(seen))
+        starts, asked, used = self.starts, {"q": args.q, "qv": args.qv}, index.has("seqused_q")
+        if used:
+            packed = self._packed(total)
+            starts, rows = packed.starts, on_device_of(packed.rows, args.q)
+            asked = {name: None if a is None else a[rows] for name, a in asked.items()}
+        k, v, table = args.k, args.v, args.block_table
+        if not self.paged:
+            held = self.k.shape[0]
+            most = min(held, checks.integer(args.max_seqlen_k, "max_seqlen_k", self.operation))
+            table = (self.first[:, None] + index.arange(most)).clip(0, max(0, held - 1))
+            k, v = k[:, None], v[:, None]
+        out, lse = CacheCall(
+            args.as_of_cache(
+                k, v, table=table, cu_seqlens_q=starts, cache_seqlens=self.lengths,
+                max_seqlen_q=min(self.most, total), table_name="block_table", **asked,
+            )
+        ).run()  # fmt: skip
+        if not used:
+            return out, lse
+        at, inside = (on_device_of(a, out) for a in (packed.number, packed.inside))
+        out = ragged_rows.selected(inside[:, None, None], out[at], 0.0)
+        return out, ragged_rows.selected(inside, lse[:, at], -math.inf)
+
+    def _tiles(self, total: int, size: int) -> QueryTiles:
+        """The queries in use in tiles of `size`."""
+        library, rows = self.index.library, self.index.arange(total)
+        if not self.index.has("seqused_q"):
+            return query_tiles(library, self.starts, rows, size, self.batch)
+        packed = self._packed(total)
+        tiles = query_tiles(library, packed.starts, rows, size, self.batch)
+        return tiles._replace(
+            rows=packed.rows[tiles.rows],
+            tile=tiles.tile[packed.number],
+            number=tiles.number[packed.number],
+            inside=packed.inside,
+        )
+
+    def _packed(self, total: int) -> _Packed:
+        """The queries in use, one after the other."""
+        library, rows, last = self.index.library, self.index.arange(total), total - 1
+        starts = self.starts * 0
+        starts[1:] = library.cumsum(self.counts, 0)
+        apart = (self.starts - starts)[:-1]
+        of_row, of_packed = (
+            library.searchsorted(a[1:], rows, side="right").clip(0, self.batch - 1) for a in (self.starts, starts)
+        )
+        return _Packed(
+            starts=starts,
+            rows=(rows + apart[of_packed]).clip(0, last),
+            number=(rows - apart[of_row]).clip(0, last),
+            inside=rows < (self.starts[:-1] + self.counts)[of_row],
+        )
 
     def _tile(self, most: int) -> int:
         """How many queries a tile has."""
@@ -211,7 +312,7 @@ class _Ragged:
 
     def _keys(self) -> tuple[Any, Any]:
         """(the first key, the number of keys) of each sequence; the first is 0 in pages."""
-        index, args = self.index, self.args
+        index = self.index
         if not index.has("cu_seqlens_k"):
             if not (self.paged and index.has("seqused_k")):
                 raise ShapeError(
@@ -225,18 +326,20 @@ class _Ragged:
             lengths = starts[1:] - starts[:-1]
             first = lengths * 0 if self.paged else starts[:-1]
         if index.has("seqused_k"):
-            used = index.array("seqused_k", (self.batch,), "(B,)")
-            most = lengths if index.has("cu_seqlens_k") else used
-            index.refuse_where(
-                (used < 0) | (used > most),
-                lambda b: f"seqused_k{[*b]}={int(used[b])} is not one of 0..{int(most[b])}, the keys of the sequence.",
-            )
-            lengths = used
+            lengths = self._used("seqused_k", lengths if index.has("cu_seqlens_k") else None, "keys")
         if self.paged:
             self._check_pages(lengths)
-        elif args.seqused_k is not None:
-            lengths = index.library.minimum(lengths.clip(0), most)
         return first, lengths
+
+    def _used(self, name: str, most: Any, what: str) -> Any:
+        """An argument (B,): how many of the sequence's rows are in use, of so many at most if that is known."""
+        used = self.index.array(name, (self.batch,), "(B,)")
+        held = used if most is None else most
+        self.index.refuse_where(
+            (used < 0) | (used > held),
+            lambda b: f"{name}{[*b]}={int(used[b])} is not one of 0..{int(held[b])}, the {what} of the sequence.",
+        )
+        return self.index.library.minimum(used.clip(0), held)
 
     def _check_pages(self, lengths: Array) -> None:
         """Check the table, if the host knows its values."""

@@ -263,11 +263,13 @@ class CacheCall:
         """Check lengths, pages and padding, if the host knows their values."""
         index, blocks, capacity = self.index, self.views["k_cache"].shape[0], layout.capacity
         table, before, lengths, pads = layout.table, layout.before, layout.lengths, layout.pads
+        name = self.args.table_name
         index.refuse_where(
             (before < 0) | (lengths > capacity),
             lambda b: (
                 f"cache_seqlens{[*b]}={int(before[b])} and {int(counts[b])} new tokens do not fit the {capacity} slots "
-                "of a sequence. Lengths must be at least 0, and the cache needs room for all tokens."
+                f"of {f'a row of {name}' if index.has(name) else 'a sequence'}. Lengths must be at least 0, and the "
+                "cache needs room for all tokens."
             ),
         )
         starts = index.arange(table.shape[1])[None] * layout.page

@@ -47,18 +47,23 @@ OUT = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 
 @ti.func
-def key_of(score, entry, valid, page, sinks, recent):
-    """The key of an entry, or 0 if it must not be chosen; zeros of both signs have the same key."""
+def score_key(score):
+    """The key of a score, or 0 if it must not be chosen; zeros of both signs have the same key."""
     bits = ti.bit_cast(score, ti.u32)
     magnitude = bits & ti.u32(0x7FFFFFFF)
     key = ti.select(bits == magnitude, bits | ti.u32(0x80000000), ~bits)
     key = ti.select(magnitude == ti.u32(0), ti.u32(0x80000000), key)
     key = ti.select(key == ti.u32(LOWEST), ti.u32(0), key)
-    key = ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
+    return ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
+
+
+@ti.func
+def key_of(score, entry, valid, page, sinks, recent):
+    """The key of an entry, or 0 if it must not be chosen."""
     first = entry * page
     newest = ti.select(recent > 0, valid - recent, valid + page)
     always = ti.select(first < sinks, 1, 0) | ti.select(first + page > newest, 1, 0)
-    key = ti.select(always != 0, ti.u32(KEPT), key)
+    key = ti.select(always != 0, ti.u32(KEPT), score_key(score))
     return ti.select(first < valid, key, ti.u32(0))
 
 
@@ -78,6 +83,41 @@ def make_row_of(valid_bits):
         return first + t * params[P.score_query], tokens
 
     return row_of
+
+
+def make_find_boundary(threads, bins):
+    """find_boundary(thread, room, counts, boundary): the digit at which the highest `room` entries end.
+
+    `counts` has the entries of each digit, and then those of a digit and of all above it. If there are at least `room`,
+    `boundary` gets the digit and how many of its entries are among the highest. All threads of a block call it.
+    """
+    each = -(-bins // threads)
+
+    @ti.func
+    def find_boundary(thread, room, counts: ti.template(), boundary: ti.template()):
+        for step in ti.static(range(bins.bit_length() - 1)):
+            higher = ti.Vector([0 for _ in range(each)])
+            for n in ti.static(range(each)):
+                at = n * threads + thread + ti.static(1 << step)
+                if at < bins:
+                    higher[n] = counts[at]
+            ti.simt.block.sync()
+            for n in ti.static(range(each)):
+                at = n * threads + thread
+                if at < bins:
+                    counts[at] = counts[at] + higher[n]
+            ti.simt.block.sync()
+        for n in ti.static(range(each)):
+            at = n * threads + thread
+            if at < bins:
+                higher = 0
+                if at + 1 < bins:
+                    higher = counts[at + 1]
+                if counts[at] >= room and higher < room:
+                    boundary[0], boundary[1] = at, room - higher
+        ti.simt.block.sync()
+
+    return find_boundary
 
 
 def make_select(style, serial, valid_bits):

@@ -2,7 +2,7 @@
 
 from tikv.kernels.address import index_array
 from tikv.kernels.attention.parameters import FLOATS
-from tikv.kernels.select import OUT, PARAMS, P, key_of, make_row_of
+from tikv.kernels.select import OUT, PARAMS, P, key_of, make_find_boundary, make_row_of
 from tikv.runtime import ti
 
 THREADS = 512  # of a block, which has one row
@@ -98,6 +98,7 @@ def make_find_lowest(threads):
     `room` is how many entries of this key are among the k. If fewer than k entries may be chosen, both are 0. All
     threads of a block call it.
     """
+    find_boundary = make_find_boundary(threads, BINS)
 
     @ti.func
     def find_lowest(thread, scores: ti.template(), first, entries, tokens, page, sinks, recent, k):
@@ -131,21 +132,7 @@ def make_find_lowest(threads):
             if run > 0:
                 ti.atomic_add(counts[held], run)
             ti.simt.block.sync()
-            for step in ti.static(range(DIGIT_BITS)):  # then counts are those of a digit and of all above it
-                higher = 0
-                if thread + ti.static(1 << step) < BINS:
-                    higher = counts[thread + ti.static(1 << step)]
-                ti.simt.block.sync()
-                if thread < BINS:
-                    counts[thread] = counts[thread] + higher
-                ti.simt.block.sync()
-            if thread < BINS:
-                higher = 0
-                if thread + 1 < BINS:
-                    higher = counts[thread + 1]
-                if counts[thread] >= room and higher < room:
-                    boundary[0], boundary[1] = thread, room - higher
-            ti.simt.block.sync()
+            find_boundary(thread, room, counts, boundary)
             if counts[0] >= room and room > 0:
                 lowest = lowest | (ti.cast(boundary[0], ti.u32) << shift)
                 room = boundary[1]

@@ -182,8 +182,6 @@ def why_not_native(live: runtime.Runtime) -> str:
 
 def why_no_warpgroups(live: runtime.Runtime) -> str:
     """Why a runtime's kernels cannot use products of warpgroups, for prompts and latents; empty if they can."""
-    if live.invariant:
-        return "tikv.init(invariant=True) is set, and they add up the keys of a prompt in an order of their own"
     if reason := why_no_hopper(live):
         return reason
     from tikv.kernels.attention.sm90.attend import BITCODE

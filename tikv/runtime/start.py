@@ -91,7 +91,8 @@ class Runtime(NotCopied):
         config = program.config()
         self.why_arch = f"{self.engine.title} ran already"
         self.debug = bool(config.debug)
-        self.invariant: bool = first is not None and first.invariant  # see `init`
+        self.invariant: bool = first is not None and first.invariant  # see `init`, as for the next
+        self.attention_bits: int = 16 if first is None else first.attention_bits
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
         self.index = index  # the GPU's number, 0 on other archs
@@ -301,7 +302,10 @@ def _auto() -> tuple[list[str], str]:
     }[archs[0]]
 
 
-def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None, **options: Any) -> Runtime:
+def init(
+    arch: str = "auto", engine: str = "auto", invariant: bool | None = None, attention_bits: int | None = None,
+    **options: Any,
+) -> Runtime:  # fmt: skip
     """Start the engine for this library. Optional: otherwise the first operation starts it, or uses the running one.
 
     Args:
@@ -316,6 +320,10 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
             memory (pages or contiguous) and the chunks of its prompt, and no matter whether it belongs to a prompt or
             to a single token. This is slower: see the manual's page "Performance". Results stay within the same bounds.
             None keeps the running engine's value, or False. ``tikv.info()["invariant"]`` shows it.
+        attention_bits: 8 lets attention multiply in 8 bits where kernels can, over int8 and float8_e4m3fn: queries, and
+            over float8_e4m3fn weights too, are then rounded to such codes. 16 rounds only to float16 or bfloat16. The
+            manual's page "Concepts" says how exact either is. None keeps the running engine's value, or 16.
+            ``tikv.info()["attention_bits"]`` shows it.
         **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
             With `debug=True`, an invalid index on the device raises an error; otherwise its row is skipped.
 
@@ -324,7 +332,7 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
             too new, or the process uses another one. If the machine has no device of that arch, a running engine
             continues.
         OptionError: the engine, or an option of it, is unknown; or the running engine has a different value of
-            ``invariant``. The running engine continues.
+            ``invariant`` or of ``attention_bits``, or one of them is not allowed. The running engine continues.
         StaleRuntimeError: this process was forked after the engine had started.
 
     Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. A start ends the program of an engine that is running, with all its memory.
@@ -336,13 +344,15 @@ def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None
         >>> tikv.init(arch="cpu").arch
         'cpu'
     """
-    return _start(arch, engine, options, invariant)
-
-
-def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None = None) -> Runtime:
-    global _current
     if invariant is not None and type(invariant) is not bool:
         raise OptionError(f"init: invariant={invariant!r} is not True, False or None.")
+    if attention_bits is not None and (type(attention_bits) is not int or attention_bits not in (8, 16)):
+        raise OptionError(f"init: attention_bits={attention_bits!r} is not 16, 8 or None.")
+    return _start(arch, engine, options, {"invariant": invariant, "attention_bits": attention_bits})
+
+
+def _start(arch: str, name: str, options: dict[str, Any], arithmetic: dict[str, Any] | None = None) -> Runtime:
+    global _current
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
     if arch != "auto":
@@ -358,14 +368,7 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
     with _lock:
         if engine.is_left_behind():
             raise StaleRuntimeError(f"init: {_why_forked()}")
-        before = _current.invariant if _current is not None and _current.alive else None
-        if invariant is not None and before is not None and invariant is not before:
-            ti = used.alias
-            raise OptionError(
-                f"init: invariant={invariant}, but the running engine was started with invariant={before}, so "
-                f"results of the two could not be compared. Call tikv.init(invariant={invariant}) before the first "
-                f"operation, or call {ti}.reset() first, which ends the running engine and frees all its memory."
-            )
+        settings = _arithmetic(arithmetic or {}, used.alias)
         reasons = []
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()
         for each in archs:
@@ -379,12 +382,33 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
                 log.warning("tikv has never been run on %s: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
             _current.why_arch = "; ".join(reasons) or why
-            _current.invariant = bool(before if invariant is None else invariant)
+            for option, value in settings.items():
+                setattr(_current, option, value)
             log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current
         raise ArchError(
             f"init: {used.title} could not start ({'; '.join(reasons)}). Run `python -m tikv doctor` to see why."
         )
+
+
+def _arithmetic(asked: dict[str, Any], ti: str) -> dict[str, Any]:
+    """How to compute, by options of `init`: as asked, or as the running engine does; those that neither says are left.
+
+    Raises:
+        OptionError: the running engine computes in another way.
+    """
+    settings = {}
+    for name in ("invariant", "attention_bits"):
+        value, before = asked.get(name), getattr(_current, name) if _current is not None and _current.alive else None
+        if value is not None and before is not None and value != before:
+            raise OptionError(
+                f"init: {name}={value}, but the running engine was started with {name}={before}, so "
+                f"results of the two could not be compared. Call tikv.init({name}={value}) before the first "
+                f"operation, or call {ti}.reset() first, which ends the running engine and frees all its memory."
+            )
+        if value is not None or before is not None:
+            settings[name] = before if value is None else value
+    return settings
 
 
 def is_forked() -> bool:

@@ -50,12 +50,12 @@ def info() -> dict[str, Any]:
 
     The keys ``arch``, ``device`` and ``memory_bytes`` describe the running engine, or the one that "auto" would start;
     ``arch_why`` says why. ``engine`` is "taichi", "quadrants", or "none" if neither can be used, and ``engine_why``
-    says why. ``invariant`` is the value given to `init`. ``tensor_cores`` is "in use", or says why attention on CUDA
-    does not use them. ``warpgroups`` says the same for attention over prompts and latents on compute capability 9, and
-    ``subgroups`` for Vulkan and Metal, where the first call of attention finds out whether they work. ``place_host``
-    says what a store with ``place="host"`` gets: "offered", "plain: " and why, or "refused: " and why.
-    ``made_kernels`` names files of kernels made beforehand for CUDA. ``attention_auto`` says for which calls of each
-    measured kind ``impl="auto"`` takes torch's attention instead of tikv's, and why.
+    says why. ``invariant`` and ``attention_bits`` are the values given to `init`. ``tensor_cores`` is "in use", or
+    says why attention on CUDA does not use them. ``warpgroups`` says the same for attention over prompts and latents on
+    compute capability 9, and ``subgroups`` for Vulkan and Metal, where the first call of attention finds out whether
+    they work. ``place_host`` says what a store with ``place="host"`` gets: "offered", "plain: " and why, or "refused: "
+    and why. ``made_kernels`` names files of kernels made beforehand for CUDA. ``attention_auto`` says for which calls
+    of each measured kind ``impl="auto"`` takes torch's attention instead of tikv's, and why.
 
     Examples:
         >>> import tikv
@@ -80,6 +80,7 @@ def info() -> dict[str, Any]:
         "epoch": live.epoch if live is not None else 0,
         "debug": live.debug if live is not None else False,
         "invariant": live.invariant if live is not None else False,
+        "attention_bits": live.attention_bits if live is not None else 16,
         "device": runtime.device_name(arch),
         "memory_bytes": runtime.memory_bytes(arch),
         "vulkan_devices": [{"name": name, "kind": kind} for name, kind in runtime.vulkan_devices()],

@@ -92,6 +92,8 @@ template <class T> struct shared_ref {
         return cell->value = value;
     }
     T operator=(const shared_ref& other) const { return *this = T(other); }
+    void operator+=(T more) const { *this = T(T(*this) + more); }
+    void operator++(int) const { *this += T(1); }
 };
 
 template <class T, int N> struct shared_array {

@@ -1,7 +1,8 @@
 """The attention mass of keys, computed after attention: how much weight queries gave each key, for eviction.
 
 The launch reads K once for each `Choices.rows` query rows of a KV head, and the log-sum-exps that attention stored.
-Here each thread has one key. `cpu.mass` and `cuda.mass` distribute the keys as attention does there.
+Here each thread has one key. `cpu.mass` and `cuda.mass` distribute the keys as attention does there; `sm80.mass` has
+the tensor cores weigh those of prompts.
 """
 
 from tikv.kernels.address import index_array, make_word_offset

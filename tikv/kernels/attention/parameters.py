@@ -58,6 +58,7 @@ class Choices(NamedTuple):
     starts: bool = False  # the first visible key of a sequence follows its length
     index_bits: int = 0  # bits of an entry of the array that says which tokens are read; 0 if all are read
     scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
+    eight: bool = False  # products take codes of 8 bits, see `sm90.eight`
     invariant: bool = False  # a row has the same bits whatever else is computed: see `ops.attention.invariance`
 
     @property

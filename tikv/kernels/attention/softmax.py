@@ -96,6 +96,16 @@ def make_logit(c):
     return logit_of
 
 
+@ti.func
+def part_lse(m, l):
+    """The bits of a part's log-sum-exp, as `make_store_lse` stores them."""
+    bits = ti.u32(MINUS_INFINITY)
+    if not is_nothing(l):
+        value = m + ti.log(l) * ti.f32(LOG2E)
+        bits = ti.select(is_nan(l), ti.u32(NAN), ti.bit_cast(value, ti.u32))
+    return bits
+
+
 def make_store_lse(parts):
     """store_lse(lse, at, m, l, scalars): stores m + log2(l), in base 2 for a part, else in the requested base."""
 

@@ -8,9 +8,9 @@ nothing that decides the order of a row's sums may depend on any of these:
   merged one after another; a part in which a row sees no key leaves its bits unchanged.
 - One kernel serves prompts and single tokens; its tasks have the same number of rows for any number of queries. Within
   a split, keys are processed in blocks that start at multiples of the block length, whether they are seen or not.
-- Kernels that do not work so are not used: on CUDA those of warpgroups, those of the tensor cores over keys by channel,
-  and that of lanes, where the rows of a warp update their maxima together; on CPU those of few rows, which read pages
-  and contiguous memory with different loops; and torch's.
+- Kernels that do not work so are not used: on CUDA those of warpgroups over latents, those of the tensor cores over
+  keys by channel, and that of lanes, where the rows of a warp update their maxima together; on CPU those of few rows,
+  which read pages and contiguous memory with different loops; and torch's.
 
 On CUDA the tensor cores attend to float16 and bfloat16 if q, K and V have the same type, and to codes of 8 and 4 bits,
 in another order than the kernel for all types. So which kernel attends to a row never depends on the number of queries
@@ -39,6 +39,8 @@ warps of a block divide the work, and the bits stay the same, for these reasons:
 - The kernel is compiled without fast arithmetic, so no sum is reordered or fused with a product. Only the native
   launcher keeps the two apart, so with another launcher the plain kernel attends: in that one, every row has the same
   instructions. If the native launcher refuses a kernel, attention raises, since the plain kernel's bits differ.
+
+On compute capability 9, warpgroups serve prompts and single tokens for the same reasons: see `sm90.attend`.
 
 A store's ring, whose new tokens overwrite keys that a prompt's first queries see, takes a prompt one token at a time.
 """

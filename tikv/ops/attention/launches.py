@@ -204,7 +204,7 @@ class AttentionLaunches(Plan):
         # The log-sum-exps that attention leaves include these terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
         rows = family.rows_of_task(MOST_ROWS)
-        plain = plain._replace(rows=rows, values=None, invariant=False, masked=family.masked)
+        plain = plain._replace(rows=rows, values=None, eight=False, invariant=False, masked=family.masked)
         if self.weighs_only:
             return [*launches, self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -270,14 +270,18 @@ class AttentionLaunches(Plan):
     ) -> Launch:
         """The launch that weighs the keys by the log-sum-exps of their queries; `params` are those of attention."""
         to, family, cache, last = arrays["mass"], self.family, self.cache, self.query.queries - 1
-        if cache.k.format is not None or cache.scored:  # codes and products are read in the words that they have
-            bits = arrays["k"].dtype.itemsize * 8, family.word_bits[1]
-            choices, strides = choices._replace(bits=bits[0], k_inner=(0, 0)), self._strides(arrays, bits)
+        bits = family.mass_bits
+        if not bits and (cache.k.format is not None or cache.scored):  # these are read in the words that they have
+            bits = arrays["k"].dtype.itemsize * 8
+        if bits:
+            strides = self._strides(arrays, (bits, family.word_bits[1]))
+            choices = choices._replace(bits=bits, k_inner=(0, 0))
         mass = family.mass_kernel(choices, self.shares.workers, not self.weighs_only, self.mass == "max")
         heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
         keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
         if family.selects:
             keys, blocks = arrays["indices"].shape[-1], self.query.queries
+        splits *= mass.parts
         items = heads * blocks * (keys if mass.by_key else splits * family.mass_threads)
         numbers = params._replace(
             tasks=items if mass.by_key else heads * blocks * splits,
@@ -291,6 +295,9 @@ class AttentionLaunches(Plan):
         strides = strides._replace(
             out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1], out_token=self.between
         )
+        if mass.query_unit > 1:
+            words = {name: n // mass.query_unit for name, n in strides._asdict().items() if name.startswith("q_")}
+            strides = strides._replace(**words)
         if self.mass == "last":
             strides = strides._replace(q_first=strides.q_first + last * strides.q_token)
             numbers = numbers._replace(queries=1, lse_first=numbers.lse_first + last * strides.lse_token)
@@ -343,6 +350,7 @@ class AttentionLaunches(Plan):
             values=None if cache.alike else StoredValues(cache.v.storage, bits[1], scales[1]),
             index_bits=arrays["indices"].dtype.itemsize * 8 if family.selects else 0,
             scored=cache.scored,
+            eight=family.eight,
             invariant=self.live.invariant,
         )
 

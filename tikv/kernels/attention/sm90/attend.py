@@ -8,23 +8,38 @@ starting theirs, so that one computes weights while the other multiplies. Weight
 first product lie in the order in which the second takes its operand. As in `sm80.attend`, results are rescaled only
 when a maximum grows.
 
+Where the user allows it, products over codes of 8 bits take both operands in 8 bits: `sm90.eight` has what differs.
+
 Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `sm90.ir`
 says; what no row of the task sees is zero there.
+
+Under `Choices.invariant` a row has the same bits in any task, as `ops.attention.invariance` says of tensor cores:
+
+- Tiles begin at multiples of their keys, by position. Both products compute each row by itself; so blocks of one
+  consumer, for few rows, and of two give a row the same bits, single tokens included.
+- Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device
+  and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. A part knows nothing of those
+  before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
 """
 
 from tikv.kernels.attention.parameters import P, make_attend_kernel
 from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.coded import make_produce_codes
 from tikv.kernels.attention.sm90.consumer import make_consume
+from tikv.kernels.attention.sm90.eight import make_produce_eight
 from tikv.kernels.attention.sm90.producer import make_produce
 from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
 from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
 from tikv.kernels.attention.sm90.tiles import PIECE as PIECE
 from tikv.kernels.attention.sm90.tiles import Warpgroups as Warpgroups
+from tikv.kernels.attention.sm90.tiles import merges as merges
 from tikv.kernels.attention.sm90.tiles import producers_of as producers_of
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
+
+ROWS_OF_ONE = ir.ROWS  # query rows of a task with one consumer
 
 
 def make_attend_hopper(tile, parts, c):
@@ -50,23 +65,39 @@ def make_attend_hopper(tile, parts, c):
 make_attend_hopper.fast_math = True
 make_attend_hopper.uses_bitcode = True
 make_attend_hopper.resident = lambda tile, parts, c: tile.resident
-make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(c).nbytes
+make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_for(tile, parts, c).nbytes
+
+
+def make_attend_hopper_in_order(tile, parts, c):
+    """`make_attend_hopper` for `Choices.invariant`: no compiler reorders its sums or fuses them with products.
+
+    A task has the rows of one consumer or two. If there is room, it merges its parts itself, of `P.least_share` keys
+    each, see `consumer.make_close`.
+    """
+    return make_attend_hopper(tile, parts, c)
+
+
+make_attend_hopper_in_order.uses_bitcode = True
+make_attend_hopper_in_order.resident = make_attend_hopper.resident
+make_attend_hopper_in_order.shared_bytes = make_attend_hopper.shared_bytes
 
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_for(c)
-    decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c)
+    keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
+    decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c, x.rows)
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
     warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile
-    produce = make_produce(c) if c.cache in HALVES else make_produce_codes(warps, c)
-    registers = registers_of(PRODUCERS, c.width)
+    produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
+    if c.eight:
+        produce = make_produce_eight(warps, produce, memory, c)
+    registers, EXCHANGES = registers_of(PRODUCERS + x.consumers - 2, c.width), THREADS > 2 * GROUP
     give_away = getattr(ext, f"registers_dec_{registers.producer}")
     get_many = getattr(ext, f"registers_inc_{registers.consumer}")
     get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
-    # Each thread that writes arrives, and of each warp one that notes; of those that consume, one of each of 8 warps.
-    MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 8), (B.v_done, 8))
+    # Each thread that writes arrives, and of each warp one that notes; of those that consume, one of each warp.
+    MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 4 * x.consumers), (B.v_done, 4 * x.consumers))
 
     @ti.func
     def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
@@ -92,16 +123,20 @@ def make_attend_task(x, parts, c):
         warpgroup = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // GROUP, 0)  # the same for all lanes, also to LLVM
         all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
         if warpgroup < PRODUCERS:
-            give_away()
+            if ti.static(EXCHANGES):
+                give_away()
             produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
-            ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
-            get_back()
+            if ti.static(EXCHANGES):
+                ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
+                get_back()
         else:
-            get_many()
-            ext.let_pass(all_have_theirs, threads)
+            if ti.static(EXCHANGES):
+                get_many()
+                ext.let_pass(all_have_theirs, threads)
             consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task, arrays,
                     terms, strides, params, scalars)  # fmt: skip
-            give_back()
+            if ti.static(EXCHANGES):
+                give_back()
         ti.simt.block.sync()
         if thread == 0:
             for which, _ in ti.static(MAKE):

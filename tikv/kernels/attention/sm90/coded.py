@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tikv.formats import OF_CODE, GroupFormat
-from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
+from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.parameters import S
 from tikv.kernels.attention.sm80.instructions import lane_bits
+from tikv.kernels.attention.sm80.tiles import has_bounds
 from tikv.kernels.attention.sm90.producer import make_clean
 from tikv.kernels.attention.sm90.tiles import (
     KEYS_OF,
@@ -26,8 +27,8 @@ from tikv.kernels.attention.sm90.tiles import (
     instructions,
     make_index_in_tile,
     make_is_whole,
+    make_slot_of,
     make_tile_at,
-    memory_for,
     panels,
     piece_offset,
 )
@@ -82,19 +83,19 @@ def both_halves(x: float) -> int:
     return int(np.float16(x).view(np.uint16)) * 0x10001
 
 
-def make_produce_codes(warps, c):
+def make_produce_codes(warps, memory, c):
     """produce(thread, shared, barriers, seen, ...): write the tiles of a task, by all threads of what produces.
 
     So many warps write K, and as many V. A lane of a warp looks up the row of one key, as in `sm90.producer`.
     """
     ext = instructions()
     codes = codes_of(c.cache, c.width, c.scale != "")
-    keys, memory = KEYS_OF[c.width], memory_for(c)
+    keys = KEYS_OF[c.width]
     OWN, WORDS, NUMBERS = keys // warps, codes.words * panels(c.width), c.width // codes.group * codes.numbers
     COUNT, STAGES, PARTS, PART = OWN // codes.rows, memory.stages, 4 // warps, keys // 4
     READY = (NUMBERS + 1) // 2 if in_pairs(codes, c) else NUMBERS
     AHEAD, HALF, SIDE = memory.ahead, COUNT // 2, memory.ahead * memory.of_codes
-    tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
+    tile_at, is_whole, slot_of = make_tile_at(c), make_is_whole(c), make_slot_of(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, scale_offset = make_slot_offsets(c)
     copy_row, read_row = make_copy_row(32 * warps, codes, c), make_read_row(32 * warps, codes, c)
@@ -121,8 +122,8 @@ def make_produce_codes(warps, c):
     def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
         """The slot of a lane's key of tile n; -1 where it does not exist."""
         index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
-        if index < seen[R.end] and n < seen[R.tiles]:
-            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        if n < seen[R.tiles]:
+            slot = slot_of(index, seen, visible, task, table, strides, params)
         return slot
 
     @ti.func
@@ -171,7 +172,7 @@ def make_produce_codes(warps, c):
             barrier = barriers + ti.cast(of_v * B.v_there + stage * 8, ti.u32)
             done = barrier + ti.u32(B.k_done)
             ext.barrier_wait(done, phase)
-            to = shared + ti.cast(memory.k + (of_v * STAGES + stage) * memory.tile, ti.u32)
+            to = shared + ti.cast(memory.k + of_v * (memory.v - memory.k) + stage * memory.tile_v, ti.u32)
             at = codes_at + ti.cast(tile % AHEAD * memory.of_codes, ti.u32)
             offset = offset_of(of_v, slots[AHEAD], strides)
             words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
@@ -195,7 +196,7 @@ def make_produce_codes(warps, c):
             if of_v != 0 and there != ti.u32((1 << OWN) - 1):
                 ext.warp_meets()
                 clear(lane, warp, to, there)
-            if ti.static(c.masked):
+            if ti.static(has_bounds(c)):
                 if of_v * (1 - is_whole(tile_at(tile, seen), seen)) != 0:
                     ext.warp_meets()
                     clean(lane, warp, to, barriers)

@@ -18,6 +18,7 @@ UNCOVERED = "//!"  # see `launch.cuda.ptx.uncovered`
 PANEL = 128  # bytes of a row in shared memory: 64 halves, whose pieces of 16 bytes are exchanged by the row's number
 DESCRIPTOR = 1 << 30 | 8 * PANEL >> 4  # its upper half: 128 bytes are exchanged, 8 rows are so far from the next
 STEP = 16  # columns, or keys, of one product
+CODES_STEP = 32  # of a product of codes of 8 bits
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
 # Warpgroups that produce, the widest heads; registers of a thread at first, of one that produces, and that consumes.
@@ -25,6 +26,7 @@ REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 56, 200))
 STAGED = ((2, 64), (1, 32), (2, 32))  # codes: a lane's words of 64 columns of a row, and the bytes of those columns
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
+SUMS = {"e4m3": "f32", "s8": "s32"}  # 8-bit operands of products, and what their sums are
 LATENT = (576, 512, 64)  # columns of a latent, the first of which are its values; keys of a tile
 LATENT_ROWS = ((16, 1), (64, 2))  # query rows of a block, and the warpgroups that consume
 LETTER = {"float": "f", "i32": "r", "i64": "l"}  # of a register, in the constraints of inline assembly
@@ -174,6 +176,84 @@ def values(half: str, width: int, keys: int) -> str:
     )  # fmt: skip
 
 
+def scores_of_codes(kind: str, width: int, keys: int) -> str:
+    """S = Q K^T of a tile of codes of 8 bits, in panels of 128 columns: integers have sums that are integers."""
+    count, floats = keys // 2, SUMS[kind] == "f32"
+    sums = ", ".join(f"${n}" for n in range(count))
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 q, k;", ".reg .b32 low;"]
+    for n in range(width // CODES_STEP):
+        panel, inside = divmod(n * CODES_STEP, PANEL)
+        of_q, of_k = (panel * each * PANEL + inside for each in (QUERY_ROWS, keys))
+        lines += [*descriptor("q", f"${count}", of_q), *descriptor("k", f"${count + 1}", of_k)]
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{keys}k32.{SUMS[kind]}.{kind}.{kind} {{{sums}}}, q, k, {int(n > 0)}"
+            f"{', 1, 1' if floats else ''};"
+        )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "S = Q K^T of codes is under way, by the lower halves of the descriptors of Q and K"
+    return function(f"scores_{kind}_{width}", comment, uncovered(*lines), inputs=["i32"] * 2,
+                    made=["float" if floats else "i32"] * count)  # fmt: skip
+
+
+def values_of_codes(kind: str, width: int, keys: int) -> str:
+    """O += P V of a tile of 8-bit floats: P in registers, V in shared memory, a row of keys for each column.
+
+    Of 16 keys a lane has weights of two and, 8 further on, of two more. Its operand takes four that follow one
+    another: so the keys of V lie in the order 0, 1, 8, 9, 2, 3, 10, 11 and so on.
+    """
+    count, weights = width // 2, keys // 8
+    sums = ", ".join(f"${n}" for n in range(count))
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 v;", ".reg .b32 low;", ".reg .pred more;"]
+    lines.append(f"setp.ne.b32 more, ${count + weights + 1}, 0;")
+    for n in range(keys // CODES_STEP):
+        a = ", ".join(f"${count + 4 * n + i}" for i in range(4))
+        lines += descriptor("v", f"${count + weights}", n * CODES_STEP)
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{width}k32.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, v, "
+            f"{1 if n else 'more'}, 1, 1;"
+        )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "O += P V is under way, by codes of P and the lower half of V's descriptor; O = P V without `more`"
+    return function(
+        f"values_{kind}_{width}", comment, uncovered(*lines), changed=["float"] * count,
+        inputs=[*["i32"] * weights, "i32", "i32"],
+    )  # fmt: skip
+
+
+def for_codes() -> list[str]:
+    """Short functions for products of codes of 8 bits."""
+    turn = [f"prmt.b32 h{2 * n + odd}, ${2 * n + 1}, ${2 * n + 2}, {('0x6420', '0x7531')[odd]};"
+            for n in range(2) for odd in range(2)]  # fmt: skip
+    counts = sorted({keys // 2 for _, keys in SHAPES})
+    return [
+        *(function(f"wait_integers_{count}", "all products but the last 1 are done",
+                   uncovered("wgmma.wait_group.sync.aligned 1;"), changed=["i32"] * count) for count in counts),
+        function("fetch_16", "16 bytes of memory", ["ld.global.v4.u32 {$0, $1, $2, $3}, [$4];"], made=["i32"] * 4,
+                 inputs=["i64"]),
+        function("read_8", "two floats of shared memory", ["ld.shared.v2.f32 {$0, $1}, [$2];"], made=["float"] * 2,
+                 inputs=["i32"]),
+        function("divide", "a / b, rounded to the nearest", ["div.rn.f32 $0, $1, $2;"], made=["float"],
+                 inputs=["float"] * 2, pure=True),
+        function("codes_e4m3", "four 8-bit floats, rounded to the nearest; what is too large is the largest",
+                 uncovered("{", ".reg .b16 l, h;", "cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;",
+                           "cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;", "mov.b32 $0, {l, h};", "}"),
+                 made=["i32"], inputs=["float"] * 4, pure=True),
+        function("codes_s8", "four integers of 8 bits, rounded to the nearest",
+                 ["{", ".reg .s32 a, b, c, d;", ".reg .b32 h;",
+                  *(f"cvt.rni.s32.f32 {x}, ${n + 1};" for n, x in enumerate("abcd")),
+                  "cvt.pack.sat.s8.s32.b32 h, d, c, 0;", "cvt.pack.sat.s8.s32.b32 $0, b, a, h;", "}"],
+                 made=["i32"], inputs=["float"] * 4, pure=True),
+        function("read_turned", "four matrices of 8 keys x 16 codes from shared memory, transposed in pairs of codes; "
+                 "a lane has a key's place",
+                 uncovered("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"),
+                 made=["i32"] * 4, inputs=["i32"]),
+        function("write_keys", "these to shared memory, as rows of 16 keys of two columns; a lane has a row's place",
+                 uncovered("{", ".reg .b32 h0, h1, h2, h3;", *turn,
+                           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {h0, h1, h2, h3};", "}"),
+                 inputs=["i32"] * 5),
+    ]  # fmt: skip
+
+
 def latent_scores(half: str, rows: int, consumers: int) -> str:
     """S^T = K Q^T of a tile of latents: its keys are the rows of the product, a warpgroup's query rows its columns."""
     width, _, keys = LATENT
@@ -302,6 +382,11 @@ def others() -> list[str]:
                  uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
                            "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
                  inputs=["i32", "float"]),
+        function("product_less", "x * y - z, rounded once, also where `launch.cuda.ptx` keeps products and sums apart",
+                 ["{", ".reg .f32 n;", "neg.f32 n, $3;", "fma.rn.f32 $0, $1, $2, n;", "}"], made=["float"],
+                 inputs=["float"] * 3, pure=True),
+        function("exp2_flushed", "2 ** x as `exp2` has it, also where subnormals are kept",
+                 ["ex2.approx.ftz.f32 $0, $1;"], made=["float"], inputs=["float"], pure=True),
         function("bits_from", "all bits from number n on", ["{", ".reg .s32 n;", "max.s32 n, $1, 0;",
                  "shl.b32 $0, -1, n;", "}"], made=["i32"], inputs=["i32"], pure=True),
     ]  # fmt: skip
@@ -453,6 +538,8 @@ def stores(width: int) -> list[str]:
 def text() -> str:
     """The whole file."""
     products = [make(half, *shape) for half in HALVES for shape in SHAPES for make in (scores, values)]
+    products += [scores_of_codes(kind, *shape) for kind in SUMS for shape in SHAPES]
+    products += [values_of_codes("e4m3", *shape) for shape in SHAPES]
     results = [each for width, _ in SHAPES for each in stores(width)]
     latents = [make(half, *row) for half in HALVES for row in LATENT_ROWS for make in (latent_scores, latent_values)]
     batches = [copies(width, keys) for width, keys in (*SHAPES, (LATENT[0], LATENT[2])) if width % 64 == 0]
@@ -461,7 +548,8 @@ def text() -> str:
     ]
     of_codes = list(dict.fromkeys(of_codes))  # those that read are the same for two of the forms
     of_latents = [*latents, *latent_results()]
-    return "\n".join([HEAD, *others(), *waits(), *batches, *writes(), *of_codes, *products, *of_latents, *results])
+    short = [*others(), *for_codes(), *waits()]
+    return "\n".join([HEAD, *short, *batches, *writes(), *of_codes, *products, *of_latents, *results])
 
 
 if __name__ == "__main__":

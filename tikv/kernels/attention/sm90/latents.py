@@ -231,7 +231,7 @@ def make_produce(x, c):
     A lane of a warp looks up the row of one key, and all of them copy the rows of the warp's keys, in pieces.
     """
     ext, memory = instructions(), memory_of(x.rows)
-    row_of, copy_rows = make_row_of(x, c), make_copy_rows(WIDTH, KEYS)
+    row_of, copy_rows = make_row_of(x, c), make_copy_rows(WIDTH * 2, KEYS, KEYS // 4)
 
     @ti.func
     def produce(thread, shared, seen, visible, task, arrays: ti.template(), strides, params):

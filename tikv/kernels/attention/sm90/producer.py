@@ -1,7 +1,8 @@
 """The producer of `sm90.attend`: K and V of a task, tile by tile, into shared memory."""
 
-from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
+from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.sm80.instructions import INFINITE
+from tikv.kernels.attention.sm80.tiles import has_bounds
 from tikv.kernels.attention.sm90.tiles import (
     FAR,
     KEYS_OF,
@@ -12,8 +13,8 @@ from tikv.kernels.attention.sm90.tiles import (
     instructions,
     make_index_in_tile,
     make_is_whole,
+    make_slot_of,
     make_tile_at,
-    memory_for,
     panels,
     piece_offset,
 )
@@ -22,18 +23,18 @@ from tikv.kernels.lanes import ALL
 from tikv.runtime import ti
 
 
-def make_produce(c):
+def make_produce(memory, c):
     """produce(thread, shared, barriers, seen, ...): copy the tiles of a task; by all threads of the first warpgroup.
 
     A lane of a warp looks up the row of one key, and all of them copy the rows of the warp's keys, in pieces.
     """
     ext = instructions()
-    keys, memory = KEYS_OF[c.width], memory_for(c)
+    keys = KEYS_OF[c.width]
     OWN = keys // 4  # keys of a warp
-    tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
+    tile_at, is_whole, slot_of = make_tile_at(c), make_is_whole(c), make_slot_of(c)
     index_in_tile = make_index_in_tile(c)
     k_offset, v_offset, _ = make_slot_offsets(c)
-    copy_rows, clean = make_copy_rows(c.width, keys), make_clean(OWN, c)
+    copy_rows, clean = make_copy_rows(c.width * 2, keys, OWN), make_clean(OWN, c)
     STAGES = memory.stages
 
     @ti.func
@@ -71,7 +72,7 @@ def make_produce(c):
                     ext.write_4(note, there)
                     ext.barrier_arrive(barrier)
                 cleans = 0
-                if ti.static(c.masked):
+                if ti.static(has_bounds(c)):
                     cleans = of_v * (1 - is_whole(tile_at(tile, seen), seen))
                 if cleans != 0:
                     ext.copies_wait()
@@ -84,8 +85,8 @@ def make_produce(c):
                 index, coming = index_in_tile(warp * OWN + lane, round, seen, visible), -1
                 if ti.static(OWN < 32):
                     index = ti.select(lane < OWN, index, FAR)
-                if index < seen[R.end] and round < tiles:
-                    coming = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+                if round < tiles:
+                    coming = slot_of(index, seen, visible, task, table, strides, params)
             elif round > 0:
                 stage += 1
                 if stage == STAGES:
@@ -94,11 +95,14 @@ def make_produce(c):
     return produce
 
 
-def make_copy_rows(width, keys):
-    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin."""
+def make_copy_rows(nbytes, keys, OWN):
+    """copy_rows(lane, warp, to, base, row, there): starts to copy a warp's rows of a tile; a lane knows one's begin.
+
+    A tile has so many keys, a warp `OWN` of them, and a row so many bytes.
+    """
     ext = instructions()
-    pieces, OWN = width * 2 // PIECE, keys // 4
-    QUICK = width % 64 == 0
+    pieces, width = nbytes // PIECE, nbytes // 2
+    QUICK = nbytes == PANEL_ROW or (nbytes % PANEL_ROW == 0 and OWN == keys // 4)
     copy = getattr(ext, f"copy_rows_{width}") if QUICK else None
 
     @ti.func

@@ -1,13 +1,21 @@
 """Terms in a consumer of `sm90.attend`: sink logits before the first tile, slopes on scores, trees in tiles' masks."""
 
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, N, P
-from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions
+from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions, is_turned
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import first_new, make_depth_of
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.kernels.lanes import shuffle
 from tikv.runtime import ti
+
+
+def rise_of(c) -> tuple[float, float]:
+    """(the power of two that the largest weight has, how far a maximum may be behind before the result is rescaled).
+
+    Weights that become halves stay below 2 ** 8, and codes below the largest 8-bit float, which is 448.
+    """
+    return (8.0, 0.8) if is_turned(c) else (0.0, 8.0)
 
 
 def make_start_rows(c):
@@ -17,7 +25,7 @@ def make_start_rows(c):
     counted; in a tree it is the depth.
     """
     start_state, slope_of, origin = make_start_state(c), make_slope_of(c), make_origin(c)
-    depth_of, query_bounds = make_depth_of(c), make_query_bounds()
+    depth_of, query_bounds, UP = make_depth_of(c), make_query_bounds(), rise_of(c)[0]
 
     @ti.func
     def start_rows(row, lane, visible, task, terms: ti.template(), params, m: ti.template(), l: ti.template(),
@@ -26,8 +34,9 @@ def make_start_rows(c):
             clamped = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1)
             if ti.static(c.sink_logits):
                 top, weight = start_state(task[T.head], clamped, task[T.split], terms)
-                m[r] = ti.max(top, ti.f32(LOWEST))
-                l[r] = ti.select((lane & 3) == 0, weight, ti.f32(0.0))  # the lanes of a row each have a part of its sum
+                m[r] = ti.max(top, ti.f32(LOWEST)) - ti.f32(UP)
+                # The lanes of a row each have a part of its sum.
+                l[r] = ti.select((lane & 3) == 0, weight * ti.f32(2.0**UP), ti.f32(0.0))
             if ti.static(c.alibi):
                 slope[r] = slope_of(task[T.sequence], task[T.head], clamped, terms) * ti.f32(LOG2E)
                 depth = depth_of(task[T.sequence], clamped // c.group, terms, params)
@@ -47,7 +56,7 @@ def make_add_slopes(c):
     find_depths, origin = make_find_depths(c), make_origin(c)
 
     @ti.func
-    def add_slopes(at, gap, scale, lane, slope: ti.template(), stand: ti.template(), visible, task,
+    def add_slopes(at, gap, scale: ti.template(), lane, slope: ti.template(), stand: ti.template(), visible, task,
                    terms: ti.template(), params, s: ti.template()):  # fmt: skip
         first = at + (lane & 3) * 2
         of_sinks, further = visible[V.sinks] + gap - first, ti.cast(behind_sinks(visible) - gap, ti.f32)
@@ -72,7 +81,7 @@ def make_add_slopes(c):
                     back = ti.min(back, ti.f32(0.0)) + newer
                 if ti.static(c.two_sided):
                     back = -ti.abs(back)
-                s[i] = s[i] * scale + slope[r] * back
+                s[i] = s[i] * scale[r] + slope[r] * back
 
     return add_slopes
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from tikv.formats import OF_CODE
 from tikv.kernels.attention.parameters import P
 from tikv.kernels.attention.sm80.instructions import HALVES
+from tikv.kernels.attention.sm80.tiles import FAR, has_bounds, make_find_slot, make_first_of, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tree import first_new
-from tikv.kernels.attention.visible import V, make_query_bounds
+from tikv.kernels.attention.visible import V
 from tikv.runtime import engine_in_use, ti
 
 BITCODE = pathlib.Path(__file__).with_name("hopper.bc")  # see `sm90.ir`
@@ -21,7 +22,6 @@ STAGES_OF = {64: 3, 96: 3, 128: 3, 256: 2}  # tiles of K, and of V, that lie in 
 SHARED_BYTES = 227 << 10  # that a block has
 PIECE = 16  # bytes that are copied at a time, at a multiple of which every row begins
 PANEL_ROW = ir.PANEL
-FAR = 1 << 30  # beyond every index of a key
 MOST_STAGES = max(STAGES_OF.values())
 
 
@@ -34,11 +34,12 @@ class Warpgroups(NamedTuple):
     paired: bool = True  # whether two columns of the result begin at a multiple of their size
     producers: int = 1  # warpgroups that produce: see `producers_of`
     of_one_query: bool = False  # whether the rows of a task always belong to one query
+    consumers: int = 2  # warpgroups that multiply, each `ir.ROWS` of the rows
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return (self.producers + 2) * GROUP
+        return (self.producers + self.consumers) * GROUP
 
 
 def producers_of(codes: bool, width: int) -> int:
@@ -75,8 +76,8 @@ class Registers(NamedTuple):
 
 
 def registers_of(producers: int, width: int) -> Registers:
-    """The `Registers` of a block with so many warpgroups that produce."""
-    return Registers(*next(row for row in ir.REGISTERS if row[0] == producers and width <= row[1])[2:])
+    """The `Registers` of a block with so many warpgroups that produce, beside two that consume; of fewer, as of one."""
+    return Registers(*next(row for row in ir.REGISTERS if row[0] == max(producers, 1) and width <= row[1])[2:])
 
 
 @functools.cache
@@ -110,53 +111,116 @@ class Memory(NamedTuple):
 
     k: int
     v: int
-    tile: int  # bytes of a tile of K, or of V
+    tile: int  # bytes of a tile of K
+    tile_v: int  # and of V
     stages: int  # tiles of each
     codes: int  # of tiles to come: those of K, then of V
     of_codes: int  # bytes of the codes of a tile of K, or of V
     ahead: int  # tiles of each whose codes are there
     barriers: int
     nbytes: int
+    merged: int = 0  # of the parts before, by which `consumer.make_close` merges them; behind the codes
 
 
-def memory_of(width: int, bits: int = 0) -> Memory:
-    """The `Memory` of heads of this width: queries first, then tiles, then codes of so many bits if there are any."""
+def memory_of(width: int, bits: int = 0, merged_rows: int = 0) -> Memory:
+    """The `Memory` of heads of this width: queries first, then tiles, then codes of so many bits if there are any.
+
+    So many rows have a result of the parts before. Fewer codes lie ahead, if only then two tiles have room.
+    """
     k, tile = panels(width) * ROWS * PANEL_ROW, panels(width) * KEYS_OF[width] * PANEL_ROW
-    of_codes, ahead = tile * bits // 16, 2 if width <= 128 else 1
-    room = SHARED_BYTES - k - 2 * ahead * of_codes - B.nbytes - 1024
-    stages = min(STAGES_OF[width], room // (2 * tile))
+    of_codes, of_merged, stages = tile * bits // 16, merged_rows * (width * 4 + 8), 0
+    for ahead in (2, 1) if width <= 128 else (1,):
+        room = SHARED_BYTES - k - of_merged - 2 * ahead * of_codes - B.nbytes - 1024
+        stages = min(STAGES_OF[width], room // (2 * tile))
+        if stages > 1 or not merged_rows:
+            break
     codes = k + 2 * stages * tile
-    barriers = codes + 2 * ahead * of_codes
-    return Memory(k, k + stages * tile, tile, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + 1024)
+    merged = codes + 2 * ahead * of_codes
+    barriers = merged + of_merged
+    nbytes = barriers + B.nbytes + 1024
+    return Memory(k, k + stages * tile, tile, tile, stages, codes, of_codes, ahead, barriers, nbytes, merged)
 
 
-def memory_for(c) -> Memory:
+def memory_of_eight(width: int, floats: bool) -> Memory:
+    """The `Memory` of products in 8 bits: behind the barriers are factors of query rows, then scales of the keys.
+
+    Over `floats` V is codes too, a row of keys for each column, and the codes of tiles to come are its own. Otherwise
+    it is halves, made of codes that lie as `memory_of` has them.
+    """
+    columns, keys = -(-width // PANEL_ROW), KEYS_OF[width]
+    k, tile, ahead = columns * ROWS * PANEL_ROW, columns * keys * PANEL_ROW, 2 if width <= 128 or floats else 1
+    tile_v = width * PANEL_ROW if floats else panels(width) * keys * PANEL_ROW
+    of_codes = tile if floats else tile_v // 2
+    numbers = 4 * (ROWS + MOST_STAGES * keys)
+    room = SHARED_BYTES - k - ahead * of_codes - B.nbytes - numbers - 1024
+    stages = min(STAGES_OF[width], room // (tile + tile_v))
+    v = k + stages * tile
+    codes = v + stages * tile_v
+    barriers = codes + ahead * of_codes
+    if not floats:
+        codes -= ahead * of_codes  # where those of K would begin, which are not kept
+    return Memory(k, v, tile, tile_v, stages, codes, of_codes, ahead, barriers, barriers + B.nbytes + numbers + 1024)
+
+
+def merges(rows: int, width: int, bits: int) -> bool:
+    """Whether there is room to merge the parts of so many rows where they are computed."""
+    return memory_of(width, bits, rows).stages > 1
+
+
+def bits_of(c) -> int:
+    """Bits of a code; 0 of halves."""
+    return 0 if c.cache in HALVES else OF_CODE[c.cache].bits
+
+
+def merges_parts(x, parts, c) -> bool:
+    """Whether a kernel merges the parts of a task itself."""
+    return c.invariant and not parts and merges(x.rows, c.width, bits_of(c))
+
+
+def memory_for(x, parts, c) -> Memory:
     """The `Memory` of a kernel's choices."""
-    return memory_of(c.width, 0 if c.cache in HALVES else OF_CODE[c.cache].bits)
+    if c.eight:
+        return memory_of_eight(c.width, is_turned(c))
+    return memory_of(c.width, bits_of(c), x.rows if merges_parts(x, parts, c) else 0)
 
 
-def make_range(c):
-    """find_range(row, visible, task, params) -> the vector `Range` of the task's rows, of which `row` is the first."""
-    query_bounds = make_query_bounds()
+def is_turned(c) -> bool:
+    """Whether a kernel multiplies codes of V: floats have one scale for all keys, which comes behind the sums."""
+    return c.eight and c.cache == "e4m3"
+
+
+def make_range(c, rows_of_task=ROWS):
+    """find_range(row, visible, task, params) -> the vector `Range` of the task's rows, of which `row` is the first.
+
+    Under `invariant` tiles begin at multiples of their keys, by position, and sinks stay at theirs.
+    """
+    bounds_of = make_tile_bounds(c)
     keys = KEYS_OF[c.width]
 
     @ti.func
     def find_range(row, visible, task, params):
         begin, end, low, high, fixed = task[T.begin], task[T.end], -FAR, FAR, 0
         resume, gap = begin, 0
-        if ti.static(c.masked):
+        if ti.static(has_bounds(c)):
             rows = params[P.queries] * c.group
-            first_depth, last_depth = ti.min(row, rows - 1) // c.group, (ti.min(row + ROWS, rows) - 1) // c.group
+            first_depth, last_depth = (
+                ti.min(row, rows - 1) // c.group,
+                (ti.min(row + rows_of_task, rows) - 1) // c.group,
+            )
             if ti.static(c.tree):  # depths that a query may have
                 first_depth, last_depth = 0, params[P.queries] - 1
-            first, last = query_bounds(first_depth, visible, params), query_bounds(last_depth, visible, params)
+            first, last = bounds_of(first_depth, visible, params), bounds_of(last_depth, visible, params)
             low, high, newest = last[0], first[1], last[1]
             if ti.static(c.tree):
                 high = first_new(visible, params) - 1
             if ti.static(c.sinks):
                 low, newest = ti.max(low, first[2] - 1), ti.max(newest, ti.min(last[3], last[2] - 1))
-            end, resume = ti.min(end, newest + 1), ti.max(begin, first[0] + 1)
-            if ti.static(c.sinks):
+            end = ti.min(end, newest + 1)
+            if ti.static(not c.invariant):
+                resume = ti.max(begin, first[0] + 1)
+            elif ti.static(not c.sinks):
+                resume = ti.max(begin, (ti.max(first[0], -1) + 1) // keys * keys)
+            if ti.static(packs_sinks(c)):
                 sinks = ti.max(ti.min(visible[V.sinks], end) - begin, 0)
                 fixed, rest = sinks // keys, sinks % keys
                 resume = ti.max(begin + sinks, ti.min(resume, end)) - rest
@@ -168,6 +232,27 @@ def make_range(c):
     return find_range
 
 
+def packs_sinks(c) -> bool:
+    """Whether tiles of sinks come first, and the last of them share a tile with keys after them."""
+    return c.sinks and has_bounds(c) and not c.invariant
+
+
+def make_slot_of(c):
+    """slot_of(index, seen, visible, task, ...) -> the slot of the key at an index; -1 if the task has no such key."""
+    find_slot, first_of = make_find_slot(c), make_first_of(c)
+
+    @ti.func
+    def slot_of(index, seen, visible, task, table: ti.template(), strides, params):
+        slot, is_there = -1, index < seen[R.end]
+        if ti.static(c.invariant):
+            is_there = index < seen[R.end] and index >= first_of(task, visible)
+        if is_there:
+            slot = find_slot(task, task[T.row] // c.group, index, visible, table, strides, params)
+        return slot
+
+    return slot_of
+
+
 def make_tile_at(c):
     """tile_at(n, seen) -> the index of the first key of a task's tile n, or of the one that a sink replaces."""
     keys = KEYS_OF[c.width]
@@ -175,7 +260,7 @@ def make_tile_at(c):
     @ti.func
     def tile_at(n, seen):
         at = seen[R.resume] + (n - seen[R.fixed]) * keys
-        if ti.static(c.sinks and c.masked):
+        if ti.static(packs_sinks(c)):
             at = ti.select(n < seen[R.fixed], seen[R.first] + n * keys, at)
         return at
 
@@ -188,7 +273,7 @@ def make_gap_of(c):
     @ti.func
     def gap_of(n, seen):
         gap = 0
-        if ti.static(c.sinks and c.masked):
+        if ti.static(packs_sinks(c)):
             gap = ti.select(n == seen[R.fixed], seen[R.gap], 0)
         return gap
 
@@ -202,7 +287,7 @@ def make_index_in_tile(c):
     @ti.func
     def index_in_tile(key, n, seen, visible):
         index = tile_at(n, seen) + key
-        if ti.static(c.sinks and c.masked):
+        if ti.static(packs_sinks(c)):
             of_sink = index - gap_of(n, seen)
             index = ti.select(of_sink < visible[V.sinks], of_sink, index)
         return index

@@ -29,9 +29,10 @@ def families_of(style: str) -> tuple[type[Family], ...]:
         return (Spirv,)
     from tikv.ops.attention.families.cuda import CudaBlocks, CudaLanes
     from tikv.ops.attention.families.tensor_cores import TensorChannels, TensorCodes, TensorRows
-    from tikv.ops.attention.families.warpgroups import WarpgroupLatents, WarpgroupPrompts
+    from tikv.ops.attention.families.warpgroups import WarpgroupCodes, WarpgroupLatents, WarpgroupPrompts
 
-    return WarpgroupLatents, WarpgroupPrompts, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
+    of_warpgroups = WarpgroupLatents, WarpgroupCodes, WarpgroupPrompts
+    return *of_warpgroups, TensorChannels, TensorRows, TensorCodes, CudaLanes, CudaBlocks
 
 
 def that_need_native(form: Form) -> set[type[Family]]:

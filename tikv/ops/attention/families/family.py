@@ -32,6 +32,8 @@ class MassKernel(NamedTuple):
     factory: Any
     choices: tuple[Any, ...]  # those before the common ones
     by_key: bool = False  # a thread has one key, instead of a part of a head's keys
+    parts: int = 1  # tasks into which each of `Shares.mass_splits` is divided
+    query_unit: int = 1  # elements of q in a word in which it is read
     selects: bool = True  # it can read selected tokens
 
 
@@ -47,15 +49,18 @@ class Family:
         word_bits: bits of a word of K and of V.
         rows: query rows that a task computes, among those that share a KV head.
         on_tensor_cores, in_warpgroups: whether the kernels are such.
+        eight: whether their products take codes of 8 bits.
         threads, mass_threads: threads of a task that attends, and of one that weighs keys.
         most_queries: the most queries of a prompt per launch.
+        mass_bits: bits of a word of K where keys are weighed; 0: as K is stored in groups, or as attention reads it.
     """
 
     title: str
     serves: str
     most_queries = MOST_QUERIES
-    on_tensor_cores = in_warpgroups = False
+    on_tensor_cores = in_warpgroups = eight = False
     threads = mass_threads = BLOCK
+    mass_bits = 0
 
     def __init__(self, form: Form) -> None:
         self.live, self.query, self.options, self.group = form.live, form.query, form.options, form.group

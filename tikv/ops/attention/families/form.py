@@ -69,6 +69,13 @@ class Form(NamedTuple):
         begin = self.row_bytes(nbytes) == nbytes
         return "" if begin else f"not every row begins at a multiple of {nbytes} bytes"
 
+    def why_not_queries(self, nbytes: int) -> str:
+        """Why rows of queries cannot be read in pieces of so many bytes; empty if they can."""
+        q = self.arrays["q"]
+        if any(n % nbytes for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in self.query.strides))):
+            return f"not every row of q begins at a multiple of {nbytes} bytes"
+        return ""
+
     def row_bytes(self, most: int) -> int:
         """The largest power of two, up to `most`, to which every row of K and V, or piece of one, is aligned."""
         cache = self.cache

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import launch, runtime
-from tikv.kernels.attention.sm80 import attend, channels, coded, copies, floats, halves
+from tikv.kernels.attention.sm80 import attend, channels, coded, copies, floats, halves, mass
 from tikv.kernels.attention.sm80.instructions import HALVES
 from tikv.kernels.attention.sm80.kinds import kind_of
 from tikv.kernels.attention.sm80.staged import KEYS
 from tikv.ops.attention.families.cuda import Cuda
-from tikv.ops.attention.families.family import columns_of, most_splits, rows_evenly, rows_of_one_query
+from tikv.ops.attention.families.family import MassKernel, columns_of, most_splits, rows_evenly, rows_of_one_query
 from tikv.ops.attention.families.form import Form
-from tikv.ops.attention.splits import fewest_splits
+from tikv.ops.attention.options import MOST_ROWS
+from tikv.ops.attention.splits import MASS_KEYS, fewest_splits
 
 SUM_ORDER = "tikv.init(invariant=True) is set, and the order of their sums depends on the queries"
 
@@ -32,6 +33,12 @@ class Tiles(Cuda):
         self.tile = self.tile_of(form)
         super().__init__(form)
         self.rows = rows_of_tile(self.tile, self.group, self.query.queries, self.selects)
+        if not why_no_mass_in_tiles(form):
+            storage = form.cache.k.storage
+            of_codes = (
+                0 if storage in HALVES else kind_of(storage).word_bits(storage, self.cache.width, self.cache.width_v)[0]
+            )
+            self.mass_bits = of_codes or halves.WORD_BITS
 
     @classmethod
     def needs_native(cls, form: Form) -> bool:
@@ -44,6 +51,14 @@ class Tiles(Cuda):
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         return (self.in_order if self.live.invariant else self.factory), (self.tile,)
 
+    def mass_kernel(self, choices: Any, workers: int, by_slot: bool, greatest: bool) -> MassKernel:
+        if not self.mass_bits:
+            return super().mass_kernel(choices, workers, by_slot, greatest)
+        of_codes = choices.cache not in HALVES
+        tile, unit = mass.tile_of(choices.width, of_codes), 1 if of_codes else mass.QUERY_UNIT
+        parts = MASS_KEYS // tile.keys
+        return MassKernel(mass.make_mass_tensor, (tile, by_slot, greatest), False, parts, unit, selects=False)
+
     def splits_of(self, keys: int) -> int:
         tile, processors = self.tile, launch.multiprocessors(self.live)
         return fewest_splits(self.tasks, most_splits(keys), processors, tile.resident, tile.filling)
@@ -55,6 +70,25 @@ def rows_of_tile(tile: Any, group: int, queries: int, selects: bool = False) -> 
         return rows_of_one_query(group, tile.rows)
     exchange = getattr(tile, "shared_out", None) == "exchange"  # tiles of warpgroups share nothing out among warps
     return int(tile.rows) if queries > 1 or exchange else rows_evenly(group, tile.rows)
+
+
+def why_no_mass_in_tiles(form: Form) -> str:
+    """Why tensor cores do not weigh the keys for ``return_mass``; empty if they do."""
+    if reason := launch.why_no_bitcode(form.live):
+        return reason
+    if form.live.invariant:
+        return "tikv.init(invariant=True) is set, and few queries are weighed by another kernel"
+    if form.rows <= MOST_ROWS:
+        return f"a KV head has {form.rows} query rows, which lanes hold at once"
+    if form.selects:
+        return "each query chooses its own tokens"
+    if form.cache.k.storage not in HALVES:
+        return TensorCodes.why_not(form)
+    if reason := TensorRows.why_no_products(form):
+        return reason
+    if form.cache.width not in attend.WIDTHS:
+        return form.widths
+    return form.why_not_queries(mass.QUERY_UNIT * form.arrays["q"].dtype.itemsize)
 
 
 def why_not_in_order(live: runtime.Runtime) -> str:

@@ -6,15 +6,21 @@ import math
 from typing import Any
 
 from tikv import launch
+from tikv.formats import OF_CODE
+from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
-from tikv.kernels.attention.sm90 import attend, coded, latents
+from tikv.kernels.attention.sm90 import attend, coded, eight, latents
+from tikv.kernels.attention.sm90.merge import make_merge_in_passing
 from tikv.ops.attention.families.form import Form
-from tikv.ops.attention.families.tensor_cores import TensorRows, Tiles
+from tikv.ops.attention.families.tensor_cores import SUM_ORDER, TensorRows, Tiles
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
+from tikv.ops.attention.splits import Lengths, Shares
 from tikv.ops.attention.terms import tree_of
 
 NEEDS = "compute capability 9.0 and the native launcher"
+LEAST_FILLED = 0.8  # of the processors, in all waves of tasks, where a task has all keys
+MOST_IN_ORDER = 128  # columns of heads under `invariant`
 LEAST_ROWS = 128  # query rows per KV head: fewer would leave part of a block idle
 
 
@@ -40,7 +46,8 @@ class WarpgroupPrompts(InWarpgroups):
     serves = (
         f"with {NEEDS}: prompts of at least {LEAST_ROWS} query rows per KV head; K and V of float16, "
         "bfloat16, int8, 8-bit floats or groups of 8 or 4 bits; heads of "
-        f"{', '.join(map(str, attend.KEYS_OF))} columns; without `invariant=True`"
+        f"{', '.join(map(str, attend.KEYS_OF))} columns; with `invariant=True` any number of query rows, of at most "
+        f"{MOST_IN_ORDER} columns, but no terms such as sink logits"
     )
 
     @classmethod
@@ -50,13 +57,19 @@ class WarpgroupPrompts(InWarpgroups):
             return reason
         if reason := TensorRows.why_no_products(form) if cache.k.storage in HALVES else _why_not_codes(form):
             return reason
-        if form.selects:
+        if form.live.invariant and form.why_not_terms:  # for one query too
+            return f"tikv.init(invariant=True) is set, and {form.why_not_terms}"
+        if form.selects and not form.live.invariant:
             return "each query chooses its own tokens"
         if cache.width != cache.width_v or cache.width not in attend.KEYS_OF:
             return form.widths
-        if query.queries == 1 or query.queries * form.group < LEAST_ROWS:
+        if form.live.invariant and cache.width > MOST_IN_ORDER:
+            return f"heads of more than {MOST_IN_ORDER} columns are left to other kernels under tikv.init(invariant=True)"
+        if form.live.invariant:
+            pass  # one kernel for prompts and single tokens
+        elif query.queries == 1 or query.queries * form.group < LEAST_ROWS:
             return f"a KV head has {query.queries * form.group} query rows"
-        if reason := _why_not_rows_of_queries(form):
+        if reason := form.why_not_queries(attend.PIECE):
             return reason
         if options.scale is not None and not 0 < options.scale < math.inf:
             return f"scores are scaled by {options.scale}"
@@ -66,16 +79,66 @@ class WarpgroupPrompts(InWarpgroups):
             return f"alibi_slopes and {tree} are given with softcap, which has not been tested on such a GPU yet"
         return ""
 
+    def __init__(self, form: Form) -> None:
+        super().__init__(form)
+        if self.live.invariant and not self.selects:  # one kernel for any number of rows up to these
+            self.rows = self.tile.rows
+
     def words_of(self, form: Form) -> Any:
         storage = form.cache.k.storage
         bits = halves.WORD_BITS if storage in HALVES else coded.word_bits(storage)
         return bits, bits
 
     def tile_of(self, form: Form) -> Any:
-        return attend.Warpgroups(producers=attend.producers_of(form.cache.k.storage not in HALVES, form.cache.width))
+        producers = attend.producers_of(form.cache.k.storage not in HALVES, form.cache.width)
+        if form.live.invariant and form.rows <= attend.ROWS_OF_ONE:
+            return attend.Warpgroups(attend.ROWS_OF_ONE, producers=producers, consumers=1)
+        return attend.Warpgroups(producers=producers)
 
     def attend_kernel(self, choices: Any, workers: int, paired: bool) -> tuple[Any, tuple[Any, ...]]:
-        return attend.make_attend_hopper, (self.tile._replace(paired=paired),)
+        factory = attend.make_attend_hopper_in_order if self.live.invariant else attend.make_attend_hopper
+        return factory, (self.tile._replace(paired=paired),)
+
+    def shares(self, lengths: Lengths) -> Shares:
+        """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves."""
+        shares, mean = super().shares(lengths), lengths.mean or lengths.longest
+        if self.live.invariant and self._merges_parts() and 2 * mean > lengths.longest:
+            return shares._replace(splits=1, least_share=shares.split_keys, split_keys=MAX_TOKENS)
+        return shares
+
+    def _merges_parts(self) -> bool:
+        """Whether tasks merge their parts: there is room, and the last wave of them leaves few processors idle."""
+        storage, processors = self.cache.k.storage, launch.multiprocessors(self.live)
+        bits = 0 if storage in HALVES else OF_CODE[storage].bits
+        waves = -(-self.tasks // processors)
+        full = self.tasks >= LEAST_FILLED * waves * processors
+        return full and self.cache.sinks == 0 and attend.merges(self.tile.rows, self.cache.width, bits)
+
+    @property
+    def merge_kernel(self) -> Any:
+        return make_merge_in_passing if self.live.invariant else super().merge_kernel
+
+
+class WarpgroupCodes(WarpgroupPrompts):
+    """The same prompts over codes of 8 bits that are multiplied as they are stored, if the user allows it."""
+
+    title = "warpgroups over prompts in 8 bits"
+    serves = (
+        f"with {NEEDS}, with `attention_bits=8`: prompts as below over K and V of int8 or float8_e4m3fn, "
+        f"whose rows begin at multiples of {attend.PIECE} bytes; without `invariant=True`"
+    )
+    eight = True
+
+    @classmethod
+    def why_not(cls, form: Form) -> str:
+        storage = form.cache.k.storage
+        if form.live.attention_bits != 8:
+            return "tikv.init(attention_bits=8) is not set"
+        if form.live.invariant:
+            return SUM_ORDER
+        if storage not in eight.OPERANDS:
+            return f"K and V are {form.stored}"
+        return super().why_not(form) or form.why_not_begin_at(attend.PIECE)
 
 
 class WarpgroupLatents(InWarpgroups):
@@ -91,6 +154,8 @@ class WarpgroupLatents(InWarpgroups):
 
     @classmethod
     def why_not(cls, form: Form) -> str:
+        if form.live.invariant:
+            return SUM_ORDER
         if reason := launch.why_no_warpgroups(form.live):
             return reason
         if not form.cache.in_keys:
@@ -99,7 +164,7 @@ class WarpgroupLatents(InWarpgroups):
             return reason
         if (form.cache.width, form.cache.width_v) != (latents.WIDTH, latents.WIDTH_V):
             return form.widths
-        return _why_not_rows_of_queries(form)
+        return form.why_not_queries(attend.PIECE)
 
     def words_of(self, form: Form) -> tuple[int, int]:
         return halves.WORD_BITS, halves.WORD_BITS
@@ -116,11 +181,3 @@ def _why_not_codes(form: Form) -> str:
     if q.short not in HALVES:
         return f"q is {q.name}, over codes"
     return form.why_not_pieces or form.why_not_begin_at(coded.piece_bytes(storage, form.cache.width))
-
-
-def _why_not_rows_of_queries(form: Form) -> str:
-    """Why rows of queries cannot be copied in pieces; empty if they can."""
-    q = form.arrays["q"]
-    if any(n % attend.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in form.query.strides))):
-        return f"not every row of q begins at a multiple of {attend.PIECE} bytes"
-    return ""
