@@ -18,7 +18,7 @@ from tikv.kernels.attention.sm90.tiles import (
     B,
     R,
     instructions,
-    is_turned,
+    is_transposed,
     make_gap_of,
     make_index_in_tile,
     make_is_whole,
@@ -43,10 +43,10 @@ def make_consume(x, parts, c):
     """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
     ext = instructions()
     keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
-    TURNED = is_turned(c)
-    NS, NO, NP = keys // 2, c.width // 2, keys // (8 if TURNED else 4)
-    INTEGERS = NS if c.eight and not TURNED else 0
-    of_scores, of_values = operand_of(c) if c.eight else c.query, "e4m3" if TURNED else c.query
+    TRANSPOSED = is_transposed(c)
+    NS, NO, NP = keys // 2, c.width // 2, keys // (8 if TRANSPOSED else 4)
+    INTEGERS = NS if c.eight and not TRANSPOSED else 0
+    of_scores, of_values = operand_of(c) if c.eight else c.query, "e4m3" if TRANSPOSED else c.query
     scores, values = getattr(ext, f"scores_{of_scores}_{c.width}"), getattr(ext, f"values_{of_values}_{c.width}")
     wait_scores, wait_values = getattr(ext, f"wait_{'integers' if INTEGERS else 1}_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries = make_load_codes(memory, c) if c.eight else make_load_queries(c)
@@ -57,7 +57,7 @@ def make_consume(x, parts, c):
     begin_merged, close, take_merged = make_close(x.rows, c.width)
     restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
-    OF_KEYS, OF_VALUES = 1 << 16, (1 if TURNED else keys * PANEL_ROW >> 4) << 16
+    OF_KEYS, OF_VALUES = 1 << 16, (1 if TRANSPOSED else keys * PANEL_ROW >> 4) << 16
 
     @ti.func
     def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), terms: ti.template(),
@@ -257,12 +257,12 @@ def make_close(rows, width):
 
 def make_pack(c):
     """pack(s, p): weights become the operand that the product with V takes, rounded."""
-    NS, TURNED = KEYS_OF[c.width] // 2, is_turned(c)
+    NS, TRANSPOSED = KEYS_OF[c.width] // 2, is_transposed(c)
     of_two, of_four = (getattr(instructions(), name) for name in (f"pack_{c.query}", "codes_e4m3"))
 
     @ti.func
     def pack(s: ti.template(), p: ti.template()):
-        if ti.static(TURNED):  # in the order that `sm90.ir.values_of_codes` describes
+        if ti.static(TRANSPOSED):  # in the order that `sm90.ir.values_of_codes` describes
             for i in ti.static(range(NS // 4)):
                 o = ti.static(i // 2 * 8 + i % 2 * 2)
                 of_four(p[i], s[o], s[ti.static(o + 1)], s[ti.static(o + 4)], s[ti.static(o + 5)])

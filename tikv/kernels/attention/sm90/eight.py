@@ -20,7 +20,7 @@ from tikv.kernels.attention.sm90.tiles import (
     B,
     R,
     instructions,
-    is_turned,
+    is_transposed,
     make_index_in_tile,
     make_is_whole,
     make_slot_of,
@@ -47,9 +47,9 @@ def operand_of(c) -> str:
 
 def make_produce_eight(warps, produce_halves, memory, c):
     """produce(thread, shared, barriers, seen, ...): write the tiles of a task; half of the warps K, the others V."""
-    TURNED = is_turned(c)
+    TRANSPOSED = is_transposed(c)
     produce_keys = make_produce_keys(memory, c)
-    produce_turned = make_produce_turned(memory, c) if TURNED else None
+    produce_transposed = make_produce_transposed(memory, c) if TRANSPOSED else None
 
     @ti.func
     def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
@@ -57,8 +57,8 @@ def make_produce_eight(warps, produce_halves, memory, c):
         table = ti.static(arrays[4])
         if warp < warps:
             produce_keys(lane, warp, shared, barriers, seen, visible, task, table, strides, params)
-        elif ti.static(TURNED):
-            produce_turned(lane, warp - warps, shared, barriers, seen, visible, task, table, strides, params)
+        elif ti.static(TRANSPOSED):
+            produce_transposed(lane, warp - warps, shared, barriers, seen, visible, task, table, strides, params)
         else:
             produce_halves(thread, shared, barriers, seen, visible, task, arrays, strides, params)
 
@@ -81,7 +81,7 @@ def make_find(c):
 
 def make_produce_keys(memory, c):
     """produce_keys(lane, warp, ...): copy a warp's codes of K, and over int8 their scales, as floats."""
-    ext, keys, SCALED = instructions(), KEYS_OF[c.width], not is_turned(c)
+    ext, keys, SCALED = instructions(), KEYS_OF[c.width], not is_transposed(c)
     find, copy_rows = make_find(c), make_copy_rows(c.width, keys, OWN)
     k_offset, _, scale_offset = make_slot_offsets(c)
     kind = c.scale if SCALED else "f32"
@@ -138,8 +138,8 @@ def make_produce_keys(memory, c):
     return produce_keys
 
 
-def make_produce_turned(memory, c):
-    """produce_turned(lane, warp, ...): copy a warp's codes of V, a tile ahead, and write them as rows of keys.
+def make_produce_transposed(memory, c):
+    """produce_transposed(lane, warp, ...): copy a warp's codes of V, a tile ahead, and write them as rows of keys.
 
     A lane has the place of a key of the warp's 32, and then of a column of 16: those of 32 keys and 16 columns are
     turned together. Where rows see different keys, NaNs become zeros, as `sm90.producer.make_clean` does it.
@@ -149,7 +149,7 @@ def make_produce_turned(memory, c):
     tile_at, is_whole = make_tile_at(c), make_is_whole(c)
 
     @ti.func
-    def produce_turned(lane, warp, shared, barriers, seen, visible, task, table: ti.template(), strides, params):
+    def produce_transposed(lane, warp, shared, barriers, seen, visible, task, table: ti.template(), strides, params):
         base = ti.u64(0)
         ext.address_v(base)
         base += ti.cast(task[T.v_first], ti.u64) * ti.u64(c.bits // 8)
@@ -202,7 +202,7 @@ def make_produce_turned(memory, c):
                     stage, phase = 0, phase ^ ti.u32(1)
         ext.copies_wait()
 
-    return produce_turned
+    return produce_transposed
 
 
 # --- consumers
@@ -267,7 +267,7 @@ def make_load_codes(memory, c):
 
 def make_find_factors(c):
     """find_factors(thread, ..., factor) -> a factor of the result; `factor` gets those of a thread's two rows."""
-    ext, to_f32, SCALED = instructions(), make_bits_to_f32(c.scale or "f32"), is_turned(c) and c.scale != ""
+    ext, to_f32, SCALED = instructions(), make_bits_to_f32(c.scale or "f32"), is_transposed(c) and c.scale != ""
 
     @ti.func
     def find_factors(thread, barriers, task, arrays: ti.template(), strides, factor: ti.template()):

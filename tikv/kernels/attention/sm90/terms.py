@@ -1,7 +1,7 @@
 """Terms in a consumer of `sm90.attend`: sink logits before the first tile, slopes on scores, trees in tiles' masks."""
 
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, N, P
-from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions, is_turned
+from tikv.kernels.attention.sm90.tiles import KEYS_OF, instructions, is_transposed
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import first_new, make_depth_of
@@ -15,7 +15,7 @@ def rise_of(c) -> tuple[float, float]:
 
     Weights that become halves stay below 2 ** 8, and codes below the largest 8-bit float, which is 448.
     """
-    return (8.0, 0.8) if is_turned(c) else (0.0, 8.0)
+    return (8.0, 0.8) if is_transposed(c) else (0.0, 8.0)
 
 
 def make_start_rows(c):

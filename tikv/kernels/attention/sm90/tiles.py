@@ -180,11 +180,11 @@ def merges_parts(x, parts, c) -> bool:
 def memory_for(x, parts, c) -> Memory:
     """The `Memory` of a kernel's choices."""
     if c.eight:
-        return memory_of_eight(c.width, is_turned(c))
+        return memory_of_eight(c.width, is_transposed(c))
     return memory_of(c.width, bits_of(c), x.rows if merges_parts(x, parts, c) else 0)
 
 
-def is_turned(c) -> bool:
+def is_transposed(c) -> bool:
     """Whether a kernel multiplies codes of V: floats have one scale for all keys, which comes behind the sums."""
     return c.eight and c.cache == "e4m3"
 
