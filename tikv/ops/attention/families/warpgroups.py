@@ -64,7 +64,9 @@ class WarpgroupPrompts(InWarpgroups):
         if cache.width != cache.width_v or cache.width not in attend.KEYS_OF:
             return form.widths
         if form.live.invariant and cache.width > MOST_IN_ORDER:
-            return f"heads of more than {MOST_IN_ORDER} columns are left to other kernels under tikv.init(invariant=True)"
+            return (
+                f"heads of more than {MOST_IN_ORDER} columns are left to other kernels under tikv.init(invariant=True)"
+            )
         if form.live.invariant:
             pass  # one kernel for prompts and single tokens
         elif query.queries == 1 or query.queries * form.group < LEAST_ROWS:
