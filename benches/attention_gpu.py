@@ -263,7 +263,8 @@ def over_formats(machine, table, storage, queries):
         for what, q in queries.items():
             with table.attempt(what, kind, name):
                 call = functools.partial(storage.call, q, caches, torch.empty_like(q), **scales)
-                check_attention(*((a[0] if a.ndim == 4 else a[0][:, None]) for a in (call(), q)), *numbers)
+                rows = ((a[0] if a.ndim == 4 else a[0][:, None]) for a in (call(), q))
+                check_attention(*rows, *numbers, most=machine.most_error)
                 us = machine.us(call)
                 if name == "float16":
                     base[what] = us

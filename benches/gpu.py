@@ -40,6 +40,7 @@ class Machine:
             raise SystemExit("no NVIDIA GPU was found; --small runs tiny sizes on the CPU")
         self.device = "cuda" if self.on_gpu else "cpu"
         tikv.init(self.device, **options)
+        self.most_error = 0.05 if options.get("attention_bits") == 8 else 2e-3  # of a result's norm
         torch.manual_seed(0)
         self.like = {"device": self.device, "dtype": torch.float16}
         self._flushed = torch.empty(256 << 20 if self.on_gpu else 1, dtype=torch.uint8, device=self.device)

@@ -451,7 +451,7 @@ def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, que
 
 
 @pytest.mark.archs("cpu")
-@pytest.mark.parametrize("form", [{}, {"width": 256}, {"dtype": "int8", "q_dtype": "float16"}])
+@pytest.mark.parametrize("form", [{}, {"dtype": "int8", "q_dtype": "float16"}])
 def test_under_invariant_warpgroups_serve_any_number_of_queries(arch, hopper_gpu, form):
     """With one kernel for at most 64 rows, and one for more; tasks that fill the GPU merge the parts of their keys."""
     live = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
@@ -466,7 +466,7 @@ def test_under_invariant_warpgroups_serve_any_number_of_queries(arch, hopper_gpu
         assert family.shares(Lengths(8192, 2000)).splits == 8
     merged = {calls for calls, shares in found.items() if shares.splits == 1}
     here = {(32, 1), (32, 2), (32, 16)} | ({(1, 512), (32, 17), (32, 512)} if form == {} else set())
-    assert merged == (set() if "width" in form else here)
+    assert merged == here
     assert {(found[calls].least_share, found[calls].split_keys) for calls in merged} <= {(1024, MAX_TOKENS)}
     terms = given(queries=1, terms=("sink_logits",))
     assert not family_for(Form(live, *terms, OPTIONS)).in_warpgroups
