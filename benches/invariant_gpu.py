@@ -1,15 +1,21 @@
 """What tikv.init(invariant=True) costs on an NVIDIA GPU, in device time; 8 KV heads of 128.
 
-    python benches/invariant_gpu.py
+    python benches/invariant_gpu.py          # attention: a token, and prompts
+    python benches/invariant_gpu.py texts    # generate and generate_batch of transformers
 
-It times one token of 32 sequences of 8,192 tokens, and prompts over 8,192 tokens of one sequence, with each setting in
-its own process. benches/gpu.py says how time is measured.
+Attention: one token of 32 sequences of 8,192 tokens, and prompts over 8,192 tokens of one sequence; benches/gpu.py says
+how time is measured. Texts: whole calls with the model of examples/whole_model.py in bfloat16, the median of 3 after a
+first one. `generate` writes 128 tokens by captured steps, its prompt included; `generate_batch` as many after each of
+64 prompts of 128 to 1,023 tokens. Each setting runs in its own process.
 """
 
 import argparse
 import functools
 import json
+import pathlib
+import statistics
 import sys
+import time
 
 import environment
 import torch
@@ -19,6 +25,8 @@ import tikv
 
 GROUP = 4  # query heads per KV head
 SIZES = {False: (32, 8192, (64, 512, 2048)), True: (2, 128, (32,))}  # sequences, tokens of each, new tokens of prompts
+TEXTS = {False: ((1, 4096), (8, 8192)), True: ((1, 24),)}  # texts, tokens of their prompts
+BATCHES = {False: (64, 128, 1024, 128), True: (4, 8, 32, 4)}  # sequences, shortest and longest prompts, new tokens
 
 
 def calls(machine):
@@ -43,12 +51,67 @@ def calls(machine):
             yield (dtype, what), functools.partial(pool.attend, 0, q, seqs[:1])
 
 
-def measured(small, setting):
-    """Print the microseconds of each call, or why it could not be measured, as one line."""
+def texts(machine):
+    """Each whole call of transformers by (what stores K and V, what it is)."""
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+    import transformers
+    import whole_model
+
+    from tikv.integrations.transformers import TikvCache, captured, pages
+
+    kind = torch.bfloat16 if machine.on_gpu else torch.float32
+    model = whole_model.model_of("small" if machine.small else "large", machine.device, kind)
+    model.set_attn_implementation("tikv")
+    drawn, (count, shortest, longest, new) = torch.Generator().manual_seed(1), BATCHES[machine.small]
+
+    def ids(*shape):
+        return torch.randint(5, model.config.vocab_size, shape, generator=drawn)
+
+    def generate(prompt, dtype):
+        cache = TikvCache(model.config, max_cache_len=prompt.shape[1] + new, dtype=dtype)
+        options = {whole_model.CACHE: cache, "custom_generate": captured, "max_new_tokens": new}
+        model.generate(prompt, do_sample=False, eos_token_id=None, **options)
+
+    def generate_batch(prompts, dtype):
+        greedy = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        room = {"num_blocks": 64, "max_batch_tokens": 256} if machine.small else {"max_memory_percent": 0.4}
+        config = transformers.ContinuousBatchingConfig(**room, auto_switch_to_flash=False)
+        options = {"generation_config": greedy, "continuous_batching_config": config, "progress_bar": False}
+        with pages(dtype=dtype):
+            results = model.generate_batch(prompts, **options)
+        errors = [result.error for result in results.values() if result.error]
+        if errors or not results:
+            raise RuntimeError(errors[0] if errors else "no text was written")
+
+    for dtype in (None, "int8"):
+        stored = dtype or str(kind).removeprefix("torch.")
+        for shape in TEXTS[machine.small]:
+            prompt = ids(*shape).to(machine.device)
+            what = f"generate: texts x tokens of the prompt {shape[0]} x {shape[1]:,}"
+            yield (stored, what), functools.partial(generate, prompt, dtype)
+        lengths = torch.randint(shortest, longest, (count,), generator=drawn).tolist()
+        prompts = [ids(n).tolist() for n in lengths]
+        yield (stored, f"generate_batch: {count} prompts"), functools.partial(generate_batch, prompts, dtype)
+
+
+def whole_ms(machine, call):
+    """The median time of a whole call in milliseconds, after a first one."""
+    times = []
+    for _ in range(2 if machine.small else 4):
+        start = time.perf_counter()
+        call()
+        if machine.on_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+def measured(small, what, setting):
+    """Print the time of each call, or why it could not be measured, as one line."""
     machine, found = Machine(small, invariant=setting), []
-    for name, call in calls(machine):
+    for name, call in texts(machine) if what == "texts" else calls(machine):
         try:
-            found.append((*name, machine.us(call)))
+            found.append((*name, whole_ms(machine, call) if what == "texts" else machine.us(call)))
         except Exception as error:
             found.append((*name, reason(error)))
     print(json.dumps(found))
@@ -57,20 +120,22 @@ def measured(small, setting):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="attention", choices=["attention", "texts"])
     parser.add_argument("--small", action="store_true", help="tiny sizes, once each, also without a GPU")
     parser.add_argument("--setting", choices=["default", "invariant"], help="measure this setting, in this process")
     given = parser.parse_args()
     if given.setting:
-        measured(given.small, given.setting == "invariant")
+        measured(given.small, given.what, given.setting == "invariant")
         return
     found = []
     for setting in ("default", "invariant"):
         printed = printed_by([__file__, *sys.argv[1:], "--setting", setting])
         found.append(json.loads(printed.splitlines()[-1]))
     print(environment.line(environment.environment(["cuda" if torch.cuda.is_available() else "cpu"])))
-    table = Table("stored in", "work", "default, us", "invariant, us", "times default")
-    for (dtype, what, base), (_, _, us) in zip(*found, strict=True):
-        table.row(dtype, what, base, us, ratio(us, base))
+    unit = "ms" if given.what == "texts" else "us"
+    table = Table("stored in", "work", f"default, {unit}", f"invariant, {unit}", "times default")
+    for (dtype, work, base), (_, _, took) in zip(*found, strict=True):
+        table.row(dtype, work, base, took, ratio(took, base))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ PROGRAMS = {
         ("Compression: budgets", ["compression_gpu.py", "budget"], SMALL),
         ("Compression: blocks", ["compression_gpu.py", "rewrite"], SMALL),
         ("The same bits whatever the batch", ["invariant_gpu.py"], SMALL),
+        ("The same bits whatever the batch: whole calls of transformers", ["invariant_gpu.py", "texts"], SMALL),
         ("What calls cost the host", ["host_time.py", "calls"], SMALL),
         ("What caches of transformers cost the host", ["host_time.py", "models"], SMALL),
         ("First calls", ["first_call.py"], SMALL),

@@ -353,7 +353,7 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, options, why):
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("form", "why"),
-    [({}, ""), ({"ptr": 4}, "multiple of 8 bytes"), ({"terms": ["alibi_slopes", "mask", "sink_logits"]}, "")],
+    [({}, ""), ({"ptr": 8}, "multiple of 16 bytes"), ({"terms": ["alibi_slopes", "mask", "sink_logits"]}, "")],
 )
 def test_8_bit_floats_without_scales(arch, hopper_gpu, form, why):
     arrays, query, cache = given("float8_e4m3fn", "bfloat16", queries=40, **form)
@@ -367,7 +367,7 @@ def test_registers_are_those_of_the_launch(arch):
     """A warpgroup would wait forever for more."""
     from tikv.kernels.attention.sm90 import ir
 
-    for producers, _, first, producer, consumer in ir.REGISTERS:
-        assert producers * producer + 2 * consumer == (producers + 2) * first
-        assert (producers + 2) * first * 128 <= 65536
+    for producers, consumers, first, producer, consumer in ir.REGISTERS:
+        assert producers * producer + consumers * consumer == (producers + consumers) * first
+        assert (producers + consumers) * first * 128 <= 65536
         assert producer % 8 == consumer % 8 == 0

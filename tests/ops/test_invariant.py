@@ -143,10 +143,17 @@ class Work:
         return out, lse
 
     def cut(self, tokens, first=0):
-        """Random sequences in random order, up to which tokens, and how many of each, from `tokens`, after `first`."""
+        """Random sequences in random order, up to which tokens, and how many of each, from `tokens`, after `first`.
+
+        Where queries see all keys, a piece ends where one of the prompts of `whole` does: those see no later keys.
+        """
         tokens = int(self.rng.choice(tokens))
         seqs = self.rng.permutation(len(self.lens))[: self.rng.integers(1, len(self.lens) + 1)]
-        return seqs, [int(self.rng.integers(first + tokens, self.lens[s] + 1)) for s in seqs], tokens
+        if self.options.get("causal", True):
+            return seqs, [int(self.rng.integers(first + tokens, self.lens[s] + 1)) for s in seqs], tokens
+        pieces = [[(n, min(n + 64, self.lens[s])) for n in range(first, self.lens[s], 64)] for s in seqs]
+        ends = [[end for begin, end in piece if end - begin >= tokens] for piece in pieces]
+        return seqs, [int(self.rng.choice(each)) for each in ends], tokens
 
     def check(self, arch, cuts, pages=(False, True), tokens=(1, 1, 2, 5, 33), first=0, **options):
         """Fail unless random cuts of the work have the bits of the whole, in tokens from `first` on."""
@@ -168,6 +175,7 @@ SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1,
     "options",
     [
         pytest.param({"group": 1}, id="plain"),
+        pytest.param({"causal": False, "dtype": "float16", "query_dtype": np.float16}, id="all-keys"),
         *(
             pytest.param(options, id=name)
             for name, options in {
@@ -290,7 +298,7 @@ def test_warpgroups_merge_parts_here_or_later(arch, rng, warpgroups, monkeypatch
 
     work.run = run_one_way
     with invariant(KEYS):
-        work.check(arch, 24, tokens=(1, 1, 2, 5, 33, 40) if options.get("causal", True) else (64,))
+        work.check(arch, 24, tokens=(1, 1, 2, 5, 33, 40))
     assert min(ways.values()) > 4
     assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 

@@ -92,10 +92,12 @@ def make_attend_task(x, parts, c):
     produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
     if c.eight:
         produce = make_produce_eight(warps, produce, memory, c)
-    registers, EXCHANGES = registers_of(PRODUCERS + x.consumers - 2, c.width), THREADS > 2 * GROUP
-    give_away = getattr(ext, f"registers_dec_{registers.producer}")
-    get_many = getattr(ext, f"registers_inc_{registers.consumer}")
-    get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
+    registers = registers_of(PRODUCERS, x.consumers)
+    EXCHANGES, give_away, get_many, get_back, give_back = registers is not None, None, None, None, None
+    if EXCHANGES:
+        give_away = getattr(ext, f"registers_dec_{registers.producer}")
+        get_many = getattr(ext, f"registers_inc_{registers.consumer}")
+        get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
     # Each thread that writes arrives, and of each warp one that notes; of those that consume, one of each warp.
     MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 4 * x.consumers), (B.v_done, 4 * x.consumers))
 

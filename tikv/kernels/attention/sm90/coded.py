@@ -1,8 +1,8 @@
 """The producers of `sm90.attend` where K and V are codes: they make halves of them, the numbers that they stand for.
 
-A lane copies the codes of its rows to shared memory, one or two tiles ahead, and reads there what it has copied itself:
-so it waits neither for memory nor for other lanes. It writes the numbers to where `sm90.producer` would copy them,
-and the codes of a later tile take the place of those that it has read.
+A warp copies the codes of its rows to shared memory, one or two tiles ahead, in pieces of 16 bytes, which do not pass
+through the small L1 cache. Its lanes read them there and write the numbers to where `sm90.producer` would copy them.
+The codes of a later tile take the place of those that the warp has read, half of its rows at a time.
 
 Codes become halves of float16 by their bits, without rounding. These are multiplied by their scales as halves, where
 both are float16, else as floats; so the number that meets the queries is rounded once.
@@ -25,9 +25,8 @@ from tikv.kernels.attention.sm90.tiles import (
     B,
     R,
     instructions,
-    make_index_in_tile,
+    make_find,
     make_is_whole,
-    make_slot_of,
     make_tile_at,
     panels,
     piece_offset,
@@ -57,6 +56,11 @@ class LaneCodes(NamedTuple):
         """Rows that a warp reads at a time."""
         return 32 // self.lanes
 
+    @property
+    def panel(self) -> int:
+        """Bytes of a panel of a row."""
+        return COLUMNS * self.bits // 8
+
 
 def codes_of(cache: str, width: int, scaled: bool) -> LaneCodes | None:
     """The `LaneCodes` of a cache of this width; None for what is not codes that the producer takes."""
@@ -66,11 +70,6 @@ def codes_of(cache: str, width: int, scaled: bool) -> LaneCodes | None:
     group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, int(scaled))
     lanes = 4 if has_halves(cache) else 8
     return LaneCodes(row.rule, row.bits, group, numbers, lanes, COLUMNS * row.bits // 32 // lanes)
-
-
-def piece_bytes(cache: str, width: int) -> int:
-    """Bytes that a lane reads at a time, at a multiple of which every row begins."""
-    return codes_of(cache, width, True).words * 4
 
 
 def word_bits(cache: str) -> int:
@@ -92,13 +91,12 @@ def make_produce_codes(warps, memory, c):
     codes = codes_of(c.cache, c.width, c.scale != "")
     keys = KEYS_OF[c.width]
     OWN, WORDS, NUMBERS = keys // warps, codes.words * panels(c.width), c.width // codes.group * codes.numbers
-    COUNT, STAGES, PARTS, PART = OWN // codes.rows, memory.stages, 4 // warps, keys // 4
+    STAGES, PARTS, PART, HALF = memory.stages, 4 // warps, keys // 4, OWN // codes.rows // 2
     READY = (NUMBERS + 1) // 2 if in_pairs(codes, c) else NUMBERS
-    AHEAD, HALF, SIDE = memory.ahead, COUNT // 2, memory.ahead * memory.of_codes
-    tile_at, is_whole, slot_of = make_tile_at(c), make_is_whole(c), make_slot_of(c)
-    index_in_tile = make_index_in_tile(c)
+    AHEAD, SIDE, AREA = memory.ahead, memory.ahead * memory.of_codes, memory.of_codes // warps
+    tile_at, is_whole, find = make_tile_at(c), make_is_whole(c), make_find(OWN, c)
     k_offset, v_offset, scale_offset = make_slot_offsets(c)
-    copy_row, read_row = make_copy_row(32 * warps, codes, c), make_read_row(32 * warps, codes, c)
+    copy_half, read_row = make_copy_half(OWN, codes, c), make_read_row(codes, c)
     write_row, clear = make_write_row(OWN, codes, c), make_clear(OWN, c)
     copies_left = getattr(ext, f"copies_left_{2 * AHEAD - 1}")
     prepare, clean = make_prepare(c), make_clean(OWN, c)
@@ -119,14 +117,6 @@ def make_produce_codes(warps, memory, c):
         return ti.select(of_v != 0, v_offset(row, strides), k_offset(row, strides))
 
     @ti.func
-    def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
-        """The slot of a lane's key of tile n; -1 where it does not exist."""
-        index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
-        if n < seen[R.tiles]:
-            slot = slot_of(index, seen, visible, task, table, strides, params)
-        return slot
-
-    @ti.func
     def produce(thread, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params):
         table = ti.static(arrays[4])
         lane, warp = thread % 32, ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // 32, 0)
@@ -145,17 +135,16 @@ def make_produce_codes(warps, memory, c):
         scales = [ti.u32(0) for _ in range(NUMBERS)]
         slots = [-1 for _ in range(AHEAD + 1)]  # of a lane's key of a tile, and of those to come
         tiles, stage, phase = seen[R.tiles], 0, ti.u32(1)
-        codes_at = shared + ti.cast(memory.codes + of_v * SIDE + (warp * 32 + lane) * (4 * codes.words), ti.u32)
+        codes_at = shared + ti.cast(memory.codes + of_v * SIDE + warp * AREA, ti.u32)
         for n in range(ti.select(tiles > 0, AHEAD + 1, 0)):
             for i in ti.static(range(AHEAD)):
                 slots[i] = slots[ti.static(i + 1)]
             slots[AHEAD] = find(n, lane, warp, seen, visible, task, table, strides, params)
             if n < AHEAD:
                 offset, at = offset_of(of_v, slots[AHEAD], strides), codes_at + ti.cast(n * memory.of_codes, ti.u32)
-                for i in ti.static(range(COUNT)):
-                    copy_row(i, lane, base, offset, at)
-                    if ti.static((i + 1) % HALF == 0):
-                        ext.copies_close()
+                for half in ti.static(range(2)):
+                    copy_half(half, lane, base, offset, at)
+                    ext.copies_close()
         if ti.static(NUMBERS > 0):
             if tiles > 0:
                 read_scales(slots[0], scales_at, scales, strides)
@@ -175,17 +164,18 @@ def make_produce_codes(warps, memory, c):
             to = shared + ti.cast(memory.k + of_v * (memory.v - memory.k) + stage * memory.tile_v, ti.u32)
             at = codes_at + ti.cast(tile % AHEAD * memory.of_codes, ti.u32)
             offset = offset_of(of_v, slots[AHEAD], strides)
-            words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(COUNT)]
-            for i in ti.static(range(COUNT)):
-                if ti.static(i % HALF == 0):
-                    copies_left()
-                    read_row(i, at, words[i])
-                if ti.static((i + 1) % HALF != 0):
-                    read_row(ti.static(i + 1), at, words[ti.static(i + 1)])
-                write_row(i, lane, warp, to, words[i], ready)
-                copy_row(i, lane, base, offset, at)  # of a later tile: what lay there has been read
-                if ti.static((i + 1) % HALF == 0):
-                    ext.copies_close()
+            for half in ti.static(range(2)):
+                copies_left()
+                ext.warp_meets()
+                words = [[ti.u32(0) for _ in range(WORDS)] for _ in range(HALF)]
+                read_row(ti.static(half * HALF), lane, at, words[0])
+                for i in ti.static(range(HALF)):
+                    if ti.static(i + 1 < HALF):
+                        read_row(ti.static(half * HALF + i + 1), lane, at, words[ti.static(i + 1)])
+                    write_row(ti.static(half * HALF + i), lane, warp, to, words[i], ready)
+                ext.warp_meets()
+                copy_half(half, lane, base, offset, at)  # of a later tile: what lay there has been read
+                ext.copies_close()
             if of_v == 0 and lane == 0:
                 note = barriers + ti.cast(B.exists + stage * 16 + warp * (4 * PARTS), ti.u32)
                 for part in ti.static(range(PARTS)):
@@ -225,41 +215,67 @@ def row_of(lane, lanes: ti.template()):
     return row
 
 
-def make_copy_row(threads, codes, c):
-    """copy_row(i, lane, base, row, to): starts to copy a lane's codes of the i-th row that it has of a tile.
+def bytes_of_row(codes, c) -> int:
+    """Bytes of a row's codes in shared memory, where a last panel has room for all of its columns."""
+    return panels(c.width) * codes.panel
 
-    A lane knows where the row of one key begins, in words from `base` on. Of a last panel with 32 columns the upper
-    lanes copy what the lower ones do, and no product reads what they write.
+
+def make_turn(codes, c):
+    """turn(row): the number of a panel, in bytes, whose place that of panel 0 of a row takes, by exclusive or.
+
+    Rows that lie in the same banks differ in it, so a warp reads a panel of several rows at once.
     """
-    step, SIZE_OF, whole = COLUMNS * codes.bits // 8, 4 * codes.words, c.width // COLUMNS
-    HALF = c.width % COLUMNS != 0
-    copy, copy_one = (getattr(instructions(), f"copy_codes_{codes.words}_{step}_{n}") for n in (whole, 1))
+    BANKS = 128 // codes.panel  # panels that all banks hold
+    OTHERS = min(BANKS, panels(c.width))
 
     @ti.func
-    def copy_row(i: ti.template(), lane, base, row, to):
-        source, piece = row_of(lane, codes.lanes) + ti.static(i * codes.rows), lane % codes.lanes
-        first = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
-        address = base + ti.cast(piece * SIZE_OF, ti.u64)
-        address += ti.cast(ti.cast(first, ti.u32), ti.u64) * ti.u64(c.bits // 8)
-        at = to + ti.u32(i * panels(c.width) * threads * SIZE_OF)
-        copy(at, address)
-        if ti.static(HALF):
-            at += ti.u32(whole * threads * SIZE_OF)
-            address += ti.cast(ti.select(piece < codes.lanes // 2, whole * step, whole * step - step // 2), ti.u64)
-            copy_one(at, address)
+    def turn(row):
+        return (row // ti.static(BANKS // OTHERS) & ti.static(OTHERS - 1)) * codes.panel
 
-    return copy_row
+    return turn
 
 
-def make_read_row(threads, codes, c):
-    """read_row(i, at, words): the codes that a lane has copied of its i-th row."""
-    size = panels(c.width) * threads * 4 * codes.words
-    read = getattr(instructions(), f"read_codes_{codes.words}_{panels(c.width)}")
+def make_copy_half(OWN, codes, c):
+    """copy_half(half, lane, base, row, to): starts to copy the codes of a half of a warp's rows of a tile.
+
+    A lane knows where the row of one key begins, in words from `base` on. Behind the columns of a row are zeros.
+    """
+    copy, turn, ROW, NBYTES = (
+        instructions().copy_16,
+        make_turn(codes, c),
+        bytes_of_row(codes, c),
+        c.width * codes.bits // 8,
+    )
+    PIECES = ROW // PIECE
+    AT_ONCE = 32 // PIECES  # rows
 
     @ti.func
-    def read_row(i: ti.template(), at, words: ti.template()):
-        address = at + ti.u32(i * size)
-        read(*words, address)
+    def copy_half(half: ti.template(), lane, base, row, to):
+        key, begin = lane // PIECES, lane % PIECES * PIECE
+        size = ti.select(begin < NBYTES, ti.u32(PIECE), ti.u32(0))
+        place = to + ti.cast(key * ROW + (begin ^ turn(key)), ti.u32)
+        address = base + ti.cast(ti.min(begin, NBYTES - PIECE), ti.u64)
+        for j in ti.static(range(half * OWN // 2, (half + 1) * OWN // 2, AT_ONCE)):
+            words = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, key + j)
+            source = address + ti.cast(ti.cast(words, ti.u32), ti.u64) * ti.u64(c.bits // 8)
+            at = place + ti.u32(j * ROW)
+            copy(at, source, size)
+
+    return copy_half
+
+
+def make_read_row(codes, c):
+    """read_row(i, lane, at, words): a lane's codes of the i-th row that it reads of the warp's, by panels."""
+    turn, ROW, N = make_turn(codes, c), bytes_of_row(codes, c), codes.words
+    read = instructions().read_words if N == 2 else instructions().read_4
+
+    @ti.func
+    def read_row(i: ti.template(), lane, at, words: ti.template()):
+        row = row_of(lane, codes.lanes)
+        first = at + ti.cast(row * ROW + lane % codes.lanes * (4 * N) + turn(row), ti.u32)
+        for p in ti.static(range(panels(c.width))):
+            place = (first ^ ti.u32(p * codes.panel)) + ti.u32(i * codes.rows * ROW)
+            read(*words[N * p : N * p + N], place)
 
     return read_row
 

@@ -50,7 +50,8 @@ def make_consume(x, parts, c):
     scores, values = getattr(ext, f"scores_{of_scores}_{c.width}"), getattr(ext, f"values_{of_values}_{c.width}")
     wait_scores, wait_values = getattr(ext, f"wait_{'integers' if INTEGERS else 1}_{NS}"), getattr(ext, f"wait_0_{NO}")
     load_queries = make_load_codes(memory, c) if c.eight else make_load_queries(c)
-    weigh, pack, store_rows = make_weigh(c), make_pack(c), make_store_rows(x.paired, parts, c)
+    weigh, pack, store_rows = make_weigh_used(x.consumers == 1, c), make_pack(c), make_store_rows(x.paired, parts, c)
+    FENCES = c.cache in HALVES or c.eight  # those that convert codes have seen to it
     find_factors, scale_scores = make_find_factors(c), make_scale_scores(c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
@@ -106,7 +107,8 @@ def make_consume(x, parts, c):
             )
             ext.barrier_wait(there, phase)
             ext.read_16(*exists, note)
-            ext.for_products()
+            if ti.static(FENCES):
+                ext.for_products()
             if ti.static(TURNS):
                 ext.meet(own_turn, both)
             of_k = kd + ti.cast(stage * (memory.tile >> 4), ti.u32)
@@ -121,7 +123,8 @@ def make_consume(x, parts, c):
             if n > 0:
                 there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
                 ext.barrier_wait(there, other_phase)
-                ext.for_products()
+                if ti.static(FENCES):
+                    ext.for_products()
             values(*acc, *p, of_v, more)
             if ti.static(TURNS):
                 if half == 0 or n + 1 < tiles:
@@ -131,6 +134,9 @@ def make_consume(x, parts, c):
                 scale_scores(lane, stage, barriers, integers, s)
             else:
                 wait_scores(*s)
+            if lane == 0:
+                done_k = barriers + ti.cast(B.k_done + stage * 8, ti.u32)
+                ext.barrier_arrive(done_k)
             if ti.static(MERGES):
                 more = ti.cast(n > 0 and begins == 0, ti.u32)
                 if begins != 0:
@@ -140,9 +146,6 @@ def make_consume(x, parts, c):
                         m[r], l[r] = ti.f32(LOWEST), ti.f32(0.0)
             grown = weigh(n, first_row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope, stand,
                           s, m, l, fade)  # fmt: skip
-            if lane == 0:
-                done, total = barriers + ti.cast(B.k_done + stage * 8, ti.u32), l[0] + l[1]
-                ext.barrier_arrive_after(done, total)
             wait_values(*acc)
             if lane == 0 and n > 0:
                 done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
@@ -300,13 +303,44 @@ def make_load_queries(c):
     return load_queries
 
 
-def make_weigh(c):
-    """weigh(n, row, lane, exists, ..., s, m, l, fade) -> not 0 if a maximum grew: scores of tile n become weights."""
+def make_weigh_used(few, c):
+    """weigh(n, ..., fade): as that of `make_weigh`; where a task may have `few` rows, its own alone are weighed.
+
+    The scores of a warp's other rows become 0.
+    """
+    NS, weigh, weigh_first, rows_behind = KEYS_OF[c.width] // 2, make_weigh(2, c), make_weigh(1, c), make_rows_behind(c)
+
+    @ti.func
+    def weigh_used(n, row, lane, exists: ti.template(), seen, visible, task, terms: ti.template(), params, scalars,
+                   factor: ti.template(), slope: ti.template(), stand: ti.template(), s: ti.template(),
+                   m: ti.template(), l: ti.template(), fade: ti.template()):  # fmt: skip
+        grown = 0
+        used = rows_behind(task, params) - (row - lane // 4)  # of the warp's 16
+        if used > 8:
+            grown = weigh(n, row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope, stand, s, m,
+                          l, fade)  # fmt: skip
+        else:
+            if used > 0:
+                grown = weigh_first(n, row, lane, exists, seen, visible, task, terms, params, scalars, factor, slope,
+                                    stand, s, m, l, fade)  # fmt: skip
+            for i in ti.static(range(NS)):
+                if ti.static(i // 2 % 2 == 1) or used <= 0:
+                    s[i] = ti.f32(0.0)
+        return grown
+
+    return weigh_used if few else weigh
+
+
+def make_weigh(rows, c):
+    """weigh(n, row, lane, exists, ..., s, m, l, fade) -> not 0 if a maximum grew: scores of tile n become weights.
+
+    Those of a thread's two `rows`, or of the first alone.
+    """
     ext = instructions()
     exp2, inverse, product_less = ext.exp2_flushed if c.invariant else ext.exp2, ext.inverse, ext.product_less
     keys = KEYS_OF[c.width]
-    NS = keys // 2
-    mask, tile_at, is_whole, add_slopes = make_mask(c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
+    OWN = [i for i in range(keys // 2) if i // 2 % 2 < rows]  # of the scores
+    mask, tile_at, is_whole, add_slopes = make_mask(rows, c), make_tile_at(c), make_is_whole(c), make_add_slopes(c)
     gap_of, (UP, LAG) = make_gap_of(c), rise_of(c)
 
     @ti.func
@@ -316,7 +350,7 @@ def make_weigh(c):
         at, scale = tile_at(n, seen), [factor[0], factor[1]]
         if ti.static(c.softcap):
             cap, steep = scalars[X.softcap], [factor[r] * ti.f32(2.0 * LOG2E) for r in range(2)]
-            for i in ti.static(range(NS)):  # cap * tanh(s * scale)
+            for i in ti.static(OWN):  # cap * tanh(s * scale)
                 grows, above, part = s[i] * steep[ti.static(i // 2 % 2)], ti.f32(0.0), ti.f32(0.0)
                 exp2(above, grows)
                 above += ti.f32(1.0)
@@ -333,9 +367,9 @@ def make_weigh(c):
             mask(at, gap_of(n, seen), row, lane, exists, visible, task, terms, params, s)
         grown, higher = 0, [ti.f32(0.0) for _ in range(2)]
         tops = [s[i] for i in range(8)]  # several of each row: shorter chains
-        for i in ti.static(range(8, NS)):
+        for i in ti.static([i for i in OWN if i >= 8]):
             tops[ti.static(i % 8)] = ti.max(tops[ti.static(i % 8)], s[i])
-        for r in ti.static(range(2)):
+        for r in ti.static(range(rows)):
             o = ti.static(2 * r)
             top = ti.max(
                 ti.max(tops[o], tops[ti.static(o + 1)]), ti.max(tops[ti.static(o + 4)], tops[ti.static(o + 5)])
@@ -346,13 +380,13 @@ def make_weigh(c):
             grown = ti.select(higher[r] > m[r] + ti.f32(LAG), 1, grown)
         grown = ti.simt.warp.any_nonzero(ti.u32(ALL), grown)
         if grown != 0:
-            for r in ti.static(range(2)):
+            for r in ti.static(range(rows)):
                 below = m[r] - higher[r]
                 exp2(fade[r], below)
                 m[r] = higher[r]
                 l[r] *= fade[r]
         sums = [ti.f32(0.0) for _ in range(4)]
-        for i in ti.static(range(NS)):
+        for i in ti.static(OWN):
             below, weight = ti.f32(0.0), ti.f32(0.0)
             if ti.static(c.invariant):  # else the compiler does so where it can
                 product_less(below, s[i], scale[ti.static(i // 2 % 2)], m[ti.static(i // 2 % 2)])
@@ -361,15 +395,18 @@ def make_weigh(c):
             exp2(weight, below)
             s[i] = weight
             sums[ti.static(i % 4)] += weight
-        for r in ti.static(range(2)):
+        for r in ti.static(range(rows)):
             l[r] += sums[ti.static(2 * r)] + sums[ti.static(2 * r + 1)]
         return grown
 
     return weigh
 
 
-def make_mask(c):
-    """mask(at, row, lane, exists, ..., s): the scores of keys that a row does not see become -infinity."""
+def make_mask(rows, c):
+    """mask(at, row, lane, exists, ..., s): the scores of keys that a row does not see become -infinity.
+
+    Of a thread's two `rows`, or of the first alone.
+    """
     tile_bounds, depth_of = make_tile_bounds(c), make_depth_of(c)
     see_in_bounds, see_in_tree = make_see_in_bounds(c), make_see_in_tree(c)
     keys = KEYS_OF[c.width]
@@ -378,7 +415,7 @@ def make_mask(c):
     @ti.func
     def mask(at, gap, row, lane, exists: ti.template(), visible, task, terms: ti.template(), params,
              s: ti.template()):  # fmt: skip
-        for r in ti.static(range(2)):
+        for r in ti.static(range(rows)):
             bounds, of_part = ti.Vector([0, 0, 0, 0]), 0
             if ti.static(has_bounds(c)):
                 t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group

@@ -21,9 +21,8 @@ from tikv.kernels.attention.sm90.tiles import (
     R,
     instructions,
     is_transposed,
-    make_index_in_tile,
+    make_find,
     make_is_whole,
-    make_slot_of,
     make_tile_at,
     piece_offset,
 )
@@ -65,24 +64,10 @@ def make_produce_eight(warps, produce_halves, memory, c):
     return produce
 
 
-def make_find(c):
-    """find(n, lane, warp, ...): the slot of a lane's key of tile n; -1 where it does not exist."""
-    index_in_tile, slot_of = make_index_in_tile(c), make_slot_of(c)
-
-    @ti.func
-    def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
-        index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
-        if n < seen[R.tiles]:
-            slot = slot_of(index, seen, visible, task, table, strides, params)
-        return slot
-
-    return find
-
-
 def make_produce_keys(memory, c):
     """produce_keys(lane, warp, ...): copy a warp's codes of K, and over int8 their scales, as floats."""
     ext, keys, SCALED = instructions(), KEYS_OF[c.width], not is_transposed(c)
-    find, copy_rows = make_find(c), make_copy_rows(c.width, keys, OWN)
+    find, copy_rows = make_find(OWN, c), make_copy_rows(c.width, keys, OWN)
     k_offset, _, scale_offset = make_slot_offsets(c)
     kind = c.scale if SCALED else "f32"
     read_number, to_f32 = getattr(ext, f"read_number_{SIZE[kind]}"), make_bits_to_f32(kind)
@@ -145,7 +130,7 @@ def make_produce_transposed(memory, c):
     turned together. Where rows see different keys, NaNs become zeros, as `sm90.producer.make_clean` does it.
     """
     ext, AREA = instructions(), memory.of_codes * OWN // KEYS_OF[c.width]
-    find, copy_rows, (_, v_offset, _) = make_find(c), make_copy_rows(c.width, OWN, OWN), make_slot_offsets(c)
+    find, copy_rows, (_, v_offset, _) = make_find(OWN, c), make_copy_rows(c.width, OWN, OWN), make_slot_offsets(c)
     tile_at, is_whole = make_tile_at(c), make_is_whole(c)
 
     @ti.func

@@ -21,9 +21,8 @@ STEP = 16  # columns, or keys, of one product
 CODES_STEP = 32  # of a product of codes of 8 bits
 ROWS = 64  # of the product of a warpgroup
 QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
-# Warpgroups that produce, the widest heads; registers of a thread at first, of one that produces, and that consumes.
-REGISTERS = ((1, 256, 168, 72, 216), (2, 128, 128, 56, 200))
-STAGED = ((2, 64), (1, 32), (2, 32))  # codes: a lane's words of 64 columns of a row, and the bytes of those columns
+# Warpgroups that produce and that consume; registers of a thread at first, of one that produces, and that consumes.
+REGISTERS = ((1, 2, 168, 72, 216), (2, 2, 128, 56, 200), (2, 1, 168, 128, 248))
 SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
 HALVES = ("f16", "bf16")
 SUMS = {"e4m3": "f32", "s8": "s32"}  # 8-bit operands of products, and what their sums are
@@ -376,12 +375,9 @@ def others() -> list[str]:
         function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],
                  inputs=["i32"] * 5),
         function("read_4", "4 bytes of shared memory", ["ld.shared.u32 $0, [$1];"], made=["i32"], inputs=["i32"]),
+        function("read_words", "two words of it", ["ld.shared.v2.u32 {$0, $1}, [$2];"], made=["i32"] * 2,
+                 inputs=["i32"]),
         function("write_4", "4 bytes to shared memory", ["st.shared.u32 [$0], $1;"], inputs=["i32"] * 2),
-        function("barrier_arrive_after", "an arrival when this number, which is not negative, is there: the assembler "
-                 "would put off what makes it",
-                 uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
-                           "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
-                 inputs=["i32", "float"]),
         function("product_less", "x * y - z, rounded once, also where `launch.cuda.ptx` keeps products and sums apart",
                  ["{", ".reg .f32 n;", "neg.f32 n, $3;", "fma.rn.f32 $0, $1, $2, n;", "}"], made=["float"],
                  inputs=["float"] * 3, pure=True),
@@ -488,25 +484,6 @@ def writes() -> list[str]:
     return functions
 
 
-def staged(words: int, step: int, panels: int) -> list[str]:
-    """Functions that copy a lane's codes of a row to shared memory, and read them there.
-
-    They are `words` words of each panel, `step` bytes apart.
-    """
-    threads = 64 if panels > 2 else 128  # that copy a tile of K, or of V, and read what they have copied themselves
-    size, kind = 4 * words, "v2.u32" if words == 2 else "u32"
-    slots = [n * threads * size for n in range(panels)]
-    copy = [f"cp.async.ca.shared.global [$0+{slot}], [$1+{n * step}], {size};" for n, slot in enumerate(slots)]
-    to = [", ".join(f"${words * n + i}" for i in range(words)) for n in range(panels)]
-    read = [f"ld.shared.{kind} {{{to[n]}}}, [${words * panels}+{slot}];" for n, slot in enumerate(slots)]
-    what = f"{words} words of each of {panels} panels"
-    return [
-        function(f"copy_codes_{words}_{step}_{panels}", f"{what} are under way", copy, inputs=["i32", "i64"]),
-        function(f"read_codes_{words}_{panels}", f"{what} are there", read, made=["i32"] * (words * panels),
-                 inputs=["i32"]),
-    ]  # fmt: skip
-
-
 def stores(width: int) -> list[str]:
     """Stores of the two columns of every eight that a lane has of a row: halves in a register, or floats.
 
@@ -543,13 +520,9 @@ def text() -> str:
     results = [each for width, _ in SHAPES for each in stores(width)]
     latents = [make(half, *row) for half in HALVES for row in LATENT_ROWS for make in (latent_scores, latent_values)]
     batches = [copies(width, keys) for width, keys in (*SHAPES, (LATENT[0], LATENT[2])) if width % 64 == 0]
-    of_codes = [
-        each for form in STAGED for width, _ in SHAPES if width % 64 == 0 for each in staged(*form, width // 64)
-    ]
-    of_codes = list(dict.fromkeys(of_codes))  # those that read are the same for two of the forms
     of_latents = [*latents, *latent_results()]
     short = [*others(), *for_codes(), *waits()]
-    return "\n".join([HEAD, *short, *batches, *writes(), *of_codes, *products, *of_latents, *results])
+    return "\n".join([HEAD, *short, *batches, *writes(), *products, *of_latents, *results])
 
 
 if __name__ == "__main__":

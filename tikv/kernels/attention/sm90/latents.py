@@ -27,7 +27,16 @@ from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, 
 from tikv.kernels.attention.sm80.instructions import INFINITE
 from tikv.kernels.attention.sm90 import ir
 from tikv.kernels.attention.sm90.producer import make_copy_rows
-from tikv.kernels.attention.sm90.tiles import FAR, GROUP, PANEL_ROW, PIECE, instructions, panels, piece_offset
+from tikv.kernels.attention.sm90.tiles import (
+    FAR,
+    GROUP,
+    PANEL_ROW,
+    PIECE,
+    instructions,
+    panels,
+    piece_offset,
+    registers_of,
+)
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
@@ -133,7 +142,7 @@ def make_attend_task(x, parts, c):
     decode_task, find_range = make_decode_task("cuda", KEYS, c), make_find_range(x, c)
     produce, consume = make_produce(x, c), make_consume(x, parts, c)
     MOVES = x.consumers > 1  # registers, from the warpgroup that copies to those that consume
-    first, producer, consumer = next(row[2:] for row in ir.REGISTERS if row[0] == 1)
+    first, producer, consumer = registers_of(1, 2)
     give_away, get_back, give_back = (
         getattr(ext, f"registers_{way}_{n}") for way, n in (("dec", producer), ("inc", first), ("dec", first))
     )

@@ -75,9 +75,9 @@ class Registers(NamedTuple):
     consumer: int
 
 
-def registers_of(producers: int, width: int) -> Registers:
-    """The `Registers` of a block with so many warpgroups that produce, beside two that consume; of fewer, as of one."""
-    return Registers(*next(row for row in ir.REGISTERS if row[0] == max(producers, 1) and width <= row[1])[2:])
+def registers_of(producers: int, consumers: int) -> Registers | None:
+    """The `Registers` of a block with so many warpgroups; None for two, of which each thread has enough at first."""
+    return next((Registers(*row[2:]) for row in ir.REGISTERS if row[:2] == (producers, consumers)), None)
 
 
 @functools.cache
@@ -293,6 +293,20 @@ def make_index_in_tile(c):
         return index
 
     return index_in_tile
+
+
+def make_find(OWN, c):
+    """find(n, lane, warp, ...): the slot of a lane's key of tile n, of the `OWN` keys of a warp; -1 if it has none."""
+    index_in_tile, slot_of = make_index_in_tile(c), make_slot_of(c)
+
+    @ti.func
+    def find(n, lane, warp, seen, visible, task, table: ti.template(), strides, params):
+        index, slot = index_in_tile(warp * OWN + lane, n, seen, visible), -1
+        if n < seen[R.tiles]:
+            slot = slot_of(index, seen, visible, task, table, strides, params)
+        return slot
+
+    return find
 
 
 def make_is_whole(c):

@@ -182,4 +182,4 @@ def _why_not_codes(form: Form) -> str:
         return f"K and V are {form.stored}"
     if q.short not in HALVES:
         return f"q is {q.name}, over codes"
-    return form.why_not_pieces or form.why_not_begin_at(coded.piece_bytes(storage, form.cache.width))
+    return form.why_not_pieces or form.why_not_begin_at(attend.PIECE)
