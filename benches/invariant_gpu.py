@@ -24,7 +24,7 @@ from gpu import HEADS, PAGE, WIDTH, Machine, Table, printed_by, ratio, reason
 import tikv
 
 GROUP = 4  # query heads per KV head
-SIZES = {False: (32, 8192, (64, 512, 2048)), True: (2, 128, (32,))}  # sequences, tokens of each, new tokens of prompts
+SIZES = {False: (32, 8192, (64, 512, 2048, 8192)), True: (2, 128, (32,))}  # sequences, tokens of each; new tokens
 TEXTS = {False: ((1, 4096), (8, 8192)), True: ((1, 24),)}  # texts, tokens of their prompts
 BATCHES = {False: (64, 128, 1024, 128), True: (4, 8, 32, 4)}  # sequences, shortest and longest prompts, new tokens
 
@@ -33,7 +33,7 @@ def calls(machine):
     """Each call by (dtype, what it is)."""
     batch, length, prompts = SIZES[machine.small]
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH}
-    for dtype in ("float16", "bfloat16", "int8", "quant4_64") if machine.on_gpu else ("float16",):
+    for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int8", "quant4_64") if machine.on_gpu else ("float16",):
         like = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         stored = tikv.Quant(4, 64) if dtype == "quant4_64" else dtype
         rows = [machine.randn(batch, length, HEADS, WIDTH).to(like) for _ in "kv"]
@@ -114,6 +114,7 @@ def measured(small, what, setting):
             found.append((*name, whole_ms(machine, call) if what == "texts" else machine.us(call)))
         except Exception as error:
             found.append((*name, reason(error)))
+        print(*found[-1], sep=" | ", file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 

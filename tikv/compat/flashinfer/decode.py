@@ -318,7 +318,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             q_data_type, kv_data_type, data_type: the dtypes of q and of the pages, which `run` checks; the last one
                 stands for those that are None.
             o_data_type: None, or the dtype of q.
-            non_blocking, fixed_split_size, disable_split_kv: have no effect.
+            non_blocking: has no effect.
+            fixed_split_size, disable_split_kv: have no effect; for the same bits in any batch, call
+                `tikv.init(invariant=True)`.
             block_tables, seq_lens: must be None.
             q_len_per_req: the queries of each request; if there are several, each sees the tokens up to its own.
             window_right: must be 0.

@@ -203,7 +203,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             pos_encoding_mode, rope_scale, rope_theta: as in `single_decode_with_kv_cache`.
             q_data_type, kv_data_type: the dtypes of q and of the pages, which `run` checks.
             o_data_type: None, or the dtype of q.
-            use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: have no effect.
+            use_fp16_qk_reduction, non_blocking: have no effect.
+            fixed_split_size, disable_split_kv: have no effect; for the same bits in any batch, call
+                `tikv.init(invariant=True)`.
             max_token_per_sequence, max_sequence_kv, uniform_q_len: have no effect.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: must be left out.
             seq_lens, seq_lens_q, block_tables, use_token_head_sf: must be left out.
@@ -419,7 +421,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             pos_encoding_mode, rope_scale, rope_theta: as in `single_decode_with_kv_cache`.
             q_data_type, kv_data_type: the dtypes of q and of the keys, which `run` checks.
             o_data_type: None, or the dtype of q.
-            use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: have no effect.
+            use_fp16_qk_reduction, non_blocking: have no effect.
+            fixed_split_size, disable_split_kv: have no effect; for the same bits in any batch, call
+                `tikv.init(invariant=True)`.
             max_token_per_sequence, max_sequence_kv, uniform_q_len: have no effect.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: must be left out.
             seq_lens, seq_lens_q, v_indptr, o_indptr, use_token_head_sf: must be left out.
