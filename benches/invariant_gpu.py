@@ -4,9 +4,9 @@
     python benches/invariant_gpu.py texts    # generate and generate_batch of transformers
 
 Attention: one token of 32 sequences of 8,192 tokens, and prompts over 8,192 tokens of one sequence; benches/gpu.py says
-how time is measured. Texts: whole calls with the model of examples/whole_model.py in bfloat16, the median of 3 after a
-first one. `generate` writes 128 tokens by captured steps, its prompt included; `generate_batch` as many after each of
-64 prompts of 128 to 1,023 tokens. Each setting runs in its own process.
+how time is measured. Texts: whole calls with the model of benches/rollouts_gpu.py, the median of 3 after a first one.
+`generate` writes 128 tokens by captured steps, its prompt included; `generate_batch` as many after each of 64 prompts
+of 128 to 1,023 tokens. Each setting runs in its own process.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import tikv
 GROUP = 4  # query heads per KV head
 SIZES = {False: (32, 8192, (64, 512, 2048, 8192)), True: (2, 128, (32,))}  # sequences, tokens of each; new tokens
 TEXTS = {False: ((1, 4096), (8, 8192)), True: ((1, 24),)}  # texts, tokens of their prompts
-BATCHES = {False: (64, 128, 1024, 128), True: (4, 8, 32, 4)}  # sequences, shortest and longest prompts, new tokens
+NEW_TOKENS = {False: 128, True: 4}  # of each text
 
 
 def calls(machine):
@@ -54,44 +54,27 @@ def calls(machine):
 def texts(machine):
     """Each whole call of transformers by (what stores K and V, what it is)."""
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
-    import transformers
+    import rollouts_gpu
     import whole_model
 
-    from tikv.integrations.transformers import TikvCache, captured, pages
+    from tikv.integrations.transformers import TikvCache, captured
 
-    kind = torch.bfloat16 if machine.on_gpu else torch.float32
-    model = whole_model.model_of("small" if machine.small else "large", machine.device, kind)
-    model.set_attn_implementation("tikv")
-    drawn, (count, shortest, longest, new) = torch.Generator().manual_seed(1), BATCHES[machine.small]
+    bench, new = rollouts_gpu.Bench(machine.small), NEW_TOKENS[machine.small]
+    model, (count, stored) = bench.model, ((4, "float32") if machine.small else (64, "bfloat16"))
 
-    def ids(*shape):
-        return torch.randint(5, model.config.vocab_size, shape, generator=drawn)
-
-    def generate(prompt, dtype):
-        cache = TikvCache(model.config, max_cache_len=prompt.shape[1] + new, dtype=dtype)
+    def generate(ids, dtype):
+        model.set_attn_implementation("tikv")
+        cache = TikvCache(model.config, max_cache_len=ids.shape[1] + new, dtype=dtype)
         options = {whole_model.CACHE: cache, "custom_generate": captured, "max_new_tokens": new}
-        model.generate(prompt, do_sample=False, eos_token_id=None, **options)
+        model.generate(ids, do_sample=False, eos_token_id=None, **options)
 
-    def generate_batch(prompts, dtype):
-        greedy = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        room = {"num_blocks": 64, "max_batch_tokens": 256} if machine.small else {"max_memory_percent": 0.4}
-        config = transformers.ContinuousBatchingConfig(**room, auto_switch_to_flash=False)
-        options = {"generation_config": greedy, "continuous_batching_config": config, "progress_bar": False}
-        with pages(dtype=dtype):
-            results = model.generate_batch(prompts, **options)
-        errors = [result.error for result in results.values() if result.error]
-        if errors or not results:
-            raise RuntimeError(errors[0] if errors else "no text was written")
-
-    for dtype in (None, "int8"):
-        stored = dtype or str(kind).removeprefix("torch.")
-        for shape in TEXTS[machine.small]:
-            prompt = ids(*shape).to(machine.device)
-            what = f"generate: texts x tokens of the prompt {shape[0]} x {shape[1]:,}"
-            yield (stored, what), functools.partial(generate, prompt, dtype)
-        lengths = torch.randint(shortest, longest, (count,), generator=drawn).tolist()
-        prompts = [ids(n).tolist() for n in lengths]
-        yield (stored, f"generate_batch: {count} prompts"), functools.partial(generate_batch, prompts, dtype)
+    for dtype, form in ((None, "tikv"), ("int8", "tikv, int8")):
+        for batch, length in TEXTS[machine.small]:
+            ids = torch.tensor(bench.prompts([length] * batch), device=bench.device)
+            what = f"generate: texts x tokens of the prompt {batch} x {length:,}"
+            yield (dtype or stored, what), functools.partial(generate, ids, dtype)
+        call = functools.partial(bench.call, bench.mixed(count), new, form)
+        yield (dtype or stored, f"generate_batch: {count} prompts"), call
 
 
 def whole_ms(machine, call):

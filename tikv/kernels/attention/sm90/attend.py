@@ -30,7 +30,7 @@ from tikv.kernels.attention.sm90.consumer import make_consume
 from tikv.kernels.attention.sm90.eight import make_produce_eight
 from tikv.kernels.attention.sm90.producer import make_produce
 from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
-from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, registers_of
+from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, moves_of
 from tikv.kernels.attention.sm90.tiles import PIECE as PIECE
 from tikv.kernels.attention.sm90.tiles import Warpgroups as Warpgroups
 from tikv.kernels.attention.sm90.tiles import merges as merges
@@ -92,12 +92,8 @@ def make_attend_task(x, parts, c):
     produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
     if c.eight:
         produce = make_produce_eight(warps, produce, memory, c)
-    registers = registers_of(PRODUCERS, x.consumers)
-    EXCHANGES, give_away, get_many, get_back, give_back = registers is not None, None, None, None, None
-    if EXCHANGES:
-        give_away = getattr(ext, f"registers_dec_{registers.producer}")
-        get_many = getattr(ext, f"registers_inc_{registers.consumer}")
-        get_back, give_back = (getattr(ext, f"registers_{way}_{registers.all}") for way in ("inc", "dec"))
+    moves = moves_of(PRODUCERS, x.consumers)
+    MOVES, (give_away, get_back, get_many, give_back) = moves is not None, moves or [None] * 4
     # Each thread that writes arrives, and of each warp one that notes; of those that consume, one of each warp.
     MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 4 * x.consumers), (B.v_done, 4 * x.consumers))
 
@@ -125,19 +121,19 @@ def make_attend_task(x, parts, c):
         warpgroup = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // GROUP, 0)  # the same for all lanes, also to LLVM
         all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
         if warpgroup < PRODUCERS:
-            if ti.static(EXCHANGES):
+            if ti.static(MOVES):
                 give_away()
             produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
-            if ti.static(EXCHANGES):
+            if ti.static(MOVES):
                 ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
                 get_back()
         else:
-            if ti.static(EXCHANGES):
+            if ti.static(MOVES):
                 get_many()
                 ext.let_pass(all_have_theirs, threads)
             consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task, arrays,
                     terms, strides, params, scalars)  # fmt: skip
-            if ti.static(EXCHANGES):
+            if ti.static(MOVES):
                 give_back()
         ti.simt.block.sync()
         if thread == 0:

@@ -33,9 +33,9 @@ from tikv.kernels.attention.sm90.tiles import (
     PANEL_ROW,
     PIECE,
     instructions,
+    moves_of,
     panels,
     piece_offset,
-    registers_of,
 )
 from tikv.kernels.attention.softmax import inverse_of, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
@@ -141,12 +141,8 @@ def make_attend_task(x, parts, c):
     ext, memory, THREADS = instructions(), memory_of(x.rows), x.threads
     decode_task, find_range = make_decode_task("cuda", KEYS, c), make_find_range(x, c)
     produce, consume = make_produce(x, c), make_consume(x, parts, c)
-    MOVES = x.consumers > 1  # registers, from the warpgroup that copies to those that consume
-    first, producer, consumer = registers_of(1, 2)
-    give_away, get_back, give_back = (
-        getattr(ext, f"registers_{way}_{n}") for way, n in (("dec", producer), ("inc", first), ("dec", first))
-    )
-    get_many = getattr(ext, f"registers_inc_{consumer}")
+    moves = moves_of(1, x.consumers)
+    MOVES, (give_away, get_back, get_many, give_back) = moves is not None, moves or [None] * 4
     # Each thread that copies arrives, and four that note; of those that consume, one of each warp.
     MAKE = ((memory.there, GROUP + 4), (memory.done, 4 * x.consumers))
 

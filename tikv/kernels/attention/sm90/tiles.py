@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tikv.formats import OF_CODE
 from tikv.kernels.attention.parameters import P
@@ -67,17 +67,17 @@ class Range(NamedTuple):
 R = Range()
 
 
-class Registers(NamedTuple):
-    """Registers of a thread: at first, and when those that produce have given some to those that consume."""
+def moves_of(producers: int, consumers: int) -> list[Any] | None:
+    """Functions that move registers between the warpgroups of a block; None for two, which have enough at first.
 
-    all: int
-    producer: int
-    consumer: int
-
-
-def registers_of(producers: int, consumers: int) -> Registers | None:
-    """The `Registers` of a block with so many warpgroups; None for two, of which each thread has enough at first."""
-    return next((Registers(*row[2:]) for row in ir.REGISTERS if row[:2] == (producers, consumers)), None)
+    give_away() and get_back() are for those that produce, get_many() and give_back() for those that consume.
+    """
+    row = next((row[2:] for row in ir.REGISTERS if row[:2] == (producers, consumers)), None)
+    if row is None:
+        return None
+    first, producer, consumer = row
+    names = f"dec_{producer}", f"inc_{first}", f"inc_{consumer}", f"dec_{first}"
+    return [getattr(instructions(), f"registers_{name}") for name in names]
 
 
 @functools.cache
