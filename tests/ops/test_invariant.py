@@ -25,6 +25,7 @@ WIDTH = 64
 HALF = {"dtype": "float16", "query_dtype": np.float16}
 CODES = ["int8", "float8_e4m3fn", "float8_e5m2", "quant8_64", "quant4_32", "quant4_64", "q8_0", "q4_0"]
 CODES += ["mxfp8", "mxfp4", "nvfp4"]
+WARPGROUPS = "tikv.ops.attention.families.warpgroups"
 CODES_OF_WARPGROUPS = ["int8", "float8_e4m3fn", "quant8_64", "quant4_64", "q8_0", "q4_0"]
 
 
@@ -279,10 +280,16 @@ def test_tensor_cores_over_codes(arch, rng, tiles, dtype, options):
             pytest.param({"width": 128, "group": 4, "page": 16, "dtype": dtype}, id=dtype)
             for dtype in CODES_OF_WARPGROUPS
         ),
+        pytest.param(
+            {"width": 128, "group": 4, "page": 16, "dtype": "int8", "window": 140, "sinks": 3}, id="int8-sinks"
+        ),
     ],
 )
 def test_warpgroups_merge_parts_here_or_later(arch, rng, warpgroups, monkeypatch, options):
-    """Tasks of 64 rows and of 128, which merge the parts of their keys themselves or leave them to a kernel."""
+    """Tasks of 64 rows and of 128, which merge the parts of their keys themselves or leave them to a kernel.
+
+    Over codes a task of the latter has any number of parts.
+    """
     form = {**HALF, **options}
     far = form.pop("far", 1.0)
     work = Work(rng, **form)
@@ -292,7 +299,8 @@ def test_warpgroups_merge_parts_here_or_later(arch, rng, warpgroups, monkeypatch
     def run_one_way(*args, **more):
         way = float(rng.choice([0, 2]))
         ways[way] += 1
-        monkeypatch.setattr("tikv.ops.attention.families.warpgroups.LEAST_FILLED", way)
+        monkeypatch.setattr(f"{WARPGROUPS}.LEAST_FILLED", way)
+        monkeypatch.setattr(f"{WARPGROUPS}.fewest_splits", lambda tasks, most, *_: int(rng.integers(1, most + 1)))
         tikv.runtime.current().plans.clear()
         return run(*args, **more)
 
@@ -308,7 +316,7 @@ def test_values_of_warpgroups_are_those_of_the_oracle(arch, rng, warpgroups, mon
     work = Work(rng, lens=(1000, 41), width=128, group=4, **HALF)
     work.v[~np.isfinite(work.v)] = 1.0
     for way, tokens in itertools.product((0.0, 2.0), (1, 33)):
-        monkeypatch.setattr("tikv.ops.attention.families.warpgroups.LEAST_FILLED", way)
+        monkeypatch.setattr(f"{WARPGROUPS}.LEAST_FILLED", way)
         with invariant(KEYS):
             out, lse = work.run(arch, [0, 1], [1000, 41], tokens)
         for b, h, t in itertools.product(range(2), range(8), {0, tokens - 1}):

@@ -13,6 +13,7 @@ MASKED = -3.4028234663852886e38  # the logit of a key that is not visible: finit
 MASKED_BITS = 0xFF7FFFFF
 LOWEST = -3.3e38  # other logits are larger, or -infinity, or NaN
 INFINITY, MINUS_INFINITY, NAN = 0x7F800000, 0xFF800000, 0x7FC00000
+NOT_STORED = 0xFFFFFFFF  # in the place of a part's log-sum-exp: it has no keys, and its results are not written
 MAX_TOKENS = 1 << 30  # more tokens than a launch can see
 HIDDEN = 0x7FFFFFFF  # the index of a key that does not exist
 
@@ -157,7 +158,7 @@ class AttentionParams(NamedTuple):
     prefetch: int = 0  # on CPU: `cpu.attend.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
     work_first: int = 0  # of the workers; always 0, but with a constant LLVM would not vectorise a single worker's loop
-    least_share: int = 0  # minimum number of keys in a split, if each KV head has its own length
+    least_share: int = 0  # minimum number of keys in a split, or in the parts of a task: see `splits.Shares`
     lens_head: int = 0  # a stride for which Taichi's vectors have no more room: between the lengths of heads
     table_head: int = 0  # another: between their rows of the table
     indices_sequence: int = 0  # others: of the array that says which tokens are read

@@ -387,7 +387,7 @@ class AttentionLaunches(Plan):
         cache, query, options = self.cache, self.query, self.options
         row_blocks, head_pass = self.family.row_blocks(query.queries), self.head_pass
         return AttentionParams(
-            tasks=query.batch * -(-cache.heads // head_pass.heads) * row_blocks * self.splits,
+            tasks=query.batch * -(-cache.heads // head_pass.heads) * row_blocks * self.shares.tasks,
             splits=self.splits,
             heads=cache.heads,
             queries=query.queries,

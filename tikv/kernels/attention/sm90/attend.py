@@ -30,7 +30,17 @@ from tikv.kernels.attention.sm90.consumer import make_consume
 from tikv.kernels.attention.sm90.eight import make_produce_eight
 from tikv.kernels.attention.sm90.producer import make_produce
 from tikv.kernels.attention.sm90.tiles import BITCODE as BITCODE
-from tikv.kernels.attention.sm90.tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_for, moves_of
+from tikv.kernels.attention.sm90.tiles import (
+    GROUP,
+    KEYS_OF,
+    B,
+    R,
+    computes_in_turn,
+    instructions,
+    make_range,
+    memory_for,
+    moves_of,
+)
 from tikv.kernels.attention.sm90.tiles import PIECE as PIECE
 from tikv.kernels.attention.sm90.tiles import Warpgroups as Warpgroups
 from tikv.kernels.attention.sm90.tiles import merges as merges
@@ -88,8 +98,9 @@ def make_attend_task(x, parts, c):
     keys, memory = KEYS_OF[c.width], memory_for(x, parts, c)
     decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c, x.rows)
     PRODUCERS, THREADS, consume = x.producers, x.threads, make_consume(x, parts, c)
+    IN_TURN = computes_in_turn(parts, c)
     warps = 4 if c.cache in HALVES else 2 * PRODUCERS  # that write a tile
-    produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, c)
+    produce = make_produce(memory, c) if c.cache in HALVES else make_produce_codes(warps, memory, parts, c)
     if c.eight:
         produce = make_produce_eight(warps, produce, memory, c)
     moves = moves_of(PRODUCERS, x.consumers)
@@ -98,14 +109,27 @@ def make_attend_task(x, parts, c):
     MAKE = ((B.k_there, 33 * warps), (B.v_there, 32 * warps), (B.k_done, 4 * x.consumers), (B.v_done, 4 * x.consumers))
 
     @ti.func
+    def find_part(number, before, lens: ti.template(), strides, params):
+        """The keys that a part's head has, the part as a task, and the range of its tiles after those `before`."""
+        visible, task = decode_task(number, lens, strides, params)
+        seen = find_range(task[T.row], visible, task, params)
+        seen[R.before] = before
+        return visible, task, seen
+
+    @ti.func
     def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         lens = ti.static(arrays[3])
+        in_turn = 1  # parts of a task
+        if ti.static(IN_TURN):
+            in_turn = ti.max(params[P.least_share] // params[P.split_keys], 1)
+        shares = (params[P.splits] + in_turn - 1) // in_turn
+        share, others = number % shares, number // shares
         # Of a KV head's rows the last come first: those of a prompt see most, and what comes last shall take least.
-        split, others = number % params[P.splits], number // params[P.splits]
         block = params[P.row_blocks] - 1 - others % params[P.row_blocks]
         others = others // params[P.row_blocks] * params[P.row_blocks] + block
-        visible, task = decode_task(others * params[P.splits] + split, lens, strides, params)
-        seen = find_range(task[T.row], visible, task, params)
+        part = others * params[P.splits] + share * in_turn
+        last = ti.min(part + in_turn, (others + 1) * params[P.splits]) - 1
+        visible, task, seen = find_part(part, 0, lens, strides, params)
         shared = ti.u32(0)
         ext.shared_memory(shared)
         shared = (shared + ti.u32(1023)) & ti.u32(0xFFFFFC00)
@@ -123,7 +147,14 @@ def make_attend_task(x, parts, c):
         if warpgroup < PRODUCERS:
             if ti.static(MOVES):
                 give_away()
-            produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
+            if ti.static(IN_TURN):
+                while part <= last:
+                    produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
+                    part += 1
+                    before = seen[R.before] + seen[R.tiles]
+                    visible, task, seen = find_part(ti.min(part, last), before, lens, strides, params)
+            else:
+                produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
             if ti.static(MOVES):
                 ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
                 get_back()
@@ -131,8 +162,16 @@ def make_attend_task(x, parts, c):
             if ti.static(MOVES):
                 get_many()
                 ext.let_pass(all_have_theirs, threads)
-            consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task, arrays,
-                    terms, strides, params, scalars)  # fmt: skip
+            if ti.static(IN_TURN):
+                while part <= last:
+                    consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task,
+                            arrays, terms, strides, params, scalars)  # fmt: skip
+                    part += 1
+                    before = seen[R.before] + seen[R.tiles]
+                    visible, task, seen = find_part(ti.min(part, last), before, lens, strides, params)
+            else:
+                consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task,
+                        arrays, terms, strides, params, scalars)  # fmt: skip
             if ti.static(MOVES):
                 give_back()
         ti.simt.block.sync()

@@ -24,9 +24,11 @@ from tikv.kernels.attention.sm90.tiles import (
     PIECE,
     B,
     R,
+    computes_in_turn,
     instructions,
     make_find,
     make_is_whole,
+    make_stage_of,
     make_tile_at,
     panels,
     piece_offset,
@@ -82,7 +84,7 @@ def both_halves(x: float) -> int:
     return int(np.float16(x).view(np.uint16)) * 0x10001
 
 
-def make_produce_codes(warps, memory, c):
+def make_produce_codes(warps, memory, parts, c):
     """produce(thread, shared, barriers, seen, ...): write the tiles of a task, by all threads of what produces.
 
     So many warps write K, and as many V. A lane of a warp looks up the row of one key, as in `sm90.producer`.
@@ -95,6 +97,7 @@ def make_produce_codes(warps, memory, c):
     READY = (NUMBERS + 1) // 2 if in_pairs(codes, c) else NUMBERS
     AHEAD, SIDE, AREA = memory.ahead, memory.ahead * memory.of_codes, memory.of_codes // warps
     tile_at, is_whole, find = make_tile_at(c), make_is_whole(c), make_find(OWN, c)
+    IN_TURN, stage_of = computes_in_turn(parts, c), make_stage_of(STAGES)
     k_offset, v_offset, scale_offset = make_slot_offsets(c)
     copy_half, read_row = make_copy_half(OWN, codes, c), make_read_row(codes, c)
     write_row, clear = make_write_row(OWN, codes, c), make_clear(OWN, c)
@@ -135,6 +138,9 @@ def make_produce_codes(warps, memory, c):
         scales = [ti.u32(0) for _ in range(NUMBERS)]
         slots = [-1 for _ in range(AHEAD + 1)]  # of a lane's key of a tile, and of those to come
         tiles, stage, phase = seen[R.tiles], 0, ti.u32(1)
+        if ti.static(IN_TURN):
+            stage, phase = stage_of(seen[R.before])
+            phase = phase ^ ti.u32(1)  # a stage is free at first
         codes_at = shared + ti.cast(memory.codes + of_v * SIDE + warp * AREA, ti.u32)
         for n in range(ti.select(tiles > 0, AHEAD + 1, 0)):
             for i in ti.static(range(AHEAD)):

@@ -1,7 +1,7 @@
 """A consumer of `sm90.attend`: the products of 64 query rows, and the weights between them."""
 
 from tikv.kernels.attention.addresses import make_output_offsets, make_query_row
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED_BITS, MINUS_INFINITY, P, X
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED_BITS, MINUS_INFINITY, NOT_STORED, P, X
 from tikv.kernels.attention.sm80.instructions import HALVES, INFINITE
 from tikv.kernels.attention.sm80.tiles import has_bounds, make_tile_bounds
 from tikv.kernels.attention.sm90 import ir
@@ -17,12 +17,14 @@ from tikv.kernels.attention.sm90.tiles import (
     ROWS,
     B,
     R,
+    computes_in_turn,
     instructions,
     is_transposed,
     make_gap_of,
     make_index_in_tile,
     make_is_whole,
     make_slot_of,
+    make_stage_of,
     make_tile_at,
     memory_for,
     merges_parts,
@@ -55,6 +57,7 @@ def make_consume(x, parts, c):
     find_factors, scale_scores = make_find_factors(c), make_scale_scores(c)
     add_spoiled, start_rows, STAGES = make_add_spoiled(parts, c), make_start_rows(c), memory.stages
     tile_at, MERGES, TURNS = make_tile_at(c), merges_parts(x, parts, c), x.consumers == 2
+    IN_TURN, stage_of = computes_in_turn(parts, c), make_stage_of(STAGES)
     begin_merged, close, take_merged = make_close(x.rows, c.width)
     restore = make_restore(parts, c)
     # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
@@ -66,7 +69,8 @@ def make_consume(x, parts, c):
         v, table, v_scale, out, lse = ti.static((arrays[2], arrays[4], arrays[6], arrays[7], arrays[8]))
         lane = thread % 32
         row = task[T.row] + half * ir.ROWS  # first of the warpgroup
-        load_queries(thread % GROUP, half, row, shared, task, strides, params)
+        if ti.static(not IN_TURN) or seen[R.before] == 0:
+            load_queries(thread % GROUP, half, row, shared, task, strides, params)
         first_row = row + thread % GROUP // 32 * 16 + lane // 4  # of the thread's two; the other is 8 further on
         qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
         kd = ti.u32(OF_KEYS) + ((shared + ti.u32(memory.k)) >> 4)
@@ -84,8 +88,9 @@ def make_consume(x, parts, c):
         if ti.static(c.eight):
             of_result = find_factors(thread, barriers, task, arrays, strides, factor)
         own_turn, other_turn, both = ti.cast(half + 3, ti.u32), ti.cast(4 - half, ti.u32), ti.u32(2 * GROUP)
-        tiles, stage, other = seen[R.tiles], 0, STAGES - 1  # of a tile, and of the one before
-        phase, other_phase = ti.u32(0), ti.u32(1)
+        tiles = seen[R.tiles]
+        stage, phase = stage_of(seen[R.before])  # of a tile
+        other, other_phase = stage_of(seen[R.before] + 2 * STAGES - 1)  # of the one before
         exists = [ti.u32(0) for _ in range(4)]
         if ti.static(TURNS):
             if half == 1 and tiles > 0:
@@ -167,11 +172,14 @@ def make_consume(x, parts, c):
                 more = ti.cast(tiles > 1, ti.u32)
             values(*acc, *p, of_v, more)
             wait_values(*acc)
+            if ti.static(IN_TURN) and lane == 0:
+                done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
+                ext.barrier_arrive(done)
         if ti.static(MERGES):
             if part > 0:
                 close(thread % GROUP, half, merged, m, l, acc)
                 take_merged(thread % GROUP, half, merged, m, l, acc)
-        store_rows(first_row, lane, task, m, l, acc, of_result, out, lse, strides, params, scalars)
+        store_rows(first_row, lane, tiles, task, m, l, acc, of_result, out, lse, strides, params, scalars)
         if ti.static(c.invariant):
             restore(first_row, lane, barriers, seen, visible, task, l, acc, v, table, v_scale, out, strides, params)
         elif ti.static(c.masked):
@@ -467,9 +475,10 @@ def make_see_in_bounds(c):
 
 
 def make_store_rows(paired, parts, c):
-    """store_rows(row, lane, task, m, l, acc, ...): each lane stores its pairs of columns of two rows.
+    """store_rows(row, lane, tiles, task, m, l, acc, ...): each lane stores its pairs of columns of two rows.
 
-    Under `invariant` results are rounded as `merge` rounds them, and have no zero with a sign.
+    Under `invariant` results are rounded as `merge` rounds them, and have no zero with a sign. Where parts are computed
+    in turn, one without tiles has a note in place of its results.
     """
     ext = instructions()
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
@@ -477,15 +486,20 @@ def make_store_rows(paired, parts, c):
     name = f"store_{'halves' if halves else 'floats'}_{'' if paired else 'apart_'}{c.width}"
     store, pack = getattr(ext, name), getattr(ext, f"pack_{c.out}") if halves else None
     store_number, rows_behind = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_rows_behind(c)
+    note_nothing = make_note_nothing(parts, c)
 
     @ti.func
-    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), of_result,
+    def store_rows(row, lane, tiles, task, m: ti.template(), l: ti.template(), acc: ti.template(), of_result,
                    out: ti.template(),
                    lse: ti.template(), strides, params, scalars):  # fmt: skip
+        behind = rows_behind(task, params)
+        if ti.static(computes_in_turn(parts, c)) and tiles == 0:
+            note_nothing(row, lane, behind, task, lse, strides, params)
+            behind = 0
         for r in ti.static(range(2)):
             total = butterfly_sum(l[r], QUAD)
             at_row = row + ti.static(8 * r)
-            if at_row < rows_behind(task, params):
+            if at_row < behind:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
                 inverse = inverse_of(total) * of_result
                 to = ti.u64(0)
@@ -510,6 +524,20 @@ def make_store_rows(paired, parts, c):
                     store_lse(lse, lse_at, m[r], total, scalars)
 
     return store_rows
+
+
+def make_note_nothing(parts, c):
+    """note_nothing(row, lane, behind, task, lse, ...): notes for a lane's two rows that the part has no results."""
+    output_offsets = make_output_offsets(parts, c)
+
+    @ti.func
+    def note_nothing(row, lane, behind, task, lse: ti.template(), strides, params):
+        at_row = row + (lane & 1) * 8
+        if (lane & 3) < 2 and at_row < behind:
+            at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)[1]
+            lse[at] = ti.u32(NOT_STORED)
+
+    return note_nothing
 
 
 def make_rows_behind(c):

@@ -1,7 +1,17 @@
 """The merge of parts for `sm90.attend` under `Choices.invariant`, whose tasks may merge them too, one after another."""
 
 from tikv.kernels.attention.merge import make_row_offsets, part_score, part_weight
-from tikv.kernels.attention.parameters import BITS, FLOATS, MASKED, PARAMS, SCALARS, STRIDES, P
+from tikv.kernels.attention.parameters import (
+    BITS,
+    FLOATS,
+    MASKED,
+    MINUS_INFINITY,
+    NOT_STORED,
+    PARAMS,
+    SCALARS,
+    STRIDES,
+    P,
+)
 from tikv.kernels.attention.softmax import exp2, inverse_of, is_finite, make_store_lse
 from tikv.kernels.codec import SIZE, element_array, make_store
 from tikv.kernels.lanes import make_loop
@@ -35,8 +45,12 @@ def make_merge_in_passing(style, serial, c):
         m, l, x, spoiled = ti.f32(MASKED), ti.f32(0.0), ti.f32(0.0), ti.f32(0.0)
         first = params[P.lse_first] + row * params[P.splits]
         for s in range(params[P.splits]):
-            top, fade, weight = next_part(part_lse[first + s], m)
-            part = parts[params[P.part_first] + (row * params[P.splits] + s) * width + d]
+            bits, part = part_lse[first + s], ti.f32(0.0)
+            if bits == ti.u32(NOT_STORED):
+                bits = ti.u32(MINUS_INFINITY)
+            else:
+                part = parts[params[P.part_first] + (row * params[P.splits] + s) * width + d]
+            top, fade, weight = next_part(bits, m)
             if not is_finite(part):
                 spoiled = spoiled + part
                 part = ti.f32(0.0)

@@ -62,6 +62,7 @@ class Range(NamedTuple):
     first: int = 5  # key of the first of them
     resume: int = 6  # first key of the tile behind them, in which the last sinks take the place of as many keys
     gap: int = 7  # how much further back than the keys that they replace these sinks are
+    before: int = 8  # tiles of the parts that the task has computed before: see `computes_in_turn`
 
 
 R = Range()
@@ -177,6 +178,14 @@ def merges_parts(x, parts, c) -> bool:
     return c.invariant and not parts and merges(x.rows, c.width, bits_of(c))
 
 
+def computes_in_turn(parts, c) -> bool:
+    """Whether a task may compute several parts, one after another, for a kernel that merges them.
+
+    Over codes it has no room to merge them; but tiles of the next part can be made while it multiplies those of one.
+    """
+    return c.invariant and parts and bits_of(c) > 0
+
+
 def memory_for(x, parts, c) -> Memory:
     """The `Memory` of a kernel's choices."""
     if c.eight:
@@ -227,7 +236,7 @@ def make_range(c, rows_of_task=ROWS):
                 if rest > 0:
                     gap = resume - begin - fixed * keys
         tiles = fixed + ti.max(end - resume + (keys - 1), 0) // keys
-        return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap])
+        return ti.Vector([tiles, end, low, high, fixed, begin, resume, gap, 0])
 
     return find_range
 
@@ -235,6 +244,19 @@ def make_range(c, rows_of_task=ROWS):
 def packs_sinks(c) -> bool:
     """Whether tiles of sinks come first, and the last of them share a tile with keys after them."""
     return c.sinks and has_bounds(c) and not c.invariant
+
+
+def make_stage_of(stages):
+    """stage_of(n) -> (where tile n lies in shared memory, and the phase of its barriers), tile 0 of phase 0.
+
+    `n` counts the tiles of all parts of a task.
+    """
+
+    @ti.func
+    def stage_of(n):
+        return n % stages, ti.cast(n // stages & 1, ti.u32)
+
+    return stage_of
 
 
 def make_slot_of(c):

@@ -14,8 +14,9 @@ from tikv.kernels.attention.sm90 import attend, coded, eight, latents
 from tikv.kernels.attention.sm90.merge import make_merge_in_passing
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import SUM_ORDER, TensorRows, Tiles
+from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import MOST_WARPGROUP_QUERIES
-from tikv.ops.attention.splits import Lengths, Shares
+from tikv.ops.attention.splits import Lengths, Shares, fewest_splits
 from tikv.ops.attention.terms import tree_of
 
 NEEDS = "compute capability 9.0 and the native launcher"
@@ -102,11 +103,22 @@ class WarpgroupPrompts(InWarpgroups):
         return factory, (self.tile._replace(paired=paired),)
 
     def shares(self, lengths: Lengths) -> Shares:
-        """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves."""
+        """As in `Family`; but under `invariant` tasks that fill the device merge their parts themselves.
+
+        Over codes, where they have no room for that, they compute several parts in turn.
+        """
         shares, mean = super().shares(lengths), lengths.mean or lengths.longest
-        if self.live.invariant and self._merges_parts() and 2 * mean > lengths.longest:
+        if not self.live.invariant:
+            return shares
+        if self._merges_parts() and 2 * mean > lengths.longest:
             return shares._replace(splits=1, least_share=shares.split_keys, split_keys=MAX_TOKENS)
-        return shares
+        if self.cache.k.storage in HALVES:
+            return shares
+        queries = queries_of_launch(self.live, self.query, shares.splits, self.cache.width_v, False)
+        tasks = self.query.batch * self.cache.heads * self.row_blocks(queries)
+        groups = fewest_splits(tasks, shares.splits, launch.multiprocessors(self.live), self.tile.resident, 1)
+        in_turn = -(-shares.splits // groups)
+        return shares._replace(in_turn=in_turn, least_share=in_turn * shares.split_keys)
 
     def _merges_parts(self) -> bool:
         """Whether tasks merge their parts: there is room, and the last wave of them leaves few processors idle."""
