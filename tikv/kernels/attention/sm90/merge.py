@@ -17,6 +17,8 @@ from tikv.kernels.codec import SIZE, element_array, make_store
 from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
+LANES = 16  # threads that merge a row, whose columns are a multiple of this
+
 
 @ti.func
 def next_part(bits, m):
@@ -32,38 +34,47 @@ def make_merge_in_passing(style, serial, c):
     """`merge.make_merge_in_order` by the arithmetic of a kernel that merges parts while it computes them.
 
     That kernel does not know the largest log-sum-exp beforehand: see `consumer.make_close`. Infinities and NaNs of
-    parts come from values, and are added up by themselves.
+    parts come from values, and are added up by themselves. `LANES` threads have a row, and share its columns: each
+    computes the weights of the parts once.
     """
     OUT = element_array(c.out)
     store, store_lse = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_store_lse(False)
     row_offsets, width = make_row_offsets(c), c.width_v
+    COLUMNS = width // LANES  # of a thread
 
     @ti.func
-    def merge_item(i, arrays: ti.template(), strides, params, scalars):
+    def merge_columns(i, arrays: ti.template(), strides, params, scalars):
         parts, part_lse, out, lse = ti.static(arrays)
-        row, d = i // width, i % width
-        m, l, x, spoiled = ti.f32(MASKED), ti.f32(0.0), ti.f32(0.0), ti.f32(0.0)
+        row, lane = i // LANES, i % LANES
+        m, l = ti.f32(MASKED), ti.f32(0.0)
+        x, spoiled = [ti.f32(0.0) for _ in range(COLUMNS)], [ti.f32(0.0) for _ in range(COLUMNS)]
         first = params[P.lse_first] + row * params[P.splits]
         for s in range(params[P.splits]):
-            bits, part = part_lse[first + s], ti.f32(0.0)
+            bits, part = part_lse[first + s], [ti.f32(0.0) for _ in range(COLUMNS)]
             if bits == ti.u32(NOT_STORED):
                 bits = ti.u32(MINUS_INFINITY)
             else:
-                part = parts[params[P.part_first] + (row * params[P.splits] + s) * width + d]
+                at = params[P.part_first] + (row * params[P.splits] + s) * width + lane
+                for j in ti.static(range(COLUMNS)):
+                    part[j] = parts[at + ti.static(j * LANES)]
             top, fade, weight = next_part(bits, m)
-            if not is_finite(part):
-                spoiled = spoiled + part
-                part = ti.f32(0.0)
-            m, l, x = top, l * fade + weight, x * fade + part * weight
+            m, l = top, l * fade + weight
+            for j in ti.static(range(COLUMNS)):
+                if not is_finite(part[j]):
+                    spoiled[j] = spoiled[j] + part[j]
+                    part[j] = ti.f32(0.0)
+                x[j] = x[j] * fade + part[j] * weight
         at, lse_at = row_offsets(row, strides, params)
-        y = x * inverse_of(l)
-        if not is_finite(spoiled):
-            y = y + spoiled
-        store(out, at + d, ti.Vector([y]), ti.f32(1.0))
-        if d == 0:
+        inverse = inverse_of(l)
+        for j in ti.static(range(COLUMNS)):
+            y = x[j] * inverse
+            if not is_finite(spoiled[j]):
+                y = y + spoiled[j]
+            store(out, at + lane + ti.static(j * LANES), ti.Vector([y]), ti.f32(1.0))
+        if lane == 0:
             store_lse(lse, lse_at, m, l, scalars)
 
-    loop = make_loop("cuda", False, merge_item, P.tasks)
+    loop = make_loop("cuda", False, merge_columns, P.tasks)
 
     @ti.kernel
     def merge(parts: FLOATS, part_lse: BITS, out: OUT, lse: BITS, strides: STRIDES, params: PARAMS, scalars: SCALARS):

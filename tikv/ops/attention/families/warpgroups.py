@@ -10,8 +10,7 @@ from tikv.formats import OF_CODE
 from tikv.kernels.attention.parameters import MAX_TOKENS
 from tikv.kernels.attention.sm80 import halves
 from tikv.kernels.attention.sm80.instructions import HALVES
-from tikv.kernels.attention.sm90 import attend, coded, eight, latents
-from tikv.kernels.attention.sm90.merge import make_merge_in_passing
+from tikv.kernels.attention.sm90 import attend, coded, eight, latents, merge
 from tikv.ops.attention.families.form import Form
 from tikv.ops.attention.families.tensor_cores import SUM_ORDER, TensorRows, Tiles
 from tikv.ops.attention.invariance import queries_of_launch
@@ -130,7 +129,11 @@ class WarpgroupPrompts(InWarpgroups):
 
     @property
     def merge_kernel(self) -> Any:
-        return make_merge_in_passing if self.live.invariant else super().merge_kernel
+        return merge.make_merge_in_passing if self.live.invariant else super().merge_kernel
+
+    @property
+    def merge_threads(self) -> int:
+        return merge.LANES if self.live.invariant else super().merge_threads
 
 
 class WarpgroupCodes(WarpgroupPrompts):
