@@ -17,6 +17,7 @@ import json
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 
 import environment
@@ -150,28 +151,38 @@ def prompts(texts, rounds):
 
 
 def first_answers(small):
-    """The table of first answers: each of a process that has compiled nothing, and of a second one."""
+    """The table of first answers: of a process that finds nothing compiled, and of a second one after it.
+
+    A process before all others, which is not shown, reads the libraries' files from disk for the first time.
+    """
     table = Table(
-        "cache", "first answer, s", "more than DynamicCache's, s", "a second answer, s", "import and model, s"
+        "cache",
+        "first answer, s",
+        "more than DynamicCache's, s",
+        "in a second process, s",
+        "more than DynamicCache's there, s",
+        "a later answer, s",
     )
-    of_dynamic = ""
-    for way in FIRST:
-        with table.attempt(way):
-            command = [__file__, "first", "--way", way, *(["--small"] if small else [])]
-            ready, first, second = json.loads(printed_by(command, COMPILED).strip().splitlines()[-1])
-            of_dynamic = first if way == DYNAMIC else of_dynamic
-            table.row(way, first, first - of_dynamic, second, ready)
+    of_dynamic = None
+    for way in (None, *FIRST):
+        command = [__file__, "first", "--way", way or DYNAMIC, *(["--small"] if small else [])]
+        with table.attempt(way or DYNAMIC), tempfile.TemporaryDirectory() as folder:
+            printed = [printed_by(command, COMPILED, folder) for _ in range(1 if way is None else 2)]
+            times = [json.loads(text.strip().splitlines()[-1]) for text in printed]
+            if way is not None:
+                of_dynamic = of_dynamic or times
+                more = [answer[0] - dynamic[0] for answer, dynamic in zip(times, of_dynamic, strict=True)]
+                table.row(way, times[0][0], more[0], times[1][0], more[1], times[1][1])
 
 
-def answer_of(way, small, start):
-    """Print what a process took until its model was there, for its first answer and for the next."""
+def answer_of(way, small):
+    """Print the seconds of a process's first answer and of its next."""
     texts = Texts("first", small)
     texts.wait()
-    ready = time.perf_counter() - start
-    print(json.dumps([ready, *(texts.write(way, TOKENS)[0] for _ in range(2))]))
+    print(json.dumps([texts.write(way, TOKENS)[0] for _ in range(2)]))
 
 
-def main(start):
+def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=SIZES)
@@ -183,7 +194,7 @@ def main(start):
     if not given.small and not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU was found; --small runs a small model on the CPU")
     if given.way:
-        answer_of(given.way, given.small, start)
+        answer_of(given.way, given.small)
         return
     print(environment.line(environment.environment(["cpu" if given.small else "cuda"])), flush=True)
     if given.what == "first":
@@ -202,4 +213,4 @@ def main(start):
 
 
 if __name__ == "__main__":
-    main(time.perf_counter())
+    main()

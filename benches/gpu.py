@@ -153,14 +153,16 @@ def check_attention(out, q, k, v, seen=None, most=2e-3):
     check(out[:, some], (weights @ v.double()[:, None]).flatten(0, 1), most)
 
 
-def printed_by(command, folders=()):
-    """What a Python process printed; with an empty folder for each of these environment variables, if any.
+def printed_by(command, folders=(), within=None):
+    """What a Python process printed; with a folder for each of these environment variables, if any.
+
+    They are empty, unless a folder is given `within` which they lie, perhaps since an earlier process.
 
     Raises:
         RuntimeError: it failed; its last words say why.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        empty = {name: os.path.join(folder, name) for name in folders}
+    with tempfile.TemporaryDirectory() as empty_folder:
+        empty = {name: os.path.join(within or empty_folder, name) for name in folders}
         child = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **empty}
         )
