@@ -18,8 +18,9 @@ Under `Choices.invariant` a row has the same bits in any task, as `ops.attention
 - Tiles begin at multiples of their keys, by position. Both products compute each row by itself; so blocks of one
   consumer, for few rows, and of two give a row the same bits, single tokens included.
 - Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device
-  and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. A part knows nothing of those
-  before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
+  and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. Over codes there is no room
+  in tasks of two consumers: these compute several parts, one after another, and have the results of each merged later.
+  A part knows nothing of those before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
 """
 
 from tikv.kernels.attention.parameters import P, make_attend_kernel
@@ -82,7 +83,8 @@ def make_attend_hopper_in_order(tile, parts, c):
     """`make_attend_hopper` for `Choices.invariant`: no compiler reorders its sums or fuses them with products.
 
     A task has the rows of one consumer or two. If there is room, it merges its parts itself, of `P.least_share` keys
-    each, see `consumer.make_close`.
+    each, see `consumer.make_close`. Else its parts have `P.split_keys` keys each; over codes it has several of them, of
+    `P.least_share` keys together.
     """
     return make_attend_hopper(tile, parts, c)
 
@@ -151,8 +153,9 @@ def make_attend_task(x, parts, c):
                 while part <= last:
                     produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
                     part += 1
-                    before = seen[R.before] + seen[R.tiles]
-                    visible, task, seen = find_part(ti.min(part, last), before, lens, strides, params)
+                    if part <= last:
+                        before = seen[R.before] + seen[R.tiles]
+                        visible, task, seen = find_part(part, before, lens, strides, params)
             else:
                 produce(thread, shared, barriers, seen, visible, task, arrays, strides, params)
             if ti.static(MOVES):
@@ -167,8 +170,9 @@ def make_attend_task(x, parts, c):
                     consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task,
                             arrays, terms, strides, params, scalars)  # fmt: skip
                     part += 1
-                    before = seen[R.before] + seen[R.tiles]
-                    visible, task, seen = find_part(ti.min(part, last), before, lens, strides, params)
+                    if part <= last:
+                        before = seen[R.before] + seen[R.tiles]
+                        visible, task, seen = find_part(part, before, lens, strides, params)
             else:
                 consume(thread - PRODUCERS * GROUP, warpgroup - PRODUCERS, shared, barriers, seen, visible, task,
                         arrays, terms, strides, params, scalars)  # fmt: skip

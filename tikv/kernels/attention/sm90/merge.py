@@ -49,8 +49,10 @@ def make_merge_in_passing(style, serial, c):
         m, l = ti.f32(MASKED), ti.f32(0.0)
         x, spoiled = [ti.f32(0.0) for _ in range(COLUMNS)], [ti.f32(0.0) for _ in range(COLUMNS)]
         first = params[P.lse_first] + row * params[P.splits]
+        coming, last = part_lse[first], params[P.splits] - 1
         for s in range(params[P.splits]):
-            bits, part = part_lse[first + s], [ti.f32(0.0) for _ in range(COLUMNS)]
+            bits, part = coming, [ti.f32(0.0) for _ in range(COLUMNS)]
+            coming = part_lse[first + ti.min(s + 1, last)]  # before it is needed
             if bits == ti.u32(NOT_STORED):
                 bits = ti.u32(MINUS_INFINITY)
             else:
