@@ -20,7 +20,8 @@ Under `Choices.invariant` a row has the same bits in any task, as `ops.attention
 - Splits are merged with the same operations in the same order by a kernel of its own or, where tasks fill the device
   and memory has room, by the tasks, which then take all keys: see `consumer.make_close`. Over codes there is no room
   in tasks of two consumers: these compute several parts, one after another, and have the results of each merged later.
-  A part knows nothing of those before. A tile that a row does not see changes no bit, so it does not matter with which tile a task begins.
+  A part knows nothing of those before. A tile that a row does not see changes no bit, so it does not matter with
+  which tile a task begins.
 """
 
 from tikv.kernels.attention.parameters import P, make_attend_kernel
