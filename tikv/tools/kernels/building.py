@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tikv import runtime
 from tikv.errors import ArchError, OptionError
-from tikv.launch.cuda import made
+from tikv.launch.cuda import keys, made
 from tikv.stores.files import replacing
 from tikv.tools.kernels import stand_in
 from tikv.tools.kernels.collect import Collected
@@ -71,6 +71,7 @@ def build(
         CacheFileError: a file cannot be written.
     """
     forms = chosen(patterns)
+    keys.sources()  # read before the kernels are made: if a source changes meanwhile, the file is not used
     stand_in.require_tools()
     target = pathlib.Path(folder)
     target.mkdir(parents=True, exist_ok=True)
