@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from launch_counter import refuse_plans  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -195,6 +196,40 @@ def test_what_update_returned_stays_when_the_prompt_goes(arch, rng):
                 cache.update(k[:, :, :1], v[:, :, :1], layer)
     assert torch.equal(found[0], k)
     assert torch.equal(found[1], v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_cache_len": 99}, {"max_cache_len": 99, "dtype": "int8"}, {"window": 16, "sinks": 4}, {}],
+    ids=["fixed", "int8", "window", "growing"],
+)
+def test_a_prompt_in_a_new_cache_binds_nothing_that_an_older_cache_has_bound(arch, rng, monkeypatch, options):
+    """Launches are shared by layers of one form: each layer has its own rows, and a form that comes again its plan."""
+    config, shape = build("sdpa").config, (1, BASE["num_key_value_heads"], 33, BASE["head_dim"])
+    rows = torch.from_numpy(rng.standard_normal((config.num_hidden_layers, 4, *shape), dtype="float32"))
+
+    def update(cache, chunk):
+        with torch.no_grad():
+            pairs = [cache.update(*rows[i, 2 * chunk : 2 * chunk + 2], i) for i in range(config.num_hidden_layers)]
+        return [(k.clone(), v.clone()) for k, v in pairs]
+
+    def expect(pairs, chunks):
+        for i, pair in enumerate(pairs):
+            for which, found in enumerate(pair):
+                wanted = torch.cat([rows[i, 2 * chunk + which] for chunk in range(chunks)], 2)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0.03 if "dtype" in options else 0)
+
+    expect(update(TikvCache(config, **options), 0), 1)
+    cache = TikvCache(config, **options)
+    with monkeypatch.context() as patch:
+        refuse_plans(patch)
+        expect(update(cache, 0), 1)
+    if "window" not in options:
+        expect(update(cache, 1), 2)
+        cache.crop(-33)
+        expect(update(cache, 1), 2)
+        cache.reset()
+        expect(update(cache, 0), 1)
 
 
 @pytest.mark.parametrize("dtype", [None, "int8", "float8_e4m3fn"])

@@ -110,6 +110,8 @@ class ArrayView:
         """The same view without a reference to the owner, for objects that outlive a call."""
         if self.owner is None:
             return self
+        if self.handle is None:
+            return self.at_address(self.ptr)
         return ArrayView(
             self.ptr, self.shape, self.strides, self.dtype, self.device, writable=self.writable, offset=self.offset
         )

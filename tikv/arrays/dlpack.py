@@ -6,6 +6,8 @@ import ctypes
 import sys
 from typing import Any
 
+import numpy as np
+
 from tikv import dtypes
 from tikv.arrays.annotations import Array
 from tikv.arrays.array_view import ArrayView, contiguous_strides, require_memory, unknown_dtype
@@ -53,6 +55,7 @@ _STRUCTURES: dict[bytes, Any] = {b"dltensor": _DLManagedTensor, b"dltensor_versi
 _VERSION = 1, 0  # the newest version that is read and written; since 1.0 a tensor may say that it is read-only
 _READ_ONLY = 1  # one of the flags
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # kinds of devices
+_WORDS = {nbytes: np.dtype(f"u{nbytes}") for nbytes in (1, 2, 4, 8)}  # what NumPy exports, whatever the dtype
 LEGACY_STREAM = 1  # CUDA's default stream in DLPack and `__cuda_array_interface__`
 HOST_KINDS = (_CPU, _CUDA_HOST)  # kinds whose memory is the host's
 
@@ -129,7 +132,7 @@ def _in(capsule: Any) -> Any:
     """The C structure that a capsule holds; None if its name is unknown, or if it was consumed already."""
     for name, structure in _STRUCTURES.items():
         if _capsule_is_valid(capsule, name):
-            managed = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(structure)).contents
+            managed = structure.from_address(_capsule_pointer(capsule, name))
             return managed if getattr(managed, "major", _VERSION[0]) == _VERSION[0] else None
     return None
 
@@ -149,7 +152,7 @@ def export(array: ArrayView, max_version: tuple[int, int] | None = None) -> Any:
         array: the array to export.
         max_version: the newest version that the consumer knows; None for the form without versions.
     """
-    words = as_numpy(array).view(f"u{array.dtype.itemsize}")
+    words = as_numpy(array, _WORDS[array.dtype.itemsize])
     try:
         capsule = words.__dlpack__(max_version=max_version)
     except TypeError:  # NumPy before 2.1 knows no versions

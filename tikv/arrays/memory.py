@@ -15,9 +15,10 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays.annotations import Array
-from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides, host_buffer, numpy_address
+from tikv.arrays.array_view import ALIGNMENT, MAX_FORMS, ArrayView, Host, contiguous_strides, host_buffer, numpy_address
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError
+from tikv.runtime.cache import BoundedCache
 
 MOST_WORDS = 2**31 - 1  # the most in an engine's array
 # What the engines, their drivers, torch and NumPy say if there is not enough memory.
@@ -25,6 +26,10 @@ _NO_ROOM = re.compile(
     r"out of (\w+ )?memory|OUT_OF_MEMORY|can't allocate|allocate_memory|Failed to allocate|array is too big|"
     r"Maximum allowed dimension|size calculation overflowed"
 )
+
+
+# Contiguous arrays by shape, dtype, device and alignment.
+_contiguous: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
 class RoomFor:
@@ -65,7 +70,7 @@ class Memory:
         with RoomFor(size, live.device):
             if live.is_cpu:
                 self.block = _aligned_bytes(size)
-                self.ptr = self.block.ctypes.data
+                self.ptr = numpy_address(self.block)
             elif _is_torchs(live):
                 torch = sys.modules["torch"]
                 self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
@@ -116,16 +121,17 @@ class Memory:
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
         """A contiguous array in this memory, `byte_offset` from its start."""
-        return ArrayView(
-            self.ptr + byte_offset if self.ptr else 0,
-            shape,
-            contiguous_strides(shape),
-            dtype,
-            self.device,
-            handle=self.handle if not self.ptr else None,
-            offset=0 if self.ptr else byte_offset,
-            owner=self,
-        )
+        if not self.ptr:
+            strides = contiguous_strides(shape)
+            return ArrayView(0, shape, strides, dtype, self.device, handle=self.handle, offset=byte_offset, owner=self)
+        ptr = self.ptr + byte_offset
+        form = shape, dtype, self.device, ptr % ALIGNMENT
+        like = _contiguous.get(form)
+        if like is None:
+            like = _contiguous.keep(form, ArrayView(ptr, shape, contiguous_strides(shape), dtype, self.device))
+        view = like.at_address(ptr)
+        view.owner = self
+        return view
 
     def clear(self) -> None:
         """Set every byte to zero."""
@@ -176,7 +182,7 @@ def new_host_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *,
 
 def _aligned_bytes(size: int) -> Host:
     raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
+    start = -numpy_address(raw) % ALIGNMENT
     return raw[start : start + size]
 
 
@@ -210,16 +216,18 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
         block[: array.nbytes].copy_(torch.from_numpy(array.reshape(-1).view(np.uint8)))
 
 
-def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
-    """A NumPy array over a view's host memory, not a copy; it keeps the view's owner, if there is one, alive."""
+def as_numpy(array: ArrayView, dtype: np.dtype[Any] | None = None) -> np.ndarray[Any, Any]:
+    """A NumPy array over a view's host memory, not a copy; it keeps the view's owner, if there is one, alive.
+
+    A `dtype` of as many bytes shows the elements as other numbers.
+    """
+    dtype = dtype or array.dtype.numpy
     if not array.span:
-        return np.empty(array.shape, array.dtype.numpy)
+        return np.empty(array.shape, dtype)
     buffer = host_buffer(array.ptr, array.span)
     buffer.owner = array.owner
     itemsize = array.dtype.itemsize
-    elements: np.ndarray[Any, Any] = np.ndarray(
-        array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides]
-    )
+    elements: np.ndarray[Any, Any] = np.ndarray(array.shape, dtype, buffer, 0, [s * itemsize for s in array.strides])
     return elements
 
 

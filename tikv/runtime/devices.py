@@ -214,7 +214,7 @@ def device_name(arch: str) -> str:
         hardware = [name for name, kind in devices if kind != "cpu"]
         return (hardware or [name for name, _ in devices] or ["unknown"])[0]
     if arch == "cuda":
-        return _cuda_device()[0]
+        return _cuda_device(_cuda())[0]
     if arch in NEVER_RUN:
         return "unknown"
     if sys.platform == "linux":
@@ -276,9 +276,9 @@ def current_gpu(index: int) -> Iterator[None]:
             cuda.cuCtxSetCurrent(before)
 
 
-def _cuda_device(index: int = 0) -> tuple[str, int]:
+@functools.cache
+def _cuda_device(cuda: Any, index: int = 0) -> tuple[str, int]:
     """(name, total bytes) of a CUDA device, through the driver."""
-    cuda = _cuda()
     if cuda is None:
         return "unknown", 0
     device, name, total = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
@@ -296,7 +296,7 @@ def memory_bytes(arch: str, index: int = 0) -> int | None:
     memory it is what this process may use: its control groups may set a limit.
     """
     if arch == "cuda":
-        return _cuda_device(index)[1] or None
+        return _cuda_device(_cuda(), index)[1] or None
     if arch == "vulkan":
         dedicated, shares = _vulkan_memory()
         return max(dedicated, memory_bytes("cpu") or 0 if shares else 0) or None

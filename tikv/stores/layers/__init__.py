@@ -2,9 +2,9 @@
 
 `contiguous` serves all dtypes except groups along tokens, which `token_groups` serves; `coded_arrays` defines how codes
 are laid out, in a pool as in a store. `memory` and `counts` define a layer of slots; `append`, `attend`, `extend`,
-`compaction` and `drafts` are the operations on it; `summaries` has the page summaries of its keys. `growing` is one
-such layer with room that changes. `host` keeps any of these storages in the host's memory, and `residents` knows which
-of its layers the device has.
+`compaction` and `drafts` are the operations on it; `summaries` has the page summaries of its keys, and
+`shared_launches` what layers of one form bind together. `growing` is one such layer with room that changes. `host`
+keeps any of these storages in the host's memory, and `residents` knows which of its layers the device has.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ bound to addresses, so the plans are forgotten when that memory is allocated aga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
+from tikv.stores.layers.shared_launches import SharedLaunches, can_be_shared
 from tikv.stores.layers.summaries import summarize, written_pages
-from tikv.stores.row_format import check_appended
+from tikv.stores.row_format import RowFormats, check_appended
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -178,17 +179,14 @@ class AppendPlan(Plan):
     def bind(self, views: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K, V and any positions that it reads; a copy of one for a layer of the same form, if any."""
         layer = self.layers[0]
-        lone = self.counted and len(self.layers) == 1 and layer.summaries is None and layer.divisors == (None, None)
-        if not lone or 0 in [a.ptr for a in (*views, layer.k)] or launch.is_recording():
+        arrays = [*views, *layer.arrays]
+        if not (self.counted and len(self.layers) == 1 and layer.is_plain and can_be_shared(arrays)):
             return self._bind_anew(views)
-        arrays, plans = [*views, *layer.arrays], self.live.plans
-        apart = layer.k.owner is not layer.v.owner  # then the launch does not depend on where V is
-        distance = None if apart else layer.v.ptr - layer.k.ptr
-        form = ("append", self.rows, self.token_axis, layer.form, distance, *[a.key for a in views])
-        launches = plans.get(form)
+        plans, form = self.live.plans, form_of_append(self.rows, self.token_axis, layer, views)
+        launches: SharedLaunches | None = plans.get(form)
         if launches is None:
-            launches = plans.keep(form, [LaunchTemplate.of(each, arrays) for each in self._bind_anew(views)])
-        return [each.over(arrays) for each in launches]
+            launches = plans.keep(form, SharedLaunches(self._bind_anew(views), arrays))
+        return launches.over(arrays)
 
     def _bind_anew(self, views: Sequence[ArrayView]) -> list[Launch]:
         first, batch, heads = self.layers[0], self.batch, self.heads
@@ -246,28 +244,10 @@ class AppendPlan(Plan):
         return self._table
 
 
-class LaunchTemplate(NamedTuple):
-    """A launch that was bound for one layer and is copied for others of the same form: only addresses differ.
-
-    Attributes:
-        bound: the launch that is bound to the first layer; it is not launched.
-        places: for each of its arrays, which of the new K, the new V and the layer's own arrays begins there; and its
-            form.
-    """
-
-    bound: launch.Bound
-    places: list[tuple[int, ArrayView]]
-
-    @classmethod
-    def of(cls, made: Launch, arrays: Sequence[ArrayView]) -> LaunchTemplate:
-        """From a launch over these arrays, each whole or with what follows it; K and V may be the same new rows."""
-        which = [next(i for i, b in enumerate(arrays) if a is b or (i > 1 and a.ptr == b.ptr)) for a in made.arrays]
-        return cls(made.bound, [(i, a.without_owner()) for i, a in zip(which, made.arrays, strict=True)])
-
-    def over(self, arrays: Sequence[ArrayView]) -> Launch:
-        """The same launch over the new rows and the arrays of another layer."""
-        rebound = [arrays[i] if arrays[i].key == a.key else a.at_address(arrays[i].ptr) for i, a in self.places]
-        return Launch(launch.bind_elsewhere(self.bound, rebound), rebound)
+def form_of_append(rows: RowFormats, token_axis: int, layer: Layer, views: Sequence[ArrayView]) -> tuple[Any, ...]:
+    """What the launch of an append to one plain layer depends on, except for addresses."""
+    apart = layer.k.owner is not layer.v.owner  # then the launch does not depend on where V is
+    return "append", rows, token_axis, layer.form, None if apart else layer.v.ptr - layer.k.ptr, *[a.key for a in views]
 
 
 class UnevenAppendPlan(AppendPlan):
@@ -337,6 +317,7 @@ class Appends:
     def __init__(self, memory: LayerMemory) -> None:
         self.memory, self.of = memory, ""
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
+        self._once: BoundedCache[Any, bool] = BoundedCache(memory.plans.limit)  # keys of appends that made no plan
 
     def append_first(
         self, operation: str, layers: list[Layer], views: Views, layout: str, key: tuple[Any, ...], stacked: bool
@@ -350,6 +331,9 @@ class Appends:
             return
         rows, axes = [self._rows(a, stacked) for a in views], TOKENS_AND_HEADS[layout]
         launch.refuse_during_capture(self.memory.runtime, operation)
+        if tokens > 1 and len(layers) == 1 and key not in self._once and self._append_once(layers[0], rows, axes[0]):
+            self._once[key] = True
+            return
         even = self._lie_evenly(rows)
         together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
         together = together and all(layer.head_lengths is None for layer in layers)
@@ -377,6 +361,25 @@ class Appends:
             plan.append(Views(source))
         if len(plans) == 1:
             self.plans[key] = plans[0]
+
+    @uninterrupted
+    def _append_once(self, layer: Layer, rows: Sequence[ArrayView], token_axis: int) -> bool:
+        """Append checked rows by a launch that another layer of this form has bound; False if none has.
+
+        A prompt seldom has the length of another, so a plan of its own is made when this form comes again.
+        """
+        arrays = [*rows, *layer.arrays]
+        if layer.ring or layer.head_lengths is not None or not (layer.is_plain and can_be_shared(arrays)):
+            return False
+        live = self.memory.runtime
+        if not live.is_cpu and any(a.is_staged for a in rows):
+            return False
+        launches: SharedLaunches | None = live.plans.get(form_of_append(self.memory.rows, token_axis, layer, rows))
+        if launches is None:
+            return False
+        launches.run(arrays, {"dst_position": layer.length})
+        layer.grow(rows[0].shape[1 + token_axis])
+        return True
 
     def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         """Append views of new K and V to one layer."""

@@ -70,9 +70,15 @@ class ContiguousLayers(LayerStorage):
     file_kind = "KVCacheStore"
     keeps_summaries = True
 
-    def __init__(self, live: runtime.Runtime, config: StoreConfig, operation: str = "KVCacheStore") -> None:
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        config: StoreConfig,
+        operation: str = "KVCacheStore",
+        rows: RowFormats | None = None,
+    ) -> None:
         self.runtime = live
-        self.rows = RowFormats.checked(operation, live, config.num_kv_heads, **config.rows)
+        self.rows = rows or RowFormats.checked(operation, live, config.num_kv_heads, **config.rows)
         self.counts = config.counts()
         check_summarized(operation, self.rows, config.page_summaries)
         self.memory = LayerMemory(

@@ -83,6 +83,11 @@ class Layer:
         self.form = (self.ring, self.sinks, formats, *self.attended, *[a.key for a in self.attended.values()])
 
     @property
+    def is_plain(self) -> bool:
+        """Whether an append writes only rows and scales of rows: there are no summaries, and no divisors."""
+        return self.summaries is None and self.divisors == (None, None)
+
+    @property
     def held(self) -> int:
         """Tokens that can be read: the sinks and what the ring still has."""
         fixed = min(self.length, self.sinks)

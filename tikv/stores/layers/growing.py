@@ -22,6 +22,7 @@ from tikv.stores.layers.compaction import compact_layers
 from tikv.stores.layers.contiguous import ContiguousLayers
 from tikv.stores.layers.storage import LayerStorage, StoreConfig
 from tikv.stores.picture import counted, size_in_words, tokens_in_words
+from tikv.stores.row_format import RowFormats
 
 Storage = TypeVar("Storage", bound=LayerStorage)
 
@@ -121,6 +122,22 @@ class Growing(runtime.NotCopied, Generic[Storage]):
         return self.twin()
 
 
+def _checked(live: runtime.Runtime, **arguments: Any) -> tuple[StoreConfig, RowFormats]:
+    """The checked arguments of a `GrowingLayer`; equal ones are checked once, unless there are scales among them."""
+    scaled = arguments.get("k_scale") is not None or arguments.get("v_scale") is not None
+    key = ("GrowingLayer", *[(name, type(value), value) for name, value in arguments.items()])
+    try:
+        checked: tuple[StoreConfig, RowFormats] | None = None if scaled else live.plans.get(key)
+    except TypeError:  # an argument without a hash, which the checks refuse
+        scaled, checked = True, None
+    if checked is None:
+        config = StoreConfig.checked("GrowingLayer", **arguments)
+        checked = config, RowFormats.checked("GrowingLayer", live, config.num_kv_heads, **config.rows)
+        if not scaled:
+            live.plans.keep(key, checked)
+    return checked
+
+
 class GrowingLayer(Growing[ContiguousLayers]):
     """Keys and values of one layer without a window, in `ContiguousLayers`, with room that changes.
 
@@ -143,9 +160,9 @@ class GrowingLayer(Growing[ContiguousLayers]):
     instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
     def __init__(self, *, capacity: int, **form: Any) -> None:
-        place = "host" if self.on_host else "device"
-        config = StoreConfig.checked("GrowingLayer", num_layers=1, capacity=capacity, place=place, **form)
-        super().__init__(ContiguousLayers(runtime_of(), config, "GrowingLayer"))
+        live, place = runtime_of(), "host" if self.on_host else "device"
+        config, rows = _checked(live, num_layers=1, capacity=capacity, place=place, **form)
+        super().__init__(ContiguousLayers(live, config, "GrowingLayer", rows))
         # Whether torch can write rows as they are stored.
         self.plain = self.rows.formats == (None, None) and self.rows.alike and not self.rows.divided
         self.origin = 0

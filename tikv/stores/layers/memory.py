@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,36 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.ops.compact import bind_in_place
 from tikv.ops.layouts import LINEAR, Placement, Rows
+from tikv.ops.plan import Launch
 from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.history import History
 from tikv.stores.layers.counts import HeadLengths, Layer
+from tikv.stores.layers.shared_launches import SharedLaunches, can_be_shared
 from tikv.stores.limits import BLOCK_BYTES, FORMS_OF_LAYER, require_memory, shared_bytes
 from tikv.stores.locking import StoreLock
 from tikv.stores.row_format import Divisor, RowFormats
 
 JOINT_BYTES = 2**31 - 64  # the most bytes that a launch on CPU can address in one array of K and V together
+
+
+ArrayPlace = tuple[int, tuple[int, ...], DType, int]  # the piece of memory, the shape, the dtype and the first byte
+
+
+class Arrangement(NamedTuple):
+    """How memory is shared out among layers, which depends only on their sizes.
+
+    Attributes:
+        nbytes: bytes of keys, values and scales.
+        blocks: the number of the first layer of each block, and of the one after its last.
+        pieces: the bytes of each piece of memory.
+        arrays: for each layer, where K, V, and the scales of both lie, None for one that has none.
+    """
+
+    nbytes: int
+    blocks: list[list[int]]
+    pieces: list[int]
+    arrays: list[list[ArrayPlace | None]]
 
 
 class LayerMemory:
@@ -91,28 +112,19 @@ class LayerMemory:
 
     def allocate(self, batch_size: int) -> None:
         """Allocate memory for a batch of this size and the layers' slots; nothing changes if that fails."""
-        rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
-        widest = max(row.nbytes for row in self.rows.both)
         limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
-        if self.page is not None:  # keys are counted one by one
-            limit = min(limit, 2**31 * min(row.stored.itemsize for row in self.rows.both))
-            shared = min(limit, shared)
-        blocks: list[list[Layer]] = [[]]
-        for layer in self.layers:
-            needed = rows[layer.index] * widest
-            if needed > limit:
-                raise CapacityError(
-                    f"KVCacheStore: layer {layer.index} needs {needed} bytes in one block "
-                    f"(batch_size={batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
-                    f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
-                )
-            if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > shared:
-                blocks.append([])
-            blocks[-1].append(layer)
-        each = [row.nbytes + row.numbers * self.rows.scale_dtype.itemsize for row in self.rows.both]
+        sizes = batch_size, self.num_kv_heads, *[(layer.index, layer.slots) for layer in self.layers]
+        key = ("memory", self.rows, self.page, limit, shared, JOINT_BYTES, sizes)
+        plan: Arrangement | None = self.runtime.plans.get(key)
+        if plan is None:
+            plan = self.runtime.plans.keep(key, self._arranged(batch_size, limit, shared))
         remedy = "Use a smaller capacity or batch, a window, or a dtype of fewer bits."
-        require_memory(sum(rows.values()) * sum(each), self.runtime, "KVCacheStore", remedy, self.on_host)
-        made = [arrays for block in blocks for arrays in self._arrays_for(block, batch_size)]
+        require_memory(plan.nbytes, self.runtime, "KVCacheStore", remedy, self.on_host)
+        pieces = [self._block(nbytes) for nbytes in plan.pieces]
+        made: list[Any] = [
+            tuple([None if at is None else pieces[at[0]].array(*at[1:]) for at in arrays]) for arrays in plan.arrays
+        ]
+        blocks = [self.layers[first:end] for first, end in plan.blocks]
         summaries = [pair for block in blocks for pair in self._summaries_for(block, batch_size)]
         divisors = [self._divisors_for(batch_size, numbers) for numbers in self.rows.divisors]
         self.batch_size, self.blocks = batch_size, blocks
@@ -122,6 +134,43 @@ class LayerMemory:
             layer.hold(arrays, (divisors[0], divisors[1]), self.rows.formats)
             layer.summaries = pair
 
+    def _arranged(self, batch_size: int, limit: int, shared: int) -> Arrangement:
+        """How memory for a batch of this size is shared out, in blocks of at most `limit` bytes.
+
+        Several layers share at most `shared` bytes.
+
+        Raises:
+            CapacityError: a layer is larger than a block.
+        """
+        rows = [batch_size * self.num_kv_heads * layer.slots for layer in self.layers]
+        widest = max(row.nbytes for row in self.rows.both)
+        if self.page is not None:  # keys are counted one by one
+            limit = min(limit, 2**31 * min(row.stored.itemsize for row in self.rows.both))
+            shared = min(limit, shared)
+        blocks, taken = [[0, 0]], 0  # the first layer of a block and the one after its last; bytes of the last block
+        for i, layer in enumerate(self.layers):
+            needed = rows[i] * widest
+            if needed > limit:
+                raise CapacityError(
+                    f"KVCacheStore: layer {layer.index} needs {needed} bytes in one block "
+                    f"(batch_size={batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
+                    f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
+                )
+            if taken and taken + needed > shared:
+                blocks.append([i, i])
+                taken = 0
+            blocks[-1][1], taken = i + 1, taken + needed
+        each = [row.nbytes + row.numbers * self.rows.scale_dtype.itemsize for row in self.rows.both]
+        pieces: list[int] = []
+        arrays = [
+            places
+            for first, end in blocks
+            for places in self._places_for(
+                [(batch_size, self.num_kv_heads, x.slots) for x in self.layers[first:end]], pieces
+            )
+        ]
+        return Arrangement(sum(rows) * sum(each), blocks, pieces, arrays)
+
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
         """Divisors on the device; those of heads are repeated for each sequence, and the view shows the first."""
         if numbers is None:
@@ -130,25 +179,27 @@ class LayerMemory:
         divisors = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
         return divisors.restrided((heads,), divisors.strides)
 
-    def _arrays_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any, Any, Any]]:
-        """New K, V and their scales, or None without scales, for each layer of a block."""
-        (k, v), alike, scale_dtype, live = self.rows.both, self.rows.alike, self.rows.scale_dtype, self.runtime
-        shapes = [(batch_size, self.num_kv_heads, layer.slots) for layer in block]
-        total = sum(map(math.prod, shapes))
+    def _places_for(self, shapes: list[tuple[int, int, int]], pieces: list[int]) -> list[list[ArrayPlace | None]]:
+        """Where K, V and their scales, or None without scales, of each layer of a block lie; adds to `pieces`."""
+        (k, v), alike, scale_dtype = self.rows.both, self.rows.alike, self.rows.scale_dtype
+        total, k_piece = sum(map(math.prod, shapes)), len(pieces)
         v_first = -(-total * k.nbytes // ALIGNMENT) * ALIGNMENT
-        if alike and live.is_cpu and v_first + total * v.nbytes <= JOINT_BYTES:
-            k_block = v_block = self._block(v_first + total * v.nbytes)
+        if alike and self.runtime.is_cpu and v_first + total * v.nbytes <= JOINT_BYTES:
+            pieces.append(v_first + total * v.nbytes)
         else:
-            k_block, v_block, v_first = self._block(total * k.nbytes), self._block(total * v.nbytes), 0
-        of_row = self.rows.numbers * scale_dtype.itemsize
-        scales = [self._block(total * of_row) if row.numbers else None for row in (k, v)]
+            pieces += [total * k.nbytes, total * v.nbytes]
+            v_first = 0
+        v_piece, of_row = len(pieces) - 1, self.rows.numbers * scale_dtype.itemsize
+        scale_pieces: list[int | None] = []
+        for row in (k, v):
+            scale_pieces.append(len(pieces) if row.numbers else None)
+            pieces += [total * of_row] if row.numbers else []
         arrays, first = [], 0
         for shape in shapes:
-            keys = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
-            values = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
+            keys = k_piece, (*shape, k.stored_width), k.stored, first * k.nbytes
+            values = v_piece, (*shape, v.stored_width), v.stored, v_first + first * v.nbytes
             of_rows = (*shape, *self.rows.scale_axes), scale_dtype, first * of_row
-            k_scale, v_scale = (None if m is None else m.array(*of_rows) for m in scales)
-            arrays.append((keys, values, k_scale, v_scale))
+            arrays.append([keys, values, *[None if n is None else (n, *of_rows) for n in scale_pieces]])
             first += math.prod(shape)
         return arrays
 
@@ -232,19 +283,29 @@ class LayerMemory:
         """Copy the rows of consecutive positions into `out`, from its token `at` on."""
         if tokens <= 0:
             return
+        shape, placement = (self.batch_size, self.num_kv_heads, tokens), layer.placement(position)
+        arrays = [*out, layer.k, layer.v, *[a for a in layer.read_scales if a is not None]]
+        if not can_be_shared(arrays):
+            for each in self._bind_gather(operation, layer, out, at, shape, placement):
+                each.bound.launch()
+            return
+        # Layers of one form are read one after another, and the next reads of them are often of more tokens.
+        plans, key = self.runtime.plans, (self.rows, layer.form, placement, shape, at, *[a.key for a in out])
+        last, launches = plans.get("gathered", (None, None))
+        if last != key:
+            launches = SharedLaunches(self._bind_gather(operation, layer, out, at, shape, placement), arrays)
+            plans["gathered"] = key, launches
+        launches.run(arrays)
+
+    def _bind_gather(
+        self, operation: str, layer: Layer, out: list[ArrayView], at: int, shape: tuple[int, ...], placement: Placement
+    ) -> list[Launch]:
+        """The launches of `gather`, of `shape` sequences, heads and tokens."""
         scales = layer.scales_of_rows(self.num_kv_heads, self.rows.numbers)
         stored = zip((layer.k, layer.v), self.rows.formats, scales, strict=True)
         src = [rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored]
-        shape = self.batch_size, self.num_kv_heads, tokens
-        copy_rows(
-            self.runtime,
-            operation,
-            src,
-            [rows_of(a, at) for a in out],
-            self.rows.widths,
-            shape,
-            layer.placement(position),
-        )
+        dst = [rows_of(a, at) for a in out]
+        return bind_rows(self.runtime, operation, src, dst, self.rows.widths, shape, placement)
 
     def copy_filled(self) -> list[list[ArrayView]]:
         """Copies of every layer's filled slots, in the same place as the layers."""
@@ -366,13 +427,26 @@ def copy_rows(
     src: Sequence[Rows],
     dst: Sequence[Rows],
     widths: Sequence[int],
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     src_place: Placement = LINEAR,
 ) -> None:
     """Copy the rows of `shape` sequences, heads and tokens at once, to where `dst` says; see `bind_copies`."""
-    sizes: dict[str, Any] = dict(zip(("groups", "heads", "tokens"), shape, strict=True))
-    for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, src_place=src_place, **sizes):
+    for each in bind_rows(live, operation, src, dst, widths, shape, src_place):
         each.bound.launch()
+
+
+def bind_rows(
+    live: runtime.Runtime,
+    operation: str,
+    src: Sequence[Rows],
+    dst: Sequence[Rows],
+    widths: Sequence[int],
+    shape: tuple[int, ...],
+    src_place: Placement,
+) -> list[Launch]:
+    """The launches of `copy_rows`."""
+    sizes: dict[str, Any] = dict(zip(("groups", "heads", "tokens"), shape, strict=True))
+    return bind_copies(live, operation, src=src, dst=dst, widths=widths, src_place=src_place, **sizes)
 
 
 def width_of(a: ArrayView) -> int:

@@ -275,8 +275,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return
         if self._counted is None:
             slots = self.slot_map
-            self._counted = steps.Counted(self, store.capacity, slots.sinks, slots.ring, slots.starts)
-        self._counted.set(store.end)
+            self._counted = steps.Counted(self, store.capacity, slots.sinks, slots.ring, slots.starts, store.end)
+            self._counted.current = True
+        else:
+            self._counted.set(store.end)
 
     def _fix_slots(self) -> bool:
         """Whether slots follow from positions from here on, in the memory that the layer has."""

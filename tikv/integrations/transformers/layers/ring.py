@@ -12,7 +12,7 @@ from tikv.integrations.transformers.layers import layer as layers
 from tikv.integrations.transformers.layers import room as rooms
 from tikv.integrations.transformers.layers.layer import TikvLayer
 from tikv.integrations.transformers.memory.gradients import has_gradient
-from tikv.integrations.transformers.memory.slot_map import SlotMap
+from tikv.integrations.transformers.memory.slot_map import SlotMap, TokenMoves, moves_between
 from tikv.integrations.transformers.memory.storage import Storage
 from tikv.integrations.transformers.versions.masks import query_length
 from tikv.runtime.interrupts import uninterrupted
@@ -41,7 +41,7 @@ class RingLayer(TikvLayer):
         If the capacity changes, the memory is new, and what `update` returned before still refers to the old.
         """
         self._recall()
-        store, words, sources = self.store, self._memory.words(), self.slot_map.sources(to)
+        store, words, moves = self.store, self._memory.words(), moves_between(self.slot_map, to)
         assert store is not None
         renewed = capacity != store.capacity
         if renewed:
@@ -55,8 +55,8 @@ class RingLayer(TikvLayer):
         self._count_as(to)
         if renewed:
             self._attach()
-        if renewed or (sources != np.arange(to.used)).any():
-            self._memory.take(words, sources)
+        if renewed or (moves.sources != np.arange(to.used)).any():
+            self._memory.take(words, moves)
         self._clear_empty(0)
         if self._counted is not None:
             self._counted.current = False
@@ -197,7 +197,7 @@ class RingLayer(TikvLayer):
         self._ring_first, self._starts = None, None if starts is None else tuple(starts)
         if oldest != self.sinks:
             behind = np.roll(np.arange(self.sinks, store.length), self.sinks - oldest)
-            self._memory.take(self._memory.words(), np.r_[: self.sinks, behind])
+            self._memory.take(self._memory.words(), TokenMoves.of(np.r_[: self.sinks, behind]))
         self._show_ring()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -15,6 +16,11 @@ from tikv.integrations.transformers.memory.stored import copied_tensors, decoded
 def has_gradient(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
     """Whether autograd would follow new keys or values: `is_followed` for code that torch.compile traces."""
     return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
+
+
+def writable_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context whose new tensors may be written to outside of inference mode, as traced code may do."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 class RefuseBackward(torch.autograd.Function):  # type: ignore[misc]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,3 +88,28 @@ class SlotMap(NamedTuple):
             row[:] = sources[0] if len(sources) else 0
             row[to.slots(held, start)] = sources
         return rows if self.starts else rows[0]
+
+
+class TokenMoves(NamedTuple):
+    """For each of the first slots, the slot from which its token comes: (slots,) or (batch, slots).
+
+    Attributes:
+        runs: (first, end) of each run of neighbouring slots, in order; empty if `sources` has a row for each sequence.
+    """
+
+    sources: Array
+    runs: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, sources: Array) -> TokenMoves:
+        """The moves from these slots."""
+        if sources.ndim > 1 or not len(sources):
+            return cls(sources, [])
+        cuts = [0, *(np.flatnonzero(np.diff(sources) != 1) + 1).tolist(), len(sources)]
+        return cls(sources, [(int(sources[a]), int(sources[b - 1]) + 1) for a, b in itertools.pairwise(cuts)])
+
+
+@functools.lru_cache(maxsize=2)  # layers of one kind move the same tokens one after another
+def moves_between(now: SlotMap, to: SlotMap) -> TokenMoves:
+    """How the tokens of a map get to the slots that they have in another."""
+    return TokenMoves.of(now.sources(to))

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import CapacityError
 from tikv.integrations.transformers.memory import stored_ops as ops
+from tikv.integrations.transformers.memory.gradients import writable_tensors
 from tikv.integrations.transformers.memory.slot_map import SlotMap
 from tikv.integrations.transformers.memory.stored import stored_tensors
 
@@ -55,7 +56,7 @@ class Counted:
     """
 
     def __init__(
-        self, layer: Any, slots: int, sinks: int = 0, ring: int = 0, starts: tuple[int, ...] | None = None
+        self, layer: Any, slots: int, sinks: int = 0, ring: int = 0, starts: tuple[int, ...] | None = None, end: int = 0
     ) -> None:
         memory = layer._here()
         self.keys, self.values = memory.k, memory.v
@@ -65,8 +66,8 @@ class Counted:
         self.dtype = layer.dtype
         self.slots, self.sinks, self.ring = slots, sinks, ring
         self.window = layer.window if ring and slots > layer.window else 0
-        with torch.inference_mode(False):
-            self.count = torch.zeros(layer.batch_size, dtype=torch.int64, device=layer.device)
+        with writable_tensors():
+            self.count = torch.full((layer.batch_size,), end, dtype=torch.int64, device=layer.device)
             self.starts = None if starts is None else torch.tensor(starts, device=layer.device)
         self.current = self.stepped = self.on_device = False
         self.changes = 0
@@ -78,7 +79,7 @@ class Counted:
                 torch._dynamo.mark_static_address(a, guard=False)
 
     def _new_uses(self) -> Any:
-        with torch.inference_mode(False):
+        with writable_tensors():
             return torch.zeros(1, dtype=torch.int64, device=self.count.device)
 
     @property

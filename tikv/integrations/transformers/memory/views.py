@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import numpy as np
 import torch
 
 from tikv import dtypes
 from tikv.integrations.transformers.memory import stored_ops as ops
-from tikv.integrations.transformers.memory.gradients import has_gradient
+from tikv.integrations.transformers.memory.gradients import has_gradient, writable_tensors
+from tikv.integrations.transformers.memory.slot_map import TokenMoves
 from tikv.integrations.transformers.memory.slots import CacheSlots
 
 INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch cannot index 8-bit floats or words of codes
@@ -39,12 +38,6 @@ part = _find_part()
 _FEW_RUNS = 8  # of neighbouring slots, which are copied without an index
 
 
-def _runs(sources: Any) -> list[tuple[int, int]]:
-    """(first, end) of each run of neighbouring slots."""
-    cuts = [0, *(np.flatnonzero(np.diff(sources) != 1) + 1).tolist(), len(sources)]
-    return [(int(sources[a]), int(sources[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
-
-
 class TorchMemory:
     """The keys and values of a `GrowingLayer` as torch sees them, until they are moved to other memory.
 
@@ -66,7 +59,7 @@ class TorchMemory:
     def __init__(self, store: Any, dtype: Any, name: str) -> None:
         self._store, self._dtype, self._name = store, dtype, name
         self.widths = store.rows.widths
-        with torch.inference_mode(False):  # traced code outside of it may not write to its tensors
+        with writable_tensors():
             # Launches and the model's own work run on one stream in the order of their calls, so nothing waits.
             self.k, self.v = store.keys.torch(wait=False), store.values.torch(wait=False)
             self.scales = [None if a is None else a.torch(wait=False) for a in store.scales]
@@ -83,19 +76,18 @@ class TorchMemory:
 
     def words(self) -> list[Any]:
         """`arrays` in dtypes that torch can index."""
-        return [a.view(INDEXED.get(a.dtype.itemsize, a.dtype)) for a in self.arrays()]
+        return [a if (word := INDEXED.get(a.dtype.itemsize)) is None else a.view(word) for a in self.arrays()]
 
-    def take(self, words: list[Any], sources: Any) -> None:
-        """Copy to each of the first slots that slot of `words` which `sources` names: (slots,) or (batch, slots)."""
-        used = sources.shape[-1]
+    def take(self, words: list[Any], moves: TokenMoves) -> None:
+        """Copy to each of the first slots that slot of `words` which `moves` names."""
+        used, runs = moves.sources.shape[-1], moves.runs
         if not used:
             return
-        runs = _runs(sources) if sources.ndim == 1 else []
         if 0 < len(runs) <= _FEW_RUNS:  # an index would be copied to the device, for which the host waits
             for a, to in zip(words, self.words(), strict=True):
                 to[:, :, :used] = torch.cat([a[:, :, first:end] for first, end in runs], 2)
             return
-        index = torch.as_tensor(sources, device=self.device)
+        index = torch.as_tensor(moves.sources, device=self.device)
         for a, to in zip(words, self.words(), strict=True):
             if index.ndim == 1:
                 to[:, :, :used] = a[:, :, index]
