@@ -163,16 +163,16 @@ def first_answers(small):
         "more than DynamicCache's there, s",
         "a later answer, s",
     )
+    command = [__file__, "first", *(["--small"] if small else []), "--way"]
+    with table.attempt(DYNAMIC):
+        printed_by([*command, DYNAMIC], COMPILED)
     of_dynamic = None
-    for way in (None, *FIRST):
-        command = [__file__, "first", "--way", way or DYNAMIC, *(["--small"] if small else [])]
-        with table.attempt(way or DYNAMIC), tempfile.TemporaryDirectory() as folder:
-            printed = [printed_by(command, COMPILED, folder) for _ in range(1 if way is None else 2)]
-            times = [json.loads(text.strip().splitlines()[-1]) for text in printed]
-            if way is not None:
-                of_dynamic = of_dynamic or times
-                more = [answer[0] - dynamic[0] for answer, dynamic in zip(times, of_dynamic, strict=True)]
-                table.row(way, times[0][0], more[0], times[1][0], more[1], times[1][1])
+    for way in FIRST:
+        with table.attempt(way), tempfile.TemporaryDirectory() as folder:
+            printed = [printed_by([*command, way], COMPILED, folder) for _ in range(2)]
+            (first, _), (second, later) = (json.loads(text.strip().splitlines()[-1]) for text in printed)
+            of_dynamic = of_dynamic or (first, second)
+            table.row(way, first, first - of_dynamic[0], second, second - of_dynamic[1], later)
 
 
 def answer_of(way, small):

@@ -119,7 +119,7 @@ class CacheArray(runtime.NotCopied):
             ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch cannot view it.
             MissingPackageError: torch is not installed.
         """
-        torch = sys.modules.get("torch") or extras.need("torch", "CacheArray.torch")
+        torch = extras.need("torch", "CacheArray.torch")
         array = self.view_for("CacheArray.torch")
         if array.device in runtime.SPIRV_ARCHS:
             return mps.as_torch(array, self._runtime)

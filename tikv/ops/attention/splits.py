@@ -32,10 +32,10 @@ class Shares(NamedTuple):
 
     splits: int
     workers: int  # threads on CPU
-    least_share: int = 0  # the least keys in a split, of which those beyond the end of a short head have none
+    least_share: int = 0  # the least keys in a split; splits beyond the end of a short head have none; see `in_turn`
     mass_splits: int = 1  # parts in which keys are weighed for their mass
     split_keys: int = 0  # positions in a split, if all splits have the same number; else 0
-    in_turn: int = 1  # splits that a task computes, one after another
+    in_turn: int = 1  # splits that a task computes, one after another; the kernel finds it by `least_share`, its keys
 
     @property
     def tasks(self) -> int:

@@ -276,7 +276,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self._counted is None:
             slots = self.slot_map
             self._counted = steps.Counted(self, store.capacity, slots.sinks, slots.ring, slots.starts, store.end)
-            self._counted.current = True
         else:
             self._counted.set(store.end)
 

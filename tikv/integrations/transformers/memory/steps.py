@@ -69,7 +69,7 @@ class Counted:
         with writable_tensors():
             self.count = torch.full((layer.batch_size,), end, dtype=torch.int64, device=layer.device)
             self.starts = None if starts is None else torch.tensor(starts, device=layer.device)
-        self.current = self.stepped = self.on_device = False
+        self.current, self.stepped, self.on_device = True, False, False
         self.changes = 0
         self.steps = self._noted = Steps(None, 0)
         self.uses = self._new_uses() if layer.counts_uses else None
