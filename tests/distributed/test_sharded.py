@@ -48,12 +48,13 @@ def test_slopes_with_other_operations(ranks, request, interleave, changes, terms
     request.getfixturevalue(ranks).run(on_ranks.random_operations, *operations)
 
 
-@pytest.mark.parametrize("ranks", ["two", pytest.param("three", marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", ["two", "three"])
+@pytest.mark.full
 def test_tiles_of_kvarn_sharded_by_heads(ranks, request):
     assert {*request.getfixturevalue(ranks).run(on_ranks.tiles_by_heads)} == {128}
 
 
-@pytest.mark.parametrize("ranks", ["two", "three"])
+@pytest.mark.parametrize("ranks", [pytest.param("two", marks=pytest.mark.full), "three"])
 def test_the_mass_is_of_the_tokens_of_all_ranks(ranks, request):
     for found in request.getfixturevalue(ranks).run(on_ranks.masses):
         assert found == (11, 24)

@@ -182,6 +182,7 @@ def test_guards_that_overlook_something_are_not_used(monkeypatch):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.full(unless=lambda case: case["kept"] == "capsule")
 @pytest.mark.parametrize("kept", ["seen", "capsule", "store"])
 def test_what_is_alive_at_the_end_dies_quietly(arch, kept, python):
     lines = (

@@ -416,7 +416,8 @@ def steps(model, compiled, cache, inputs, count):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "lengths", "backend"),
-    [("llama", "int8", (4, 9), "aot_eager"), ("gemma3", "float16", (4, 9), "eager"), ("mistral", None, (9,), "eager")],
+    [("llama", "int8", (4, 9), "aot_eager"), ("gemma3", "float16", (4, 9), "eager"),
+     pytest.param("mistral", None, (9,), "eager", marks=pytest.mark.full)],
 )
 def test_torch_compile_keeps_the_cache_in_its_graph(arch, name, dtype, lengths, backend, tight):
     """Without a graph break, while tokens of a window move, too; and the cache goes on outside."""
@@ -483,7 +484,7 @@ def test_torch_compile_with_attention_by_name(arch):
     assert torch.equal(got[0], want[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_torch_compile_reads_int8_in_the_models_dtype(arch, rng, dtype):
     layers = [layer_of(dtype=tikv.dtypes.int8) for _ in range(2)]
     torch.compiler.reset()

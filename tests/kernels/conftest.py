@@ -1,5 +1,6 @@
 """What the tests of Metal's source share: the programs they need, and each group of kernels compiled once."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -64,18 +65,27 @@ def vulkan(request):
 
 @pytest.fixture(scope="session")
 def made(vulkan, tmp_path_factory):
-    """A function of a group's name: the folder of its SPIR-V and its kernels; compiled once, in another process."""
-    found = {}
+    """A function of a group's name: the folder of its SPIR-V and its kernels.
 
+    They are compiled once, in another process, for all processes of pytest-xdist.
+    """
+    fcntl = pytest.importorskip("fcntl", reason="locks of files are those of Unix")
+    here = tmp_path_factory.getbasetemp()
+    shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
+
+    @functools.cache
     def made(group):
-        if group not in found:
-            folder = tmp_path_factory.mktemp(group)
-            child = subprocess.run(
-                [sys.executable, metal_source.__file__, folder, group],
-                capture_output=True, text=True, env=vulkan, timeout=600,
-            )  # fmt: skip
-            assert child.returncode == 0, child.stderr[-3000:]
-            found[group] = folder, json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
-        return found[group]
+        folder, found = shared / f"metal-{group}", shared / f"metal-{group}.json"
+        with open(shared / f"metal-{group}.lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not found.exists():
+                folder.mkdir(exist_ok=True)
+                child = subprocess.run(
+                    [sys.executable, metal_source.__file__, folder, group],
+                    capture_output=True, text=True, env=vulkan, timeout=600,
+                )  # fmt: skip
+                assert child.returncode == 0, child.stderr[-3000:]
+                shutil.copy(folder / "kernels.json", found)
+        return folder, json.loads(found.read_text(encoding="utf-8"))
 
     return made

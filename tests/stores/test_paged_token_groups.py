@@ -328,6 +328,7 @@ def test_compact_keeps_groups_as_a_whole(arch, rng):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.full(unless=lambda case: case["number"] < 2)
 @pytest.mark.parametrize("number", range(7))
 def test_random_sequences(arch, tmp_path, number):
     """A moment of the campaign: forks, truncations, compactions, swaps and files against groups and rows in NumPy."""

@@ -29,8 +29,8 @@ def attention(q, k, v):
     ("quant", "options"),
     [
         (tikv.Quant(4, 64, sinks=4, recent=64), {}),
-        (tikv.Quant(2, 32, sinks=3), {}),
-        (tikv.Quant(4, 32, recent=33, rotate="hadamard"), {}),
+        pytest.param(tikv.Quant(2, 32, sinks=3), {}, marks=pytest.mark.full),
+        pytest.param(tikv.Quant(4, 32, recent=33, rotate="hadamard"), {}, marks=pytest.mark.full),
         (tikv.Quant(4, 32, sinks=2, recent=16), {"v_dtype": "float16"}),
         (tikv.Quant(4, 32, recent=40), {"window": 100, "sinks": 4}),
         (tikv.Quant(3, 32, "tokens", 32, sinks=5), {}),
@@ -172,7 +172,7 @@ class Pool:
         (tikv.Quant(4, 32, sinks=4, recent=40), 64, {}),
         pytest.param(tikv.Quant(8, 64, recent=33, rotate="hadamard"), 64, {}, marks=pytest.mark.full),
         pytest.param(tikv.Quant(3, 32, sinks=40, recent=16), 32, {"v_dtype": "float16"}, marks=pytest.mark.full),
-        (tikv.Quant(4, 32, "tokens", 32, sinks=5), 32, {}),
+        pytest.param(tikv.Quant(4, 32, "tokens", 32, sinks=5), 32, {}, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -81,6 +81,7 @@ def test_a_block_of_rows(arch, rng, form):
 
 
 @pytest.mark.full("vulkan", unless=lambda params: params["form"]["dtype"] in ("float32", "int8"))
+@pytest.mark.full(unless=lambda case: case["form"]["dtype"] in ("int8", ALONG_TOKENS) or case["form"] == FORMS[0])
 @pytest.mark.parametrize("form", [form for form in FORMS if "place" not in form], ids=str)
 def test_queries_of_a_block(arch, rng, form):
     """After an append, a rewrite and `extend`; also with their mass, and with new tokens that are not kept."""
@@ -109,6 +110,7 @@ def test_queries_of_a_block(arch, rng, form):
         check(store.extend(0, *(place(a) for a in (q, k, v)), return_mass=True, block=9), q, 9)
 
 
+@pytest.mark.full(unless=lambda case: case["form"]["dtype"] == "int8")
 @pytest.mark.parametrize("form", [{"dtype": "float32"}, {"dtype": "int8", "per_head": True}, {"dtype": ALONG_TOKENS}],
                          ids=str)  # fmt: skip
 def test_pages(arch, rng, form):

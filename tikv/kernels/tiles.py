@@ -126,12 +126,29 @@ def limited(x):
 
 
 @functools.cache
+def make_rolled(style):
+    """rolled(count, at): the count of a loop's rounds, which a CPU's compiler does not know; `at` is never negative.
+
+    Else LLVM writes out all rounds, and takes seconds for them. Nothing is faster for it.
+    """
+
+    @ti.func
+    def rolled(count: ti.template(), at):
+        rounds = count
+        if ti.static(style == "cpu"):
+            rounds = count + (at >> 31)
+        return rounds
+
+    return rolled
+
+
+@functools.cache
 def make_block_rotation(style, width):
     """rotate(work, at, other, row): rotate the numbers at `at`, or at `other` if the number of steps is odd.
 
     The other place holds numbers between steps; the result is at `at`, not yet multiplied by the norm.
     """
-    n, in_order = block_of(width), make_in_order(style)
+    n, in_order, rolled = block_of(width), make_in_order(style), make_rolled(style)
     steps = steps_of(n)
 
     @ti.func
@@ -142,7 +159,7 @@ def make_block_rotation(style, width):
                 a, b = other + first, at + first
                 if ti.static((steps - z) % 2 == 0):
                     a, b = at + first, other + first
-                for i in range(n // 2):
+                for i in range(rolled(n // 2, at)):
                     x, y = work[a + 2 * i], work[a + 2 * i + 1]
                     work[b + i] = in_order(x + y, row)
                     work[b + i + n // 2] = in_order(x - y, row)
@@ -222,7 +239,7 @@ def make_encode(style, c):
     (rows, columns), bits = form.sides(c.of, width), form.bits(c.of)
     each, last_code = 32 // bits, float((1 << bits) - 1)
     product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
-    whole_ratio, half = make_whole_ratio(style), make_half(style)
+    whole_ratio, half, rolled = make_whole_ratio(style), make_half(style), make_rolled(style)
 
     @ti.func
     def encode(work: ti.template(), at, tile, r, codes: ti.template(), numbers: ti.template(),
@@ -235,7 +252,7 @@ def make_encode(style, c):
             first, step, by_row, by_column = r, width, at_of.best_channels, at_of.best_tokens
         of_row = work[at + by_row + r]
         low, high = ti.f32(0.0), ti.f32(0.0)
-        for j in range(columns):
+        for j in range(rolled(columns, at)):
             x, of_column = work[at + first + j * step], work[at + by_column + j]
             if ti.static(c.of == "keys"):
                 x = ratio(ratio(x, of_column), of_row)
@@ -245,7 +262,7 @@ def make_encode(style, c):
             low, high = ti.select(j == 0, x, ti.min(low, x)), ti.select(j == 0, x, ti.max(high, x))
         last = ti.f32(last_code)
         scale = ti.max(ratio(in_order(high - low, at), last), ti.f32(LEAST_SCALE))
-        for w in range(columns // each):
+        for w in range(rolled(columns // each, at)):
             word = ti.u32(0)
             for e in ti.static(range(each)):
                 x = work[at + at_of.balanced + first + (w * each + e) * step]
@@ -262,67 +279,105 @@ def make_encode(style, c):
     return encode
 
 
+def make_channel_deviations(style, c):
+    """channel_deviations(work, at, d): on GPUs the deviation of a channel, in a vector; balanced numbers are stored."""
+    group, width, at_of = TILE_FORMATS[c.name].group, c.width, places_of(c.name, c.width)
+    in_order, ratio = make_in_order(style), make_ratio(style)
+    mean_of, square, deviation = make_deviation(style, CHANNEL_SUMS, group)
+
+    @ti.func
+    def channel_deviations(work: ti.template(), at, d):
+        running, by = ti.Vector.zero(ti.f32, CHANNEL_SUMS), work[at + at_of.channels + d]
+        for turn in range(group // CHANNEL_SUMS):
+            for n in ti.static(range(CHANNEL_SUMS)):
+                t = turn * CHANNEL_SUMS + n
+                x = ratio(ratio(work[at + t * width + d], work[at + at_of.tokens + t]), by)
+                work[at + at_of.balanced + t * width + d] = x
+                running[n] = in_order(running[n] + x, at)
+        mean, squares = mean_of(running, at), ti.Vector.zero(ti.f32, CHANNEL_SUMS)
+        for turn in range(group // CHANNEL_SUMS):
+            for n in ti.static(range(CHANNEL_SUMS)):
+                x = work[at + at_of.balanced + (turn * CHANNEL_SUMS + n) * width + d]
+                squares[n] = in_order(squares[n] + square(x, mean, at), at)
+        return ti.Vector([deviation(squares, at)])
+
+    return channel_deviations
+
+
+def make_band_deviations(c):
+    """channel_deviations(work, at, d): on CPU the deviations of a band of channels; balanced numbers are stored.
+
+    The running sums of a channel are in turn in a vector, those of a band beside each other, which LLVM adds together.
+    """
+    group, width, at_of = TILE_FORMATS[c.name].group, c.width, places_of(c.name, c.width)
+    ratio, root, square = make_ratio("cpu"), make_root("cpu"), make_deviation("cpu", CHANNEL_SUMS, group)[1]
+    numbers, degrees = float(group), float(group - 1)
+
+    @ti.func
+    def add_up(sums: ti.template()):
+        """The total of each channel's running sums comes to the beginning."""
+        for z in ti.static(range(steps_of(CHANNEL_SUMS))):
+            half = (CHANNEL_SUMS >> (z + 1)) * BAND
+            for i in range(half):
+                sums[i] = sums[i] + sums[i + half]
+
+    @ti.func
+    def channel_deviations(work: ti.template(), at, d):
+        sums, by = ti.Vector.zero(ti.f32, CHANNEL_SUMS * BAND), ti.Vector.zero(ti.f32, BAND)
+        x, before = ti.Vector.zero(ti.f32, BAND), ti.Vector.zero(ti.f32, BAND)
+        for e in ti.static(range(BAND)):
+            by[e] = work[at + at_of.channels + d + e]
+        for t in range(group):
+            factor, n = work[at + at_of.tokens + t], t % CHANNEL_SUMS * BAND
+            for e in ti.static(range(BAND)):
+                x[e], before[e] = work[at + t * width + d + e], sums[n + e]
+            for e in ti.static(range(BAND)):
+                x[e] = ratio(ratio(x[e], factor), by[e])
+            for e in ti.static(range(BAND)):
+                work[at + at_of.balanced + t * width + d + e], sums[n + e] = x[e], before[e] + x[e]
+        add_up(sums)
+        means, squares = ti.Vector.zero(ti.f32, BAND), ti.Vector.zero(ti.f32, CHANNEL_SUMS * BAND)
+        for e in ti.static(range(BAND)):
+            means[e] = ratio(sums[e], ti.f32(numbers))
+        for t in range(group):
+            n = t % CHANNEL_SUMS * BAND
+            for e in ti.static(range(BAND)):
+                x[e], before[e] = work[at + at_of.balanced + t * width + d + e], squares[n + e]
+            for e in ti.static(range(BAND)):
+                squares[n + e] = before[e] + square(x[e], means[e], at)
+        add_up(squares)
+        deviations = ti.Vector.zero(ti.f32, BAND)
+        for e in ti.static(range(BAND)):
+            deviations[e] = root(ratio(squares[e], ti.f32(degrees)))
+        return deviations
+
+    return channel_deviations
+
+
 def make_passes(style, c):
     """The `Passes` of a format."""
     form, at_of = TILE_FORMATS[c.name], places_of(c.name, c.width)
     group, width, norm, band = form.group, c.width, block_of(c.width) ** -0.5, BAND if style == "cpu" else 1
-    product, in_order, ratio = make_product(style), make_in_order(style), make_ratio(style)
+    product, in_order, ratio, rolled = make_product(style), make_in_order(style), make_ratio(style), make_rolled(style)
     load_row = make_load(c.code, 1, SIZE[c.code] * 8)
     rotate, odd = make_block_rotation(style, width), steps_of(block_of(width)) % 2
     token_mean, token_square, token_deviation = make_deviation(style, TOKEN_SUMS, width)
-    channel_mean, channel_square, channel_deviation = make_deviation(style, CHANNEL_SUMS, group)
+    channel_deviations = make_band_deviations(c) if style == "cpu" else make_channel_deviations(style, c)
     next_factor = make_next_factor(style)
 
     @ti.func
     def load(source: ti.template(), work: ti.template(), at, number, t, params):
         first, to, other = row_of(number, params), at + t * width, at + at_of.balanced + t * width
-        for d in range(width):
+        for d in range(rolled(width, at)):
             x = limited(load_row(source, first + d)[0])
             if ti.static(odd):
                 work[other + d] = x
             else:
                 work[to + d] = x
         rotate(work, to, other, first)
-        for d in range(width):
+        for d in range(rolled(width, at)):
             work[to + d] = without_tiny(product(work[to + d], ti.f32(norm), first))
         work[at + at_of.tokens + t] = ti.f32(1.0)
-
-    @ti.func
-    def balanced(work: ti.template(), at, t, d):
-        factor = work[at + at_of.tokens + t]
-        values = ti.Vector([ti.f32(0.0)] * band)
-        for e in ti.static(range(band)):
-            values[e] = work[at + t * width + d + e]
-        for e in ti.static(range(band)):
-            values[e] = ratio(ratio(values[e], factor), work[at + at_of.channels + d + e])
-        return values
-
-    @ti.func
-    def channel_deviations(work: ti.template(), at, d):
-        """The deviations of a band of channels, whose balanced numbers are stored."""
-        running = ti.Vector([ti.f32(0.0)] * (CHANNEL_SUMS * band))
-        for turn in range(group // CHANNEL_SUMS):
-            for n in ti.static(range(CHANNEL_SUMS)):
-                t = turn * CHANNEL_SUMS + n
-                values = balanced(work, at, t, d)
-                for e in ti.static(range(band)):
-                    work[at + at_of.balanced + t * width + d + e] = values[e]
-                for e in ti.static(range(band)):
-                    running[n * band + e] = in_order(running[n * band + e] + values[e], at)
-        means = ti.Vector([ti.f32(0.0)] * band)
-        squares = ti.Vector([ti.f32(0.0)] * (CHANNEL_SUMS * band))
-        for e in ti.static(range(band)):
-            means[e] = channel_mean(ti.Vector([running[n * band + e] for n in range(CHANNEL_SUMS)]), at)
-        for turn in range(group // CHANNEL_SUMS):
-            for n in ti.static(range(CHANNEL_SUMS)):
-                first = at + at_of.balanced + (turn * CHANNEL_SUMS + n) * width + d
-                for e in ti.static(range(band)):
-                    more = channel_square(work[first + e], means[e], at)
-                    squares[n * band + e] = in_order(squares[n * band + e] + more, at)
-        deviations = ti.Vector([ti.f32(0.0)] * band)
-        for e in ti.static(range(band)):
-            deviations[e] = channel_deviation(ti.Vector([squares[n * band + e] for n in range(CHANNEL_SUMS)]), at)
-        return deviations
 
     @ti.func
     def spread_channels(work: ti.template(), at, d, first):
