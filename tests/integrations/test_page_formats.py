@@ -91,6 +91,7 @@ def batched(kind, inputs=None, generation=None, arch="cpu", **options):
     return [result.generated_tokens for result in results.values()]
 
 
+@pytest.mark.full(unless=lambda case: case["name"] in ("int8", "four_bits", "different"))
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_are_those_of_a_cache_of_the_format(arch, name):
     want = one_by_one("full", FORMATS[name])
@@ -107,6 +108,7 @@ def test_texts_on_a_gpu(arch, name):
         assert batched("full", arch=arch, use_cuda_graph=True, use_async_batching=True) == want
 
 
+@pytest.mark.full(unless=lambda case: (case["kind"], case["name"]) == ("both", "int8"))
 @pytest.mark.parametrize("kind", ["ring", "both"])
 @pytest.mark.parametrize("name", ["int8", "four_bits"])
 def test_sliding_layers(arch, kind, name):
@@ -116,7 +118,7 @@ def test_sliding_layers(arch, kind, name):
         assert batched(kind) == want
 
 
-@pytest.mark.parametrize("kind", ["full", "ring"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "ring"])
 def test_the_code_for_devices(arch, kind, as_on_a_device):
     want = one_by_one(kind, FORMATS["int8"])
     as_on_a_device()
@@ -125,7 +127,7 @@ def test_the_code_for_devices(arch, kind, as_on_a_device):
         assert batched(kind, max_batch_tokens=64, max_blocks_per_request=0) == want
 
 
-@pytest.mark.parametrize("kind", ["full", "both"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "both"])
 def test_forks_copy_codes_and_scales(arch, kind):
     want = one_by_one(kind, FORMATS["int8"])[2]
     sampled = greedy(do_sample=True, top_k=1, num_return_sequences=3)
@@ -133,6 +135,7 @@ def test_forks_copy_codes_and_scales(arch, kind):
         assert batched(kind, [prompts()[2]], sampled, max_batch_tokens=64) == [want] * 3
 
 
+@pytest.mark.full(unless=lambda case: (case["kind"] == "both") == bool(case["form"]))
 @pytest.mark.parametrize("kind", ["full", "both"])
 @pytest.mark.parametrize("form", [{}, {"dtype": "int8"}], ids=["plain", "int8"])
 def test_requests_leave_the_device_and_come_back(arch, kind, form, monkeypatch):

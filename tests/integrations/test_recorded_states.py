@@ -27,7 +27,8 @@ if VERSION < (5, 24):
     pytest.skip("models read their states through the cache from transformers 5.24 on", allow_module_level=True)
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "families.md"
-FEW = ("falcon_h1", "qwen3_next", "inkling", "jamba")
+FEW = ("falcon_h1", "qwen3_next")
+SOME = [*FEW, *(pytest.param(family, marks=pytest.mark.full) for family in ("inkling", "jamba"))]
 FAMILIES = [
     pytest.param(family, marks=() if family in FEW else pytest.mark.full)
     for family in hybrids.FAMILIES
@@ -151,7 +152,7 @@ def test_prompt_lookup_writes_the_same_text_in_fewer_calls(arch, family):
     assert cache.get_seq_length() == want.shape[1] - 1
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", SOME)
 def test_an_assistant_drafts_for_a_hybrid(arch, family):
     model, prompt = model_of(family), tokens(1, 9)
     config = transformers.LlamaConfig(**BASE | {"vocab_size": model.config.get_text_config().vocab_size})
@@ -173,7 +174,7 @@ def test_only_a_cache_that_records_lets_a_hybrid_be_assisted(arch):
     assert type(model)._is_stateful
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", SOME)
 def test_beyond_the_record_nothing_changes(arch, family):
     model, ids = model_of(family), tokens(1, 16)
     cache = TikvCache(model.config, record_states=4)
@@ -188,7 +189,7 @@ def test_beyond_the_record_nothing_changes(arch, family):
     assert torch.equal(read(model, cache, ids[:, 9:10]), want)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", SOME)
 def test_records_follow_copies_and_sequences(arch, family, tmp_path):
     model, ids = model_of(family), tokens(3, 14)
     cache = TikvCache(model.config, record_states=3)
@@ -247,7 +248,7 @@ def test_a_call_that_was_interrupted_in_a_module_is_undone(arch, monkeypatch):
     assert torch.equal(read(model, cache, ids[:, 9:12]), want)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("count", [1, 3])
 def test_layers_are_aligned_after_an_interrupt(arch, family, count):
     model, ids = model_of(family), tokens(2, 14)
@@ -306,7 +307,7 @@ def test_a_state_in_the_models_own_modules_cannot_be_recorded_and_takes_one_toke
     near(steps(model, cache, ids[:, 9:]), want[:, 9:])
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize(
     "options",
     [{"max_cache_len": 40}, {"window": 32, "sinks": 2}, {"dtype": "float16"}, {"dtype": "int8"}, {"place": "host"}],

@@ -285,7 +285,9 @@ def of_a_pool(layers):
     return lambda layer, q, k, v: store.extend(layer, q, k, v, [sequence], [0, len(k)])
 
 
-@pytest.mark.parametrize("make", [of_a_store, pytest.param(of_a_pool, marks=pytest.mark.full)], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "make", [of_a_store, pytest.param(of_a_pool, marks=pytest.mark.full)], ids=["contiguous", "paged"]
+)
 def test_twenty_steps_take_the_graphs_of_the_first(arch, rng, make):
     """Of ten layers, which are more than torch compiles one function for."""
     torch.manual_seed(0)
@@ -459,7 +461,9 @@ def test_a_cache_with_other_room_needs_no_other_kernel(arch):
 
 
 @pytest.mark.archs("cpu")
-@pytest.mark.parametrize("imports", ["import tikv, torch", pytest.param("import torch._dynamo, tikv", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "imports", ["import tikv, torch", pytest.param("import torch._dynamo, tikv", marks=pytest.mark.full)]
+)
 def test_the_first_call_of_a_process_is_made_in_compiled_code(arch, python, imports):
     """No engine is imported, no kernel compiled; whatever comes first, this library or torch's compiler."""
     child = python(COLD.format(imports=imports))

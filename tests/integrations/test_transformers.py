@@ -416,8 +416,11 @@ def steps(model, compiled, cache, inputs, count):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "lengths", "backend"),
-    [("llama", "int8", (4, 9), "aot_eager"), ("gemma3", "float16", (4, 9), "eager"),
-     pytest.param("mistral", None, (9,), "eager", marks=pytest.mark.full)],
+    [
+        ("llama", "int8", (4, 9), "aot_eager"),
+        ("gemma3", "float16", (4, 9), "eager"),
+        pytest.param("mistral", None, (9,), "eager", marks=pytest.mark.full),
+    ],
 )
 def test_torch_compile_keeps_the_cache_in_its_graph(arch, name, dtype, lengths, backend, tight):
     """Without a graph break, while tokens of a window move, too; and the cache goes on outside."""

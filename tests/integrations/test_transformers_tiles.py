@@ -42,6 +42,7 @@ def rows(rng, tokens):
     return [torch.from_numpy(oracle.numbers(rng, (1, 2, tokens, WIDTH), np.float32)).half() for _ in "kv"]
 
 
+@pytest.mark.full(unless=lambda case: case["name"] in ("tiles", "by channel"))
 @pytest.mark.parametrize("name", FORMATS)
 def test_layers_hold_what_a_store_does(arch, rng, tmp_path, name):
     """In growing memory, after crops, in copies and from files; new tokens of tiles are returned as they came."""

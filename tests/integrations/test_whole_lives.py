@@ -62,6 +62,10 @@ def fails(it, folder):
     return ""
 
 
+LIVED = ("llama", "gemma3", "gpt_oss", "t5", "deepseek")  # the others in the weekly run
+
+
+@pytest.mark.full(unless=lambda case: case["family"] in LIVED)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_life(arch, family, tmp_path):
     if family not in families.offered():

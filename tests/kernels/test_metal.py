@@ -80,6 +80,7 @@ def compare(group, every, made, clang, environment):
 
 
 @pytest.mark.thorough
+@pytest.mark.full(unless=lambda case: case["group"] not in ("attention", "scattered"))  # the largest
 @pytest.mark.parametrize("group", metal_calls.GROUPS)
 def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
     """Bit for bit, its threads in another order; attention, whose sums have another order, within its tolerance."""

@@ -75,6 +75,7 @@ def go_on_from_a_file(model, folder):
     model.check()
 
 
+@pytest.mark.full(unless=lambda case: case["values"] in (BY_VALUES["8 bits"], "float16"))
 @pytest.mark.parametrize("values", BY_VALUES.values(), ids=BY_VALUES)
 def test_values_are_stored_otherwise_than_keys(arch, rng, tmp_path, values):
     """K alone by channel; V by token with another width of codes, or as numbers."""
@@ -180,6 +181,7 @@ def test_compact_keeps_groups_as_a_whole(arch, rng, tmp_path, values, window, si
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.full(unless=lambda case: case["number"] < 1)
 @pytest.mark.parametrize("number", range(4))
 def test_random_sequences(arch, tmp_path, number):
     """A moment of the campaign: appends, compactions, trims, sequences, copies and files against rows in NumPy."""

@@ -413,7 +413,7 @@ print("missing:", [kernel.name for kernel in found.kernels if kernel.key not in 
 
 @on_linux
 @pytest.mark.thorough
-@pytest.mark.parametrize(("capability", "stored"), [("80", "same"), ("90", "int8")])
+@pytest.mark.parametrize(("capability", "stored"), [pytest.param("80", "same", marks=pytest.mark.full), ("90", "int8")])
 def test_forms_have_all_that_a_models_cache_needs(run, tmp_path, capability, stored):
     """A Llama generates with a TikvCache, over the stand-in: each kernel that it asks for is that of a form."""
     pytest.importorskip("torch")
@@ -441,7 +441,7 @@ print("warm")
 
 @on_linux
 @pytest.mark.thorough
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.full), False])
 def test_warmup_compiles_in_processes_what_a_models_cache_needs(run, tmp_path, wait):
     """Over the stand-in, on both sides: nothing is compiled here, and a second time no process is started."""
     pytest.importorskip("torch")
