@@ -11,6 +11,7 @@ end and it is started once for each.
 
 import gc
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ ARCHS = runtime.ARCHS[::-1]  # in this order the tests run
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
 _done = pytest.StashKey[set[str]]()
+OPERATIONS = pathlib.Path(__file__).parent / "tests" / "ops"
 _thorough = pytest.StashKey[bool]()
 
 
@@ -72,8 +74,8 @@ def pytest_addoption(parser):
         "--thorough",
         action="store_true",
         help="run also the tests marked thorough, and the cases of other tests whose parameters all have values of "
-        "earlier cases, these not on vulkan, where a test marked thorough has one case; --full of a back end runs all "
-        "cases, and where paths are given all that are not marked full run too",
+        "earlier cases, these not on vulkan, where tests outside of tests/ops and those marked thorough have one case; "
+        "--full of a back end runs all cases, and where paths are given all that are not marked full run too",
     )
     group.addoption(
         "--done",
@@ -229,7 +231,7 @@ def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
             return True
     each_value = any(marker.kwargs.get("each_value") for marker in markers)
     on_vulkan = arch == "vulkan" and item.config.getoption("--thorough")  # whose kernels compile slowly without a GPU
-    if on_vulkan and item.get_closest_marker("thorough"):
+    if on_vulkan and (item.get_closest_marker("thorough") or OPERATIONS not in item.path.parents):
         return bool(_values_before(item, arch, seen)) or not _has_new_value(item, arch, seen)
     return (each_value or on_vulkan) and item.config.stash[_thorough] and not _has_new_value(item, arch, seen)
 

@@ -25,6 +25,7 @@ def run(folder, *arguments, **environment):
     assert child.stdout.endswith("the same text\n")
 
 
+@pytest.mark.full
 def test_a_model_cut_over_two_processes_writes_what_the_whole_one_does(tmp_path):
     run(tmp_path, CUDA_VISIBLE_DEVICES="")  # else each process needs a GPU
 

@@ -325,7 +325,7 @@ def test_a_position_that_counts_up_takes_two_graphs(arch, rng, copy_kv):
     assert counts == [1, *19 * [2]]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_a_decode_step_by_operators_is_one_graph_for_all_positions(arch, rng, backend):
     """They are in a tensor, so that ``dynamic=False`` compiles no step again."""
     graphs = Graphs(backend)
