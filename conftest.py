@@ -10,11 +10,13 @@ end and it is started once for each.
 """
 
 import gc
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
 
@@ -34,6 +36,8 @@ _absent = pytest.StashKey[dict[str, str]]()
 _done = pytest.StashKey[set[str]]()
 OPERATIONS = pathlib.Path(__file__).parent / "tests" / "ops"
 _thorough = pytest.StashKey[bool]()
+_end = pytest.StashKey[float]()  # the time after which no test begins
+LATE = "left for the lack of time (--within)"
 
 
 def pytest_addoption(parser):
@@ -76,6 +80,14 @@ def pytest_addoption(parser):
         help="run also the tests marked thorough, and the cases of other tests whose parameters all have values of "
         "earlier cases, these not on vulkan, where tests outside of tests/ops and those marked thorough have one case; "
         "--full of a back end runs all cases, and where paths are given all that are not marked full run too",
+    )
+    group.addoption(
+        "--within",
+        metavar="MINUTES",
+        type=float,
+        default=math.inf,
+        help="begin no test later than this after the start, and say how many were left: for a machine that is slower "
+        "than usual, and that has only so long",
     )
     group.addoption(
         "--done",
@@ -140,10 +152,11 @@ def pytest_configure(config):
     # What a user has measured decides nothing here.
     os.environ["TIKV_ATTENTION_TABLE"] = "off"
     if hasattr(config, "workerinput"):  # a process of pytest-xdist: its parent has found this out
-        config.stash[_absent], done, config.stash[_thorough] = config.workerinput["tikv"]
+        config.stash[_absent], done, config.stash[_thorough], config.stash[_end] = config.workerinput["tikv"]
         config.stash[_done] = set(done)
         return
     config.stash[_absent], config.stash[_done] = {}, set()
+    config.stash[_end] = time.time() + 60 * config.getoption("--within")
     config.stash[_thorough] = config.getoption("--thorough") or config.args_source is config.ArgsSource.ARGS
     wanted = _wanted(config)
     if config.option.help or config.option.collectonly:
@@ -164,7 +177,7 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     """Tell a process of pytest-xdist what its parent knows."""
     stash = node.config.stash
-    node.workerinput["tikv"] = stash[_absent], sorted(stash[_done]), stash[_thorough]
+    node.workerinput["tikv"] = stash[_absent], sorted(stash[_done]), stash[_thorough], stash[_end]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -268,6 +281,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"left for {option}"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if time.time() > item.config.stash[_end]:
+        pytest.skip(LATE)
+
+
 def _use_gpu(number: int) -> None:
     """Let torch's current GPU be this one; tests of what the first one alone has are skipped."""
     import torch
@@ -335,8 +354,12 @@ class _Outcomes:
 
     def pytest_terminal_summary(self, terminalreporter, config):
         self._back_ends(terminalreporter, config)
-        if line := _left_out(terminalreporter.stats.get("skipped", [])):
+        skipped = terminalreporter.stats.get("skipped", [])
+        if line := _left_out(skipped):
             terminalreporter.line(line)
+        if late := sum(LATE in report.longrepr[2] for report in skipped):
+            told = f"{late} tests were not run, since {config.getoption('--within'):g} minutes were over (--within)"
+            terminalreporter.line(told, red=True)
 
     def _back_ends(self, terminalreporter, config):
         counts = {arch: Counter(tests.values()) for arch, tests in self.seen.items()}
