@@ -158,7 +158,7 @@ def test_processes_of_a_whole_generate_become_one_run():
     assert run["rows"] == [{**base, "token_ms": [13.5, 20.5], "as_dynamic": 31}, other]
 
 
-QUICK = ("chosen_gpu.py quest", "stores_gpu.py prefix", "offloaded_gpu.py")
+QUICK = ("stores_gpu.py prefix",)
 
 
 @pytest.mark.archs("cpu")

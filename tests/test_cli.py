@@ -161,7 +161,7 @@ def test_what_stands_around_a_table_keeps_to_its_width(monkeypatch, capsys):
     [
         ("show-config", "info"),
         ("collect-env", "info"),
-        pytest.param("diagnose", "doctor", marks=pytest.mark.thorough),  # which times first calls
+        pytest.param("diagnose", "doctor", marks=pytest.mark.full),  # which times first calls
     ],
 )
 def test_other_names_of_a_command_work(alias, command):
