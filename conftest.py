@@ -30,11 +30,11 @@ for engine in engines.ALL.values():
     os.environ.update(engine.quiet)
 
 ARCHS = runtime.ARCHS[::-1]  # in this order the tests run
+OPERATIONS = pathlib.Path(__file__).parent / "tests" / "ops"
 
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
 _done = pytest.StashKey[set[str]]()
-OPERATIONS = pathlib.Path(__file__).parent / "tests" / "ops"
 _thorough = pytest.StashKey[bool]()
 _end = pytest.StashKey[float]()  # the time after which no test begins
 LATE = "left for the lack of time (--within)"

@@ -1,6 +1,5 @@
 """What the tests of Metal's source share: the programs they need, and each group of kernels compiled once."""
 
-import functools
 import importlib.util
 import json
 import os
@@ -73,19 +72,17 @@ def made(vulkan, tmp_path_factory):
     here = tmp_path_factory.getbasetemp()
     shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
 
-    @functools.cache
     def made(group):
-        folder, found = shared / f"metal-{group}", shared / f"metal-{group}.json"
+        folder = shared / f"metal-{group}"
+        found = folder / "kernels.json"  # which is written last
         with open(shared / f"metal-{group}.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not found.exists():
-                folder.mkdir(exist_ok=True)
                 child = subprocess.run(
                     [sys.executable, metal_source.__file__, folder, group],
                     capture_output=True, text=True, env=vulkan, timeout=600,
                 )  # fmt: skip
                 assert child.returncode == 0, child.stderr[-3000:]
-                shutil.copy(folder / "kernels.json", found)
         return folder, json.loads(found.read_text(encoding="utf-8"))
 
     return made

@@ -307,7 +307,8 @@ def make_channel_deviations(style, c):
 def make_band_deviations(c):
     """channel_deviations(work, at, d): on CPU the deviations of a band of channels; balanced numbers are stored.
 
-    The running sums of a channel are in turn in a vector, those of a band beside each other, which LLVM adds together.
+    A vector has each running sum of all channels of the band side by side, so that LLVM adds these together. The loops
+    over tokens stay loops: LLVM takes half a minute for them when they are written out.
     """
     group, width, at_of = TILE_FORMATS[c.name].group, c.width, places_of(c.name, c.width)
     ratio, root, square = make_ratio("cpu"), make_root("cpu"), make_deviation("cpu", CHANNEL_SUMS, group)[1]
